@@ -1,0 +1,190 @@
+"""Decide whether an update may run on flat shards, and make its graph fit them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.errors import StepError
+
+aten = torch.ops.aten
+
+
+class UpdateError(StepError):
+    """An optimizer's update cannot be traced, or cannot run on shards."""
+
+
+# They make or copy tensors element by element, but carry no tag that says so.
+_SIZE_PRESERVING = {
+    "alias",
+    "clone",
+    "copy",
+    "detach",
+    "empty_like",
+    "empty_strided",
+    "fill",
+    "full_like",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "masked_fill",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "zero",
+    "zeros_like",
+    "_to_copy",
+}
+_FACTORIES = {"empty", "empty_strided", "full", "ones", "zeros"}
+# Views; of the whole shape they are the identity.
+_RESHAPES = {"view", "_unsafe_view", "expand"}
+
+
+def check_elementwise(
+    gm: fx.GraphModule, *, shape: Sequence[int], whole: Sequence[fx.Node], optimizer: str
+) -> set[fx.Node]:
+    """Return the nodes that hold one element per parameter element, or refuse the update.
+
+    ``whole`` are the placeholders of the parameter's ``shape``: parameter, gradient, moments.
+    Every operation that reads such a tensor must compute each element of its result from the
+    same element of its operands and from 0-dim tensors and numbers, so that running it on a
+    flat piece gives that piece of the result.
+
+    Raises: UpdateError naming the operation and the line of the optimizer that uses it.
+    """
+    shape = tuple(shape)
+    found = set(whole)
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        reason = _why_not_elementwise(node, shape, found)
+        if reason is not None:
+            raise UpdateError(
+                f"{optimizer} cannot run on shards: `{node.target}`{_line(node)} {reason}. "
+                "A shard is a flat piece of the parameter, so every operation of the update must "
+                'be elementwise. Use options={"stage": 0}, which updates whole parameters, or an '
+                "elementwise optimizer."
+            )
+        reads_whole = any(operand in found for operand in node.all_input_nodes)
+        if (reads_whole and _tensors(node)) or _is_whole_factory(node, shape):
+            found.add(node)
+    return found
+
+
+def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Node]) -> None:
+    """Make a checked graph run on flat shards of any length.
+
+    Before, for f32[4, 3]: ``zeros([4, 3])``.  After: ``zeros([sym_size(parameter, 0)])``.
+    """
+    shape = list(shape)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    length: fx.Node | None = None
+    for node in [n for n in gm.graph.nodes if n in whole and n.op == "call_function"]:
+        if node.kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+            node.update_kwarg("memory_format", torch.contiguous_format)
+        if not shape or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for position, (argument, value) in enumerate(zip(node.target._schema.arguments, node.args)):
+            if argument.name == "stride":
+                node.update_arg(position, [1])
+            if argument.name != "size" or list(value) != shape:
+                continue
+            if length is None:
+                with gm.graph.inserting_after(placeholders[-1]):
+                    length = gm.graph.call_function(aten.sym_size.int, (placeholders[0], 0))
+            node.update_arg(position, [length])
+
+
+def mutated_operands(node_target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator:
+    """The arguments that an operator writes to, lists flattened."""
+    for position, argument in enumerate(node_target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
+    """What disqualifies an operation, or None if it may run on shards."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None  # scalar arithmetic, or an element of a list of tensors
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "draws random numbers, which would differ from those of the whole parameter"
+    operands = [operand for operand in node.all_input_nodes if _tensors(operand)]
+    if not any(operand in whole for operand in operands):
+        return None
+    name, base = _names(target)
+    reshapes = name in _RESHAPES and target.namespace == "aten"
+    if not (_is_pointwise(target) or base in _SIZE_PRESERVING or reshapes):
+        if not (base == "index_put" and _writes_one_value_by_mask(node, whole)):
+            return "is not elementwise"
+    for operand in operands:
+        if operand not in whole and any(tensor.ndim > 0 for tensor in _tensors(operand)):
+            sizes = [tuple(tensor.shape) for tensor in _tensors(operand)]
+            return f"combines the parameter's elements with another tensor, of shape {sizes[0]}"
+    for written in mutated_operands(target, node.args, node.kwargs):
+        if isinstance(written, fx.Node) and written not in whole:
+            return "writes the parameter's elements into a scalar"
+    for result in _tensors(node):
+        if tuple(result.shape) != shape:
+            return f"gives shape {tuple(result.shape)} where the parameter's is {shape}"
+    return None
+
+
+def _names(target: torch._ops.OpOverload) -> tuple[str, str]:
+    """An operator's name, and that of its functional, single-tensor form."""
+    name = target._schema.name.partition("::")[2]
+    base = name.removeprefix("_foreach_")
+    return name, base if base.endswith("__") else base.removesuffix("_")
+
+
+def _is_pointwise(target: torch._ops.OpOverload) -> bool:
+    if torch.Tag.pointwise in target.tags:
+        return True
+    # abs_ and the _foreach_ operators are not tagged; their functional forms are.
+    packet = getattr(aten, _names(target)[1], None) if target.namespace == "aten" else None
+    overloads = packet.overloads() if packet is not None else ()
+    for name in ("Tensor", "Tensor_Scalar", "default"):
+        if name in overloads:
+            return torch.Tag.pointwise in getattr(packet, name).tags
+    return False
+
+
+def _writes_one_value_by_mask(node: fx.Node, whole: set[fx.Node]) -> bool:
+    """Whether this is ``x[mask] = number``, with a mask of the whole shape."""
+    indices, value = node.args[1], node.args[2]
+    if len(indices) != 1 or indices[0] not in whole or node.args[3:] not in ((), (False,)):
+        return False
+    return indices[0].meta["val"].dtype is torch.bool and value.meta["val"].ndim == 0
+
+
+def _is_whole_factory(node: fx.Node, shape: tuple) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or not shape:
+        return False
+    if _names(node.target)[0] not in _FACTORIES | _SIZE_PRESERVING or not node.args:
+        return False
+    sizes = [
+        value
+        for argument, value in zip(node.target._schema.arguments, node.args)
+        if argument.name == "size"
+    ]
+    return bool(sizes) and tuple(sizes[0]) == shape
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in values if isinstance(item, torch.Tensor)]
+
+
+def _line(node: fx.Node) -> str:
+    """Where the optimizer's source calls the operation, as `` at file:line``."""
+    found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f" at {found[1]}:{found[2]}" if found else ""

@@ -1,0 +1,77 @@
+"""Runs the pipeline: checks what each pass requires, verifies, counts, times and dumps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.errors import GraphError
+from zerofx.passes.base import Counts, Pass, PassContext
+from zerofx.verify import verify
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: its counts, or why it did not run."""
+
+    name: str
+    counts: Counts
+    seconds: float = 0.0
+    skipped: str = ""
+
+
+def run_pipeline(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    pipeline: Sequence[Pass],
+    on_program: Callable[[str, fx.GraphModule, PassReport | None], None] | None = None,
+) -> list[PassReport]:
+    """Run the passes that the stage and the options call for, in order, on ``gm`` in place.
+
+    ``on_program`` is given the captured program and the one after every pass.
+
+    Raises: GraphError if a pass lacks what it requires or leaves a broken program; whatever a
+    pass raises, with a note that names it.
+    """
+    facts: set[str] = set()
+    verify(gm, ctx, facts)
+    if on_program:
+        on_program("captured", gm, None)
+    reports = []
+    for step in pipeline:
+        reason = _why_skipped(step, ctx)
+        if reason:
+            reports.append(PassReport(step.name, {}, skipped=reason))
+            continue
+        missing = step.requires - facts
+        if missing:
+            raise GraphError(
+                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it "
+                "provides: the pipeline's order is wrong."
+            )
+        started = time.perf_counter()
+        try:
+            counts = step.run(gm, ctx)
+            gm.graph.lint()
+            facts |= step.provides
+            verify(gm, ctx, facts)
+        except Exception as error:
+            error.add_note(f"in pass {step.name!r} of zerofx")
+            raise
+        gm.recompile()
+        report = PassReport(step.name, counts, time.perf_counter() - started)
+        reports.append(report)
+        if on_program:
+            on_program(step.name, gm, report)
+    return reports
+
+
+def _why_skipped(step: Pass, ctx: PassContext) -> str:
+    if ctx.options.stage < step.smallest_stage:
+        return f"stage {ctx.options.stage} (needs {step.smallest_stage})"
+    if step.optional and not ctx.options.enabled(step.name):
+        return "turned off"
+    return ""

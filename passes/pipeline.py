@@ -1,0 +1,62 @@
+"""The compiler, top to bottom: every pass in the order it runs."""
+
+from __future__ import annotations
+
+from zerofx.passes.base import Pass
+from zerofx.passes.data_parallel import data_parallel
+from zerofx.passes.hoist_casts import hoist_casts
+from zerofx.passes.prefetch import prefetch
+from zerofx.passes.recompute import recompute
+from zerofx.passes.shard_gradients import shard_gradients
+from zerofx.passes.shard_optimizer import shard_optimizer
+from zerofx.passes.shard_parameters import shard_parameters
+
+PIPELINE = (
+    Pass(
+        "recompute",
+        recompute,
+        optional=True,
+    ),
+    Pass(
+        "data_parallel",
+        data_parallel,
+        provides=frozenset({"averaged_gradients"}),
+        preserves_numerics=False,
+    ),
+    Pass(
+        "hoist_casts",
+        hoist_casts,
+        requires=frozenset({"averaged_gradients"}),
+        optional=True,
+        smallest_stage=3,
+    ),
+    Pass(
+        "shard_optimizer",
+        shard_optimizer,
+        requires=frozenset({"averaged_gradients"}),
+        provides=frozenset({"sharded_updates"}),
+        preserves_numerics=False,  # norms are summed shard by shard
+        smallest_stage=1,
+    ),
+    Pass(
+        "shard_gradients",
+        shard_gradients,
+        requires=frozenset({"sharded_updates"}),
+        provides=frozenset({"sharded_gradients"}),
+        smallest_stage=2,
+    ),
+    Pass(
+        "shard_parameters",
+        shard_parameters,
+        requires=frozenset({"sharded_gradients"}),
+        provides=frozenset({"sharded_parameters"}),
+        smallest_stage=3,
+    ),
+    Pass(
+        "prefetch",
+        prefetch,
+        requires=frozenset({"sharded_updates"}),
+        optional=True,
+        smallest_stage=1,
+    ),
+)

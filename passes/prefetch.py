@@ -1,0 +1,49 @@
+"""Start each gather while the one before it is being used."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import program_order, role
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.placement import latest
+
+
+def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Move the start of each all-gather to just after the previous one's wait.
+
+    Before::
+
+        a = zerofx.wait(zerofx.all_gather_start(p, 2));  y = mm(x, a)
+        b = zerofx.wait(zerofx.all_gather_start(q, 2));  z = mm(y, b)
+
+    After::
+
+        a = zerofx.wait(zerofx.all_gather_start(p, 2));  start = zerofx.all_gather_start(q, 2)
+        y = mm(x, a)
+        b = zerofx.wait(start);  z = mm(y, b)
+
+    At most one gather is in flight ahead of the parameter in use.
+    """
+    moved = 0
+    order = program_order(gm.graph)
+    waits = [
+        node
+        for node in gm.graph.nodes
+        if node.target is ops.wait and node.args[0].target is ops.all_gather_start
+    ]
+    for previous, wait in zip(waits, waits[1:]):
+        start = wait.args[0]
+        chain = [start]
+        while role(chain[-1].args[0]) == "gather_cast":
+            chain.append(chain[-1].args[0])
+        source = chain[-1].args[0]
+        anchor = latest([previous, source], order) if source.op != "placeholder" else previous
+        if order[anchor] >= order[chain[-1]]:
+            continue
+        for node in chain:
+            anchor.append(node)
+        moved += 1
+        order = program_order(gm.graph)
+    return {"prefetched": moved}

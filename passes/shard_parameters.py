@@ -1,0 +1,67 @@
+"""Stage 3: each rank keeps only its shard of every parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import input_role, placeholders, provenance, role
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.sharding import ShardPropagation
+
+aten = torch.ops.aten
+
+
+def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Gather each parameter before it is used, free it after, gather again for backward.
+
+    Before (``p`` whole)::
+
+        y = mm(x, p.t());  dx = mm(dy, p)
+
+    After (``p`` this rank's flat shard)::
+
+        w = unflatten(zerofx.wait(zerofx.all_gather_start(p, 2)))
+        y = mm(x, w.t());  zerofx.free(w)
+        w2 = unflatten(zerofx.wait(zerofx.all_gather_start(p, 2)))
+        dx = mm(dy, w2);  zerofx.free(w2)
+
+    Updates write the shard in place, so what ``shard_optimizer`` gathered for ``p`` goes away.
+    Source: ZeRO, Rajbhandari et al. 2020, section 5.3.
+    """
+    propagation = ShardPropagation(gm, ctx, "shard_parameters")
+    gathered = _gathered_updates(gm.graph)
+    for node in placeholders(gm.graph, "parameter"):
+        propagation.shard_input(node, regather=True)
+        for cast in [user for user in node.users if role(user) == "hoisted_cast"]:
+            propagation.add_source(
+                cast,
+                input_role(node).parameter,
+                node,
+                regather=True,
+                cast_to=cast.meta["val"].dtype,
+            )
+    for whole, shard in gathered:
+        propagation.add_source(whole, provenance(whole).parameter, shard, regather=True)
+    return {"sharded parameters": len(placeholders(gm.graph, "parameter")), **propagation.run()}
+
+
+def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Whole updated parameters and the shards they were gathered from; drops their ``free``."""
+    found = []
+    for wait in [node for node in graph.nodes if node.target is ops.wait]:
+        start = wait.args[0]
+        if start.target is not ops.all_gather_start or start.args[0].target is not ops.update:
+            continue
+        for user in list(wait.users):
+            if user.target is ops.free:
+                graph.erase_node(user)
+        whole = wait
+        while True:
+            (following,) = [user for user in whole.users if role(user) == "whole"] or [None]
+            if following is None:
+                break
+            whole = following
+        found.append((whole, start.args[0]))
+    return found

@@ -1,0 +1,346 @@
+"""Propagate shards through a program: what can be computed on a flat shard is, the rest gathers.
+
+The three ``shard_*`` passes each name some sources (a reduced gradient, a parameter) that are
+henceforth sharded, and share this walk over everything that reads them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.errors import GraphError
+from zerofx.graph import (
+    Builder,
+    InputRole,
+    aliased_inputs,
+    erase_unused,
+    gradient_outputs,
+    input_role,
+    mutated_inputs,
+    program_order,
+    set_input_role,
+    source_line,
+)
+from zerofx.passes.base import PassContext
+from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
+from zerofx.passes.gathers import GatherSource, insert_gathers
+from zerofx.passes.reductions import PendingReductions, rule_for
+from zerofx.passes.uniformity import rank_varying
+from zerofx.plan import ParameterInfo
+
+aten = torch.ops.aten
+
+
+@dataclass
+class ShardedValue:
+    """A node whose whole value need not exist.
+
+    ``source`` is what its whole value can be rebuilt from, by gathering and repeating the
+    views and casts in between; None if its own shard has to be gathered.  ``shard`` is made
+    when first asked for; a value that cannot be one (a transpose) has ``can_shard`` False.
+    """
+
+    parameter: ParameterInfo
+    shape: tuple[int, ...]
+    source: GatherSource | None
+    shard: fx.Node | None = None
+    can_shard: bool = True
+
+
+class ShardPropagation:
+    """One walk over a program, from its sharded sources to all that reads them."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext, inserted_by: str):
+        self.gm = gm
+        self.graph = gm.graph
+        self.ctx = ctx
+        self.builder = Builder(gm, inserted_by)
+        self.pending = PendingReductions(self.builder)
+        self.values: dict[fx.Node, ShardedValue] = {}
+        self.sources: list[GatherSource] = []
+        self.varying = rank_varying(gm.graph)
+        self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
+
+    def add_source(
+        self,
+        node: fx.Node,
+        parameter: int,
+        shard: fx.Node,
+        regather: bool = False,
+        cast_to: torch.dtype | None = None,
+    ) -> GatherSource:
+        """Declare that ``node`` is sharded, as the flat node ``shard`` (maybe ``node`` itself).
+
+        ``regather`` lets its whole value be freed between far-apart uses and gathered again;
+        ``cast_to`` says that ``node`` is the cast of ``shard``.
+        """
+        info = self.ctx.table[parameter]
+        source = GatherSource(node, info, shard, regather=regather, cast_to=cast_to)
+        self.sources.append(source)
+        self.values[node] = ShardedValue(
+            info, info.shape, source, shard if cast_to is None else None
+        )
+        return source
+
+    def shard_input(self, node: fx.Node, regather: bool = False) -> GatherSource:
+        """Let the program receive an input as this rank's flat shard."""
+        role = input_role(node)
+        info = self.ctx.table[role.parameter]
+        set_input_role(node, InputRole(role.kind, role.parameter, sharded=True))
+        with self.builder.fake_mode:
+            node.meta["val"] = node.meta["val"].new_empty(info.shard_numel)
+        node.meta.pop("tensor_meta", None)
+        return self.add_source(node, info.index, node, regather)
+
+    def run(self) -> dict[str, int]:
+        """Rewrite every reader of the sources; return counts."""
+        # What reads a whole value is decided by the program as it came: a node that an earlier
+        # pass gave a shard may come to read the very input that is one.
+        read_before = {node: tuple(node.all_input_nodes) for node in self.graph.nodes}
+        for node, inputs in read_before.items():
+            if node in self.values or node._erased:
+                continue
+            if any(source in self.pending.waiting for source in node.all_input_nodes):
+                self.pending.complete_before(node)
+            if any(source in self.values for source in inputs):
+                self._visit(node)
+        self.counts["collectives for norms"] = self.pending.collectives
+        self.counts["gathers"] = insert_gathers(self.builder, self.sources, self.ctx)
+        kept = {source.node for source in self.sources}
+        order = program_order(self.graph)
+        stale = sorted(
+            (node for node in self.values if node not in kept and not node._erased),
+            key=order.__getitem__,
+            reverse=True,
+        )
+        erase_unused(self.graph, [*stale, *(s.node for s in self.sources)])
+        return self.counts
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self._visit_output(node)
+        elif node.target is ops.take_shard and node.args[0] in self.values:
+            node.replace_all_uses_with(self.shard_of(node.args[0]))
+            self.graph.erase_node(node)
+        elif node.target is ops.optimizer_step:
+            self._visit_optimizer_step(node)
+        elif mutated_inputs(node):
+            self._visit_write(node)
+        elif self._try_view(node) or self._try_elementwise(node) or self._try_reduction(node):
+            pass
+        else:
+            self._use_whole(node)
+
+    def _try_view(self, node: fx.Node) -> bool:
+        """Views of a source are rebuilt on each gathered copy; reshapes of a shard are free."""
+        bases = [base for base in aliased_inputs(node) if base in self.values]
+        if not bases:
+            return False
+        value = self.values[bases[0]]
+        same_order = is_reshape(node) and value.parameter.is_contiguous
+        unchanged = node.target in (aten.detach.default, aten.alias.default)
+        if value.source is None and not (value.can_shard and (same_order or unchanged)):
+            return False
+        result = node.meta.get("val")
+        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else value.shape
+        self.values[node] = ShardedValue(
+            value.parameter,
+            shape,
+            value.source,
+            can_shard=value.can_shard and (same_order or unchanged),
+        )
+        if value.source is not None:
+            value.source.chain.add(node)
+        return True
+
+    def _try_elementwise(self, node: fx.Node) -> bool:
+        """An elementwise node of shards is one itself, if its whole operands can be cut alike."""
+        if not is_elementwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        shape = tuple(node.meta["val"].shape)
+        sharded = [source for source in node.all_input_nodes if source in self.values]
+        first = self.values[sharded[0]]
+        for source in node.all_input_nodes:
+            if source in self.values:
+                value = self.values[source]
+                if not value.can_shard or value.shape != shape:
+                    return False
+                if value.parameter.storage_order != first.parameter.storage_order:
+                    return False
+            elif is_scalar(source.meta.get("val")):
+                continue
+            elif source in self.varying or tuple(source.meta["val"].shape) != shape:
+                return False
+        sources = {id(self.values[s].source): self.values[s].source for s in sharded}
+        only_numbers_else = all(
+            s in self.values or is_scalar(s.meta.get("val")) for s in node.all_input_nodes
+        )
+        rebuilt = next(iter(sources.values())) if len(sources) == 1 and only_numbers_else else None
+        if rebuilt is not None and not rebuilt.regather:
+            rebuilt = None  # its own shard is gathered: a gradient is not rebuilt from another
+        self.values[node] = ShardedValue(first.parameter, shape, rebuilt)
+        if rebuilt is not None:
+            rebuilt.chain.add(node)
+        return True
+
+    def _try_reduction(self, node: fx.Node) -> bool:
+        """A norm or sum of a gradient's shards: partial results, then one collective.
+
+        Reductions of parameters stay whole: they are part of forward, which gathers anyway.
+        """
+        value = self.values.get(node.args[0]) if node.args else None
+        if value is None or not value.can_shard:
+            return False
+        if value.source is not None and value.source.regather:
+            return False
+        rule = rule_for(node)
+        if rule is None:
+            return False
+        with self.graph.inserting_before(node):
+            shard = self.shard_of(node.args[0])
+            if value.parameter.padded_numel != value.parameter.numel:
+                shard = self.builder.call(
+                    ops.mask_padding,
+                    shard,
+                    value.parameter.index,
+                    rule.identity,
+                    role="mask_padding",
+                    parameter=value.parameter.index,
+                    like=node,
+                )
+            partial = rule.partial(self.builder, node, shard)
+        self.pending.add(node, rule, partial)
+        return True
+
+    def _visit_write(self, node: fx.Node) -> None:
+        """``copy_`` into a sharded input writes its shard; any other write is of a whole value."""
+        target = node.args[0]
+        value = self.values.get(target)
+        if node.target is not aten.copy_.default or value is None or target.op != "placeholder":
+            self._use_whole(node)
+            return
+        with self.graph.inserting_before(node):
+            shard = self._shard_operand(node.args[1], value.parameter, node)
+        if _written_in_place(shard) is value.shard:
+            node.replace_all_uses_with(target)
+            self.graph.erase_node(node)
+            return
+        node.args = (value.shard, shard)
+        self.builder.refresh(node)
+        self.values[node] = ShardedValue(value.parameter, value.shape, None, node)
+
+    def _visit_optimizer_step(self, node: fx.Node) -> None:
+        """``optimizer_step`` over lists -> one in-place ``update`` of each parameter's shard."""
+        parameters, gradients, optimizer, found_inf, indices = node.args
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        for position, index in enumerate(indices):
+            info = self.ctx.table[index]
+            with self.graph.inserting_before(node):
+                updated = self.builder.call(
+                    ops.update,
+                    self._shard_operand(parameters[position], info, node),
+                    self._shard_operand(gradients[position], info, node),
+                    optimizer,
+                    index,
+                    found_inf,
+                    role="update",
+                    parameter=index,
+                    like=node,
+                )
+            if position in results:
+                self.add_source(results[position], index, updated)
+            self.counts["updates"] = self.counts.get("updates", 0) + 1
+
+    def _visit_output(self, node: fx.Node) -> None:
+        """A gradient leaves the program as its shard at stages 2 and 3, all else whole.
+
+        A result that is an input stands for that input's object, whatever it holds.
+        """
+        slots = gradient_outputs(self.graph) if self.ctx.options.stage >= 2 else {}
+        results = list(node.args[0])
+        whole = set()
+        for position, result in enumerate(results):
+            if result not in self.values:
+                continue
+            is_input = result.op == "placeholder" or result.target is aten.copy_.default
+            if is_input or (position in slots and self.values[result].can_shard):
+                with self.graph.inserting_before(node):
+                    results[position] = self.shard_of(result)
+            else:
+                whole.add(result)
+        for result in whole:
+            self._use_whole(node, only=result)
+        node.args = (tuple(results),)
+
+    def _use_whole(self, node: fx.Node, only: fx.Node | None = None) -> None:
+        for source in node.all_input_nodes:
+            if source in self.values and (only is None or source is only):
+                value = self.values[source]
+                if value.source is None:
+                    value.source = GatherSource(source, value.parameter, self.shard_of(source))
+                    value.source.shape = value.shape
+                    self.sources.append(value.source)
+                value.source.uses.append((node, source))
+
+    def _shard_operand(self, operand: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
+        """The shard of an operand: its own, or this rank's range of a uniform whole value."""
+        value = self.values.get(operand)
+        if value is not None and value.can_shard:
+            return self.shard_of(operand)
+        if value is not None:
+            raise GraphError(
+                f"{operand.name} is a view of {info.name!r} that has no flat shard, and "
+                f"{reader.name} needs one. {source_line(reader)}"
+            )
+        return self.builder.call(
+            ops.take_shard,
+            operand,
+            info.index,
+            info.shard_numel,
+            role="take_shard",
+            parameter=info.index,
+            like=reader,
+        )
+
+    def shard_of(self, node: fx.Node) -> fx.Node:
+        """The flat node that computes this rank's shard of ``node``, inserted where it stands."""
+        value = self.values[node]
+        if value.shard is not None:
+            return value.shard
+        if aliased_inputs(node) and (is_reshape(node) or node.target in _UNCHANGED):
+            value.shard = self.shard_of(node.args[0])
+            return value.shard
+        with self.graph.inserting_before(node):
+            substitutes = {
+                source: self.shard_of(source)
+                if source in self.values
+                else source
+                if is_scalar(source.meta.get("val"))
+                else self._shard_operand(source, value.parameter, node)
+                for source in node.all_input_nodes
+            }
+            value.shard = self.builder.copy(
+                node, substitutes.__getitem__, role="on_shard", parameter=value.parameter.index
+            )
+        # Layouts are those of the whole value: a flat shard has but one.
+        if "memory_format" in value.shard.kwargs:
+            value.shard.kwargs = {
+                k: v for k, v in value.shard.kwargs.items() if k != "memory_format"
+            }
+        self.counts["computed on shards"] += 1
+        return value.shard
+
+
+_UNCHANGED = (aten.detach.default, aten.alias.default)
+
+
+def _written_in_place(shard: fx.Node) -> fx.Node:
+    """The input that a chain of in-place updates has already written to."""
+    while shard.target is ops.update:
+        shard = shard.args[0]
+    return shard

@@ -1,0 +1,478 @@
+"""Tracing one update: what becomes an input, what is guarded, what is refused."""
+
+import importlib.util
+import math
+import pathlib
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from zerofx import codegen
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.trace import group_values, read_arguments, trace_update
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.update import OptimizerRunner
+
+
+def optimizer_class(update, **defaults):
+    """An optimizer whose step is ``update(self, group, p, state)`` for each parameter."""
+
+    class Custom(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, **defaults})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    update(self, group, p, self.state[p])
+
+    return Custom
+
+
+def layout(p):
+    fields = dict(shape=tuple(p.shape), stride=p.stride(), dtype=p.dtype, device=p.device)
+    return ParameterInfo(index=0, name="w", requires_grad=True, world_size=1, **fields)
+
+
+def trace(optimizer, *, sharded=True, state=None):
+    (p,) = optimizer.param_groups[0]["params"]
+    state = dict(optimizer.state.get(p, {})) if state is None else state
+    shard_shape = (p.numel(),) if sharded else None
+    return trace_update(
+        optimizer,
+        layout(p),
+        group=read_arguments(
+            group_values(optimizer.param_groups[0]), shard_shape=None, inputs=set()
+        ),
+        state=read_arguments(state, shard_shape=shard_shape, inputs=state),
+        sharded=sharded,
+    )
+
+
+def trace_custom(update, *, shape=(4, 3), sharded=True, state=None, dtype=torch.float32):
+    p = nn.Parameter(torch.ones(shape, dtype=dtype))
+    return trace(optimizer_class(update)([p]), sharded=sharded, state=state)
+
+
+def targets(update):
+    return [str(n.target) for n in update.graph_module.graph.nodes if n.op == "call_function"]
+
+
+def line_of(text):
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}")]
+    return f"{__file__}:{number}"
+
+
+def run_steps(update, *, steps, sharded=True, shape=(4, 3), **defaults):
+    """Run an optimizer's update on one rank; return the runner and the eager optimizer."""
+    p, own = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
+    eager, optimizer = (optimizer_class(update, **defaults)([x]) for x in (p, own))
+    runner = OptimizerRunner(optimizer, {0: (own, layout(own))}, rank=0, sharded=sharded)
+    data = own.detach().reshape(-1) if sharded else own.detach()
+    for i in range(steps):
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        runner.begin()
+        runner.run(data, p.grad.clone().view(data.shape), 0)
+        runner.end()
+        eager.step()
+        assert torch.equal(data.view(shape), p.detach()), f"step {i}"
+    return runner, eager
+
+
+def test_hyperparameters_are_inputs_and_not_constants():
+    p = nn.Parameter(torch.ones(4, 3))
+    update = trace(torch.optim.SGD([p], lr=0.1234, foreach=False))
+    assert "0.1234" not in update.graph_module.code
+
+
+def test_whole_size_factories_are_sized_by_the_shard():
+    def step(self, group, p, state):
+        state["a"] = torch.zeros(p.shape)
+        state["b"] = p.new_full(p.shape, 2.0)
+        state["c"] = torch.empty(p.size()).fill_(3.0)
+        state["d"] = torch.zeros_like(p, memory_format=torch.channels_last)
+
+    update = trace_custom(step, shape=(2, 3, 4, 5))
+    state, _ = update(torch.zeros(7), torch.zeros(7), (), (0.1,))
+    assert {name: tuple(value.shape) for name, value in state.items()} == dict.fromkeys(
+        "abcd", (7,)
+    )
+    assert state["c"].tolist() == [3.0] * 7
+
+
+def test_tracing_allocates_no_parameter_sized_memory():
+    class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if type(result) is torch.Tensor and result.device.type != "meta":
+                self.largest = max(self.largest, result.untyped_storage().nbytes())
+            return result
+
+    p = nn.Parameter(torch.ones(512, 512))
+    optimizer = torch.optim.AdamW([p], foreach=False)
+    with Allocations() as allocations:
+        torch.zeros(9)
+        trace(optimizer)
+    assert 36 <= allocations.largest < 1024
+
+
+def test_state_of_one_run_is_not_that_of_another():
+    update = trace(torch.optim.AdamW([nn.Parameter(torch.ones(5))], foreach=False))
+    scalars = (0.9, 0.999, 1e-8, 0.1, 0.01)
+    first, _ = update(torch.ones(5), torch.ones(5), (), scalars)
+    second, _ = update(torch.ones(5), torch.ones(5), (), scalars)
+    assert all(first[name].data_ptr() != second[name].data_ptr() for name in first)
+
+
+def test_guard_holds_for_the_branch_taken_and_fails_for_the_other():
+    def step(self, group, p, state):
+        p.add_(p.grad, alpha=-group["lr"] if group["lr"] > 0.05 else -1.0)
+
+    guard = trace_custom(step).guard
+    assert guard([0.06]) and guard([7.0]) and not guard([0.05])
+
+
+def test_guard_that_meets_an_arithmetic_error_fails():
+    def step(self, group, p, state):
+        p.add_(p.grad, alpha=-1.0 if 1 / group["lr"] > 2 else -2.0)
+
+    guard = trace_custom(step).guard
+    assert guard([0.1]) and not guard([0.0])
+
+
+def test_guard_goes_through_math_functions():
+    def step(self, group, p, state):
+        p.mul_(2.0 if math.log(group["lr"]) < -1 else 3.0)
+
+    guard = trace_custom(step).guard
+    assert guard([0.2]) and not guard([0.5]) and not guard([-1.0])
+
+
+def test_math_functions_are_called_on_run_time_values():
+    def step(self, group, p, state):
+        p.mul_(math.exp(group["lr"]) + math.atan2(group["lr"], 2.0))
+
+    update, data = trace_custom(step), torch.ones(3, dtype=torch.float64)
+    update(data, data, (), (0.5,))
+    assert data[0].item() == math.exp(0.5) + math.atan2(0.5, 2.0)
+
+
+def test_the_users_module_keeps_its_math():
+    def step(self, group, p, state):
+        p.mul_(math.sqrt(group["lr"]))
+
+    trace_custom(step)
+    assert step.__globals__["math"] is math and math.sqrt(4.0) == 2.0
+    assert "float" not in step.__globals__
+
+
+def test_float_keeps_a_hyperparameter_an_input():
+    def step(self, group, p, state):
+        assert isinstance(group["lr"], float) and isinstance(1.0, float)
+        p.mul_(float(group["lr"]))
+
+    assert trace_custom(step).guard is None
+
+
+def test_branch_on_the_item_of_a_step_tensor_is_guarded():
+    def step(self, group, p, state):
+        if not state:
+            state["step"] = torch.zeros(())
+        state["step"] += 1
+        p.add_(p.grad, alpha=-0.1 if state["step"].item() > 3 else -0.2)
+
+    runner, _ = run_steps(step, steps=8)
+    assert runner.trace_count == 3
+
+
+def test_item_of_a_rounded_tensor_is_read_at_run_time():
+    def step(self, group, p, state):
+        if not state:
+            state["product"] = torch.tensor(0.1)
+        state["product"] += 1
+        state["product"] *= 0.3
+        p.add_(p.grad, alpha=-state["product"].item())
+
+    run_steps(step, steps=6)
+
+
+def test_fractional_tensor_is_not_counted_in_double():
+    def step(self, group, p, state):
+        if not state:
+            state["x"] = torch.tensor(0.1)
+        state["x"] += 1
+        p.add_(p.grad, alpha=state["x"].item())
+
+    run_steps(step, steps=6)
+
+
+def test_tensor_made_of_a_hyperparameter_stays_an_input():
+    def step(self, group, p, state):
+        p.mul_(torch.tensor(group["lr"]))
+
+    update, data = trace_custom(step), torch.ones(3)
+    update(data, data, (), (0.25,))
+    assert update.guard is None and data.tolist() == [0.25] * 3
+
+
+def test_branch_every_few_steps_takes_two_traces():
+    def step(self, group, p, state):
+        state["step"] = state.get("step", 0) + 1
+        p.mul_(0.5 if state["step"] % 3 == 0 else 0.9)
+
+    runner, _ = run_steps(step, steps=9)
+    assert runner.trace_count == 3
+
+
+def test_integer_made_of_a_step_count_is_refused_with_its_line():
+    def step(self, group, p, state):
+        state["step"] = state.get("step", 0) + 1
+        p.mul_([0.5, 0.25, 0.1][int(state["step"]) % 3])  # conversion
+
+    with pytest.raises(UpdateError, match="changes at every step") as error:
+        trace_custom(step, state={"step": 4})
+    assert line_of("conversion") in str(error.value)
+
+
+def test_integer_made_of_a_constant_state_is_allowed():
+    def step(self, group, p, state):
+        p.mul_([0.5, 0.25, 0.1][int(state["choice"])])
+
+    assert trace_custom(step, state={"choice": 1}).guard([0.1, 1])
+
+
+def test_hyperparameter_that_is_always_converted_warns():
+    def step(self, group, p, state):
+        p.mul_(1 + int(group["lr"]))
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optimizer_class(step)([p])
+    runner = OptimizerRunner(optimizer, {0: (p, layout(p))}, rank=0, sharded=True)
+    with pytest.warns(UserWarning, match="traced 9 times for parameter 'w', because of .*test_tr"):
+        for i in range(10):
+            optimizer.param_groups[0]["lr"] = i + 0.5
+            runner.begin()
+            runner.run(p.detach(), torch.ones(3), 0)
+            runner.end()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_branch_on_a_tensor_is_refused_with_operation_and_line(sharded):
+    def step(self, group, p, state):
+        if (p.grad > 1).any():  # branch
+            p.zero_()
+
+    with pytest.raises(UpdateError, match="Custom chooses what to do .*aten.any") as error:
+        trace_custom(step, sharded=sharded)
+    assert line_of("branch") in str(error.value)
+
+
+def test_branch_on_a_norm_is_refused():
+    def step(self, group, p, state):
+        if p.grad.norm() > 1:
+            p.zero_()
+
+    with pytest.raises(UpdateError, match="by the value of a tensor"):
+        trace_custom(step, sharded=False)
+
+
+def lamb(self, group, p, state):
+    p.add_(p.grad, alpha=-group["lr"] * (p.norm() / p.grad.norm()).item())
+
+
+def mean_free(self, group, p, state):
+    p.sub_(p.grad - p.grad.mean(dim=0, keepdim=True))
+
+
+def flattened(self, group, p, state):
+    p.view(-1).sub_(p.grad.view(-1))
+
+
+def noisy(self, group, p, state):
+    p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+def row_scaled(self, group, p, state):
+    p.mul_(torch.full((p.shape[0], 1), 0.5))
+
+
+def own_mask(self, group, p, state):
+    p.mul_(self.mask)
+
+
+def svd(self, group, p, state):
+    u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
+    p.sub_(u @ v)
+
+
+@pytest.mark.parametrize(
+    ("step", "operation"),
+    [
+        (lamb, "norm"),
+        (mean_free, "mean"),
+        (flattened, "view"),
+        (noisy, "randn_like"),
+        (row_scaled, "mul_"),
+        (svd, "svd"),
+    ],
+)
+def test_update_that_is_not_elementwise_is_refused_on_shards(step, operation):
+    with pytest.raises(UpdateError) as error:
+        trace_custom(step)
+    message = str(error.value)
+    first = step.__code__.co_firstlineno
+    line = int(re.search(re.escape(__file__) + r":(\d+)", message)[1])
+    assert message.startswith("Custom cannot run on shards: `aten.") and operation in message
+    assert first < line <= first + 2 and '"stage": 0' in message
+
+
+def test_whole_tensor_held_by_the_optimizer_is_refused_on_shards():
+    optimizer = optimizer_class(own_mask)([nn.Parameter(torch.ones(4, 3))])
+    optimizer.mask = torch.ones(4, 3)
+    with pytest.raises(UpdateError, match=r"another tensor, of shape \(4, 3\)"):
+        trace(optimizer)
+
+
+@pytest.mark.parametrize("step", [lamb, mean_free, flattened, row_scaled, svd])
+def test_update_that_is_not_elementwise_runs_on_whole_parameters(step):
+    run_steps(step, steps=2, sharded=False)
+
+
+def test_muon_is_refused_on_shards_with_operation_and_line():
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(4, 3))])
+    with pytest.raises(UpdateError, match=r"Muon cannot run on shards: `aten\.\w+.*_muon\.py:\d+"):
+        trace(optimizer)
+
+
+def test_foreach_operations_of_a_hand_written_step_are_elementwise():
+    def step(self, group, p, state):
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        torch._foreach_mul_([state["m"]], 0.9)
+        torch._foreach_add_([state["m"]], [p.grad])
+        p.sub_(torch._foreach_sqrt(torch._foreach_abs([state["m"]]))[0])
+
+    run_steps(step, steps=3)
+
+
+def test_masked_assignment_is_elementwise():
+    def step(self, group, p, state):
+        grad = p.grad.clone()
+        grad[grad.gt(0)] = group["lr"]
+        p.sub_(grad.masked_fill_(grad.lt(-1), 0.0).abs_())
+
+    run_steps(step, steps=3)
+
+
+def test_step_without_no_grad_that_uses_data_is_traced():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad:
+                        p.data.add_(p.grad.data, alpha=-group["lr"])
+
+    update, data = trace(Plain([nn.Parameter(torch.ones(4))])), torch.ones(2)
+    update(data, torch.ones(2), (), (0.5,))
+    assert data.tolist() == [0.5, 0.5]
+
+
+def test_step_that_calls_its_parents_step_is_traced_without_hooks():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            super().step()
+
+    torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)  # wraps the parent's step
+    optimizer = Twice([nn.Parameter(torch.ones(4))], lr=0.1, foreach=False)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook ran while tracing"))
+    update, data = trace(optimizer), torch.ones(4)
+    assert not [name for name in targets(update) if "profiler" in name]
+    read = read_arguments(group_values(optimizer.param_groups[0]), shard_shape=None, inputs=())
+    update(data, torch.ones(4), (), read.scalars)
+    assert torch.allclose(data, torch.tensor(0.8))
+
+
+def test_gradient_that_is_kept_in_the_state_is_cloned():
+    def step(self, group, p, state):
+        state["previous"] = p.grad
+
+    gradient = torch.ones(3)
+    state, _ = trace_custom(step)(torch.ones(3), gradient, (), (0.1,))
+    assert state["previous"].data_ptr() != gradient.data_ptr()
+
+
+def assigns_data(self, group, p, state):
+    p.data = p.data - p.grad
+
+
+def counts_on_itself(self, group, p, state):
+    self.count = getattr(self, "count", 0) + 1
+
+
+def keeps_state_elsewhere(self, group, p, state):
+    self.state["global"]["step"] = 1
+
+
+def changes_group_tensor(self, group, p, state):
+    group["scale"] = torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (assigns_data, r"assigns `p.data`.*p.data.copy_"),
+        (counts_on_itself, r"changes its attribute `count`"),
+        (keeps_state_elsewhere, "state that belongs to no parameter"),
+        (changes_group_tensor, "changes a tensor of its parameter group"),
+    ],
+)
+def test_change_that_cannot_be_carried_over_is_refused(step, words):
+    with pytest.raises(UpdateError, match=words):
+        trace_custom(step)
+
+
+def test_complex_parameter_is_refused_with_a_remedy():
+    p = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(UpdateError, match="'w' is torch.complex64.*view_as_complex"):
+        trace(torch.optim.SGD([p], foreach=False))
+
+
+def test_error_of_the_users_step_keeps_its_type_and_gains_a_note():
+    def step(self, group, p, state):
+        raise KeyError("momentum")
+
+    with pytest.raises(KeyError) as error:
+        trace_custom(step)
+    assert "while zerofx traced Custom.step for parameter 'w'" in error.value.__notes__
+
+
+def test_nodes_carry_the_optimizers_source_line():
+    def step(self, group, p, state):
+        p.mul_(0.5)  # source
+
+    (node,) = [n for n in trace_custom(step).graph_module.graph.nodes if "mul" in str(n.target)]
+    file, line = line_of("source").rsplit(":", 1)
+    assert f'File "{file}", line {line}' in node.meta["stack_trace"]
+
+
+def test_no_warnings_while_tracing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(torch.optim.AdamW([nn.Parameter(torch.ones(4))], foreach=False))
+
+
+def test_package_refuses_to_be_imported_as_codegen():
+    spec = importlib.util.spec_from_file_location("codegen", codegen.__file__)
+    with pytest.raises(ImportError, match="import zerofx.codegen"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

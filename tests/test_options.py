@@ -1,0 +1,423 @@
+"""The options: names, values, the environment's twins, and the words of every refusal."""
+
+import dataclasses
+import pathlib
+
+import pytest
+import torch
+
+from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
+
+
+class Group:
+    """Stands for a process group whose equality is by value, like a device mesh's."""
+
+    def __eq__(self, other):
+        return isinstance(other, Group)
+
+    def __hash__(self):
+        return 0
+
+
+def words_of(kind, options, environ=None):
+    """Return the message of the error that these options must raise."""
+    with pytest.raises(kind) as raised:
+        resolve(options, environ or {})
+    assert raised.type is kind
+    return str(raised.value)
+
+
+def test_defaults_are_the_contracts():
+    assert dataclasses.asdict(resolve(None, {})) == {
+        "stage": 3,
+        "lowering": "eager",
+        "process_group": None,
+        "accumulate": None,
+        "reduce_dtype": None,
+        "dump": None,
+        "recompute": True,
+        "hoist_casts": True,
+        "prefetch": True,
+    }
+
+
+def test_no_options_and_empty_options_are_the_same():
+    assert resolve(None, {}) == resolve({}, {}) == Options()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("stage", stage) for stage in range(4)),
+        ("lowering", "eager"),
+        ("lowering", "inductor"),
+        ("accumulate", None),
+        ("accumulate", "local"),
+        ("accumulate", "sharded"),
+        ("reduce_dtype", None),
+        ("reduce_dtype", torch.bfloat16),
+        ("dump", None),
+        ("dump", "programs"),
+        *((name, on) for name in OPTIONAL_PASSES for on in (True, False)),
+    ],
+)
+def test_every_allowed_value_is_kept(name, value):
+    resolved = getattr(resolve({name: value}, {}), name)
+    assert resolved is value or resolved == value
+    assert type(resolved) is type(value)
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        *(("stage", str(stage), stage) for stage in range(4)),
+        ("lowering", "inductor", "inductor"),
+        ("accumulate", "local", "local"),
+        ("accumulate", "sharded", "sharded"),
+        ("reduce_dtype", "bfloat16", torch.bfloat16),
+        ("reduce_dtype", "torch.float32", torch.float32),
+        ("dump", "programs/of a step", "programs/of a step"),
+        *((name, "0", False) for name in OPTIONAL_PASSES),
+    ],
+)
+def test_every_option_can_be_set_by_its_twin(name, text, value):
+    resolved = resolve(None, {f"ZEROFX_{name.upper()}": text})
+    assert resolved == dataclasses.replace(Options(), **{name: value})
+    assert type(getattr(resolved, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "options, environ, name, value",
+    [
+        ({"stage": 1}, {"ZEROFX_STAGE": "2"}, "stage", 2),
+        ({"lowering": "inductor"}, {"ZEROFX_LOWERING": "eager"}, "lowering", "eager"),
+        ({"accumulate": "local"}, {"ZEROFX_ACCUMULATE": "sharded"}, "accumulate", "sharded"),
+        (
+            {"reduce_dtype": torch.float32},
+            {"ZEROFX_REDUCE_DTYPE": "bfloat16"},
+            "reduce_dtype",
+            torch.bfloat16,
+        ),
+        ({"dump": "a"}, {"ZEROFX_DUMP": "b"}, "dump", "b"),
+        ({"prefetch": True}, {"ZEROFX_PREFETCH": "0"}, "prefetch", False),
+        ({"prefetch": False}, {"ZEROFX_PREFETCH": "1"}, "prefetch", True),
+    ],
+)
+def test_the_environment_wins(options, environ, name, value):
+    assert getattr(resolve(options, environ), name) == value
+
+
+def test_the_environment_wins_only_where_it_speaks():
+    resolved = resolve({"stage": 1, "dump": "a"}, {"ZEROFX_STAGE": "2"})
+    assert (resolved.stage, resolved.dump) == (2, "a")
+
+
+def test_a_value_that_the_environment_overrides_is_checked_too():
+    assert "stage must be one of" in words_of(ValueError, {"stage": 4}, {"ZEROFX_STAGE": "2"})
+
+
+@pytest.mark.parametrize("name", ["accumulate", "reduce_dtype", "dump"])
+def test_an_empty_variable_restores_a_default_of_none(name):
+    given = {"accumulate": "local", "reduce_dtype": torch.float32, "dump": "a"}[name]
+    assert getattr(resolve({name: given}, {f"ZEROFX_{name.upper()}": ""}), name) is None
+
+
+@pytest.mark.parametrize("name", ["stage", "lowering", *OPTIONAL_PASSES])
+def test_an_empty_variable_is_refused_where_the_default_is_a_value(name):
+    assert f"ZEROFX_{name.upper()} must be one of" in words_of(
+        ValueError, None, {f"ZEROFX_{name.upper()}": ""}
+    )
+
+
+def test_the_process_environment_is_read_when_no_other_is_given(monkeypatch):
+    monkeypatch.setenv("ZEROFX_STAGE", "1")
+    assert resolve(None).stage == 1
+    monkeypatch.setenv("ZEROFX_STAGE", "2")
+    assert resolve(None).stage == 2
+
+
+def test_other_variables_are_none_of_our_business():
+    environ = {"PATH": "/bin", "ZERO_STAGE": "9", "MY_ZEROFX_STAGE": "9", "zerofx_stage": "9"}
+    assert resolve(None, environ) == Options()
+
+
+@pytest.mark.parametrize("on", ["1", "true", "True", "TRUE", "on", "ON", "yes", "Yes"])
+def test_words_for_on(on):
+    assert resolve({"prefetch": False}, {"ZEROFX_PREFETCH": on}).prefetch is True
+    assert resolve({"prefetch": on}, {}).prefetch is True
+
+
+@pytest.mark.parametrize("off", ["0", "false", "False", "FALSE", "off", "OFF", "no", "No"])
+def test_words_for_off(off):
+    assert resolve(None, {"ZEROFX_PREFETCH": off}).prefetch is False
+    assert resolve({"prefetch": off}, {}).prefetch is False
+
+
+def test_switches_accept_zero_and_one():
+    assert resolve({"prefetch": 0}, {}).prefetch is False
+    assert resolve({"prefetch": 1}, {}).prefetch is True
+
+
+@pytest.mark.parametrize("value", [2, -1, "maybe", "", "2"])
+def test_switches_refuse_other_values(value):
+    assert words_of(ValueError, {"prefetch": value}) == (
+        f"prefetch must be one of 0, 1, false, true, off, on, no, yes, not {value!r}"
+    )
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [], torch.tensor(True)])
+def test_switches_refuse_other_types(value):
+    assert "prefetch must be True or False, not" in words_of(TypeError, {"prefetch": value})
+
+
+@pytest.mark.parametrize("stage", [4, -1, 10**9])
+def test_an_unknown_stage_names_the_four(stage):
+    assert words_of(ValueError, {"stage": stage}) == (
+        f"stage must be one of 0, 1, 2, 3, not {stage}"
+    )
+
+
+@pytest.mark.parametrize("text", ["4", "three", "3.0", " 3", "03", "True"])
+def test_an_unknown_stage_in_the_environment_names_the_variable(text):
+    assert words_of(ValueError, None, {"ZEROFX_STAGE": text}) == (
+        f"ZEROFX_STAGE must be one of 0, 1, 2, 3, not {text!r}"
+    )
+
+
+@pytest.mark.parametrize("stage", [True, False, "3", 3.0, None, [3]])
+def test_a_stage_of_another_type_is_refused(stage):
+    assert words_of(TypeError, {"stage": stage}) == (
+        f"stage must be one of 0, 1, 2, 3 (int), not {stage!r} of type {type(stage).__name__}"
+    )
+
+
+@pytest.mark.parametrize("environ", [False, True])
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [("lowering", "Eager", "eager, inductor"), ("accumulate", "remote", "local, sharded")],
+)
+def test_a_wrong_word_names_the_right_ones(name, value, allowed, environ):
+    if environ:
+        variable = f"ZEROFX_{name.upper()}"
+        message = words_of(ValueError, None, {variable: value})
+        assert message == f"{variable} must be one of {allowed}, not {value!r}"
+    else:
+        message = words_of(ValueError, {name: value})
+        assert message == f"{name} must be one of {allowed}, not {value!r}"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("lowering", None),
+        ("lowering", 1),
+        ("accumulate", 1),
+        ("accumulate", True),
+        ("reduce_dtype", 16),
+        ("reduce_dtype", float),
+        ("dump", True),
+        ("dump", b"programs"),
+    ],
+)
+def test_other_types_are_refused_by_name(name, value):
+    message = words_of(TypeError, {name: value})
+    assert message.startswith(f"{name} must be ")
+    assert message.endswith(f"not {value!r} of type {type(value).__name__}")
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_a_reduce_dtype_is_a_dtype_or_its_name(given):
+    assert resolve({"reduce_dtype": given}, {}).reduce_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("given", [torch.int64, torch.complex64, torch.bool, "int8", "bf16", ""])
+def test_a_reduce_dtype_that_gradients_cannot_be_summed_in_is_refused(given):
+    assert words_of(ValueError, {"reduce_dtype": given}).startswith(
+        "reduce_dtype must be one of float16, bfloat16, float32, float64, not "
+    )
+
+
+def test_dump_takes_a_path_object():
+    assert resolve({"dump": pathlib.Path("programs", "here")}, {}).dump == str(
+        pathlib.Path("programs", "here")
+    )
+
+
+def test_an_empty_dump_folder_is_refused():
+    assert "not an empty string" in words_of(ValueError, {"dump": ""})
+
+
+def test_a_process_group_is_kept_as_it_is():
+    group = Group()
+    assert resolve({"process_group": group}, {}).process_group is group
+
+
+@pytest.mark.parametrize("group", ["world", 0, True, [0, 1], (0, 1), {0, 1}, range(2)])
+def test_what_cannot_be_a_process_group_is_refused(group):
+    message = words_of(TypeError, {"process_group": group})
+    assert message.startswith("process_group must be a process group or a device mesh, not ")
+    assert "new_group" in message
+
+
+@pytest.mark.parametrize("text", ["", "world", "0,1"])
+def test_a_process_group_has_no_twin_and_the_error_says_so(text):
+    message = words_of(ValueError, None, {"ZEROFX_PROCESS_GROUP": text})
+    assert "ZEROFX_PROCESS_GROUP cannot be set" in message
+    assert "options={'process_group': group}" in message
+
+
+def test_an_unknown_option_names_the_nearest_and_all_known_ones():
+    assert words_of(ValueError, {"prefech": True}) == (
+        "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
+        " process_group, accumulate, reduce_dtype, dump, recompute, hoist_casts, prefetch"
+    )
+
+
+def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
+    assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
+        "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
+        " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
+        " ZEROFX_DUMP, ZEROFX_RECOMPUTE, ZEROFX_HOIST_CASTS, ZEROFX_PREFETCH"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [("Stage", "stage"), ("stages", "stage"), ("zero_stage", "stage"), ("hoistcasts", "hoist_cas")],
+)
+def test_a_near_miss_is_told_what_it_missed(name, nearest):
+    assert f"did you mean '{nearest}" in words_of(ValueError, {name: 1})
+
+
+@pytest.mark.parametrize("name", ["q", "", "data_parallel", "verify", "____"])
+def test_the_farthest_name_still_gets_a_nearest_one(name):
+    assert "did you mean '" in words_of(ValueError, {name: True})
+
+
+@pytest.mark.parametrize("variable", ["ZEROFX_", "ZEROFX_stage", "ZEROFX_STAGE_", "ZEROFX_VERIFY"])
+def test_every_variable_with_the_prefix_must_be_known(variable):
+    assert "is unknown; did you mean 'ZEROFX_" in words_of(ValueError, None, {variable: "1"})
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_option_is_called_planned(name):
+    message = words_of(ValueError, {name: 1})
+    assert message.startswith(f"option {name!r} is planned but not in this version")
+    assert "unknown" not in message
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_variable_is_called_planned(name):
+    variable = f"ZEROFX_{name.upper()}"
+    message = words_of(ValueError, None, {variable: "1"})
+    assert message.startswith(
+        f"environment variable {variable!r} is planned but not in this version"
+    )
+    assert "unknown" not in message
+
+
+def test_a_near_miss_of_a_planned_option_says_both():
+    assert "did you mean 'bucket_bytes', which is planned but not in this version?" in words_of(
+        ValueError, {"bucket_byte": 1}
+    )
+
+
+@pytest.mark.parametrize("options", [[("stage", 3)], "stage=3", 3, {"stage"}])
+def test_options_that_are_no_dict_are_refused(options):
+    assert words_of(TypeError, options).startswith("options must be a dict of names to values, not")
+
+
+def test_an_option_whose_name_is_no_string_is_refused():
+    assert words_of(TypeError, {3: "stage"}) == (
+        "the names of options are strings, not 3 of type int"
+    )
+
+
+def test_the_users_dict_is_left_alone():
+    options = {"stage": 1, "reduce_dtype": "bfloat16"}
+    resolve(options, {"ZEROFX_STAGE": "2"})
+    assert options == {"stage": 1, "reduce_dtype": "bfloat16"}
+
+
+def test_every_optional_pass_is_a_field_that_is_on_by_default():
+    switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
+    assert switches == set(OPTIONAL_PASSES)
+    assert all(Options().enabled(name) for name in OPTIONAL_PASSES)
+
+
+def test_no_planned_option_exists_yet():
+    assert not set(PLANNED) & {field.name for field in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("name", OPTIONAL_PASSES)
+def test_turning_one_pass_off_leaves_the_others_on(name):
+    resolved = resolve({name: False}, {})
+    assert [n for n in OPTIONAL_PASSES if not resolved.enabled(n)] == [name]
+
+
+def test_a_pass_that_is_not_optional_is_always_enabled():
+    every_switch_off = resolve(dict.fromkeys(OPTIONAL_PASSES, False), {})
+    assert every_switch_off.enabled("data_parallel")
+
+
+def test_a_field_that_is_no_pass_says_nothing_about_a_pass():
+    assert resolve({"stage": 0}, {}).enabled("stage") is True
+
+
+def test_options_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().stage = 2
+
+
+def test_equal_options_are_equal_and_hash_alike():
+    options = {"stage": 2, "reduce_dtype": torch.bfloat16, "dump": "a", "prefetch": False}
+    assert resolve(options, {}) == resolve(dict(options), {})
+    assert hash(resolve(options, {})) == hash(resolve(dict(options), {}))
+    assert len({resolve(options, {}), resolve(dict(options), {})}) == 1
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("stage", 0),
+        ("lowering", "inductor"),
+        ("process_group", Group()),
+        ("accumulate", "local"),
+        ("reduce_dtype", torch.bfloat16),
+        ("dump", "a"),
+        *((name, False) for name in OPTIONAL_PASSES),
+    ],
+)
+def test_every_field_takes_part_in_equality(name, value):
+    assert resolve({name: value}, {}) != Options()
+
+
+def test_process_groups_are_compared_by_identity():
+    one, other = Group(), Group()
+    assert one == other
+    assert Options(process_group=one) == Options(process_group=one)
+    assert Options(process_group=one) != Options(process_group=other)
+
+
+def test_a_process_group_need_not_be_hashable():
+    class Unhashable:
+        __hash__ = None
+
+    assert isinstance(hash(Options(process_group=Unhashable())), int)
+
+
+def test_options_differ_from_what_is_no_options():
+    assert Options() != dataclasses.asdict(Options())
+    assert Options() != 3
+
+
+def test_no_mode_is_no_error():
+    refuse_mode(None)
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead", "zero"])
+def test_a_mode_is_refused_with_the_remedy(mode):
+    with pytest.raises(ValueError) as raised:
+        refuse_mode(mode)
+    assert f"mode={mode!r} has no meaning for backend='zero'" in str(raised.value)
+    assert "options={'lowering': 'inductor'}" in str(raised.value)

@@ -1,0 +1,437 @@
+"""An update traced and run on shards is bitwise the update of torch.optim on the whole."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.plan import ParameterInfo, shard_bounds
+from zerofx.runtime.update import OptimizerRunner
+
+O = torch.optim
+WORLD_SIZE = 3
+
+
+class Lion(O.Optimizer):
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros(p.shape)
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
+                p.add_(torch.sign(update), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class HandWrittenAdam(O.Optimizer):
+    """math.sqrt, float() and an integer step, as in most tutorials."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, dict(lr=lr, betas=(0.9, 0.999), eps=1e-8))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["m"], state["v"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+                state["step"] += 1
+                state["m"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                state["v"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                size = float(group["lr"]) * math.sqrt(1 - beta2 ** state["step"])
+                size = size / (1 - math.exp(state["step"] * math.log(beta1)))
+                p.data.addcdiv_(state["m"], state["v"].sqrt().add_(group["eps"]), value=-size)
+
+
+class GroupStep(O.Optimizer):
+    """Counts steps in the parameter group."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, dict(lr=lr, step=0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+class DecayMatrices(O.Optimizer):
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim >= 2:
+                    p.mul_(1 - group["lr"] / p.shape[0])
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+class ScalesGradient(O.Optimizer):
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(group["lr"])
+                p.sub_(p.grad)
+
+
+CASES = {
+    "adamw": lambda p: O.AdamW(p, lr=1e-2, foreach=False),
+    "adamw_amsgrad_maximize": lambda p: O.AdamW(p, amsgrad=True, maximize=True, foreach=False),
+    "adam": lambda p: O.Adam(p, lr=1e-2, foreach=False),
+    "adam_l2": lambda p: O.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, foreach=False),
+    "sgd": lambda p: O.SGD(p, lr=0.1, foreach=False),
+    "sgd_nesterov": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "sgd_dampening": lambda p: O.SGD(
+        p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True, foreach=False
+    ),
+    "rmsprop": lambda p: O.RMSprop(p, foreach=False),
+    "rmsprop_centered": lambda p: O.RMSprop(p, momentum=0.9, centered=True, foreach=False),
+    "adagrad": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1, foreach=False),
+    "adamax": lambda p: O.Adamax(p, weight_decay=0.01, foreach=False),
+    "nadam": lambda p: O.NAdam(p, foreach=False),
+    "nadam_decoupled": lambda p: O.NAdam(
+        p, weight_decay=0.1, decoupled_weight_decay=True, foreach=False
+    ),
+    "radam": lambda p: O.RAdam(p, lr=1e-2, foreach=False),
+    "adadelta": lambda p: O.Adadelta(p, foreach=False),
+    "rprop": lambda p: O.Rprop(p, foreach=False),
+    "asgd": lambda p: O.ASGD(p, foreach=False),
+    "lion": Lion,
+    "hand_written_adam": HandWrittenAdam,
+    "group_step": GroupStep,
+    "decay_matrices": DecayMatrices,
+    "scales_gradient": ScalesGradient,
+    "adamw_tensor_lr": lambda p: O.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+    "sgd_tensor_lr": lambda p: O.SGD(p, lr=torch.tensor(1e-2), momentum=0.9, foreach=False),
+}
+
+
+def layout(p, world_size, index=0):
+    return ParameterInfo(
+        index=index,
+        name=f"p{index}",
+        shape=tuple(p.shape),
+        stride=p.stride(),
+        dtype=p.dtype,
+        device=p.device,
+        requires_grad=True,
+        world_size=world_size,
+    )
+
+
+def flat(tensor, info):
+    return tensor.detach().permute(info.storage_order).reshape(-1)
+
+
+def shard(tensor, info, rank):
+    start, stop = shard_bounds(info.numel, rank, info.world_size)
+    result = tensor.new_zeros(info.shard_numel)
+    result[: stop - start] = flat(tensor, info)[start:stop]
+    return result
+
+
+class Ranks:
+    """The runners of all ranks, each with an optimizer and parameters of its own."""
+
+    def __init__(self, make, parameters, world_size=WORLD_SIZE, sharded=True):
+        self.infos = [layout(p, world_size, i) for i, p in enumerate(parameters)]
+        self.sharded = sharded
+        self.optimizers, self.runners, self.data, self.own = [], [], [], []
+        for rank in range(world_size):
+            own = [nn.Parameter(p.detach().clone()) for p in parameters]
+            self.optimizers.append(make(own))
+            self.own.append(own)
+            table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos))}
+            self.runners.append(
+                OptimizerRunner(self.optimizers[-1], table, rank=rank, sharded=sharded)
+            )
+            self.data.append([self._piece(p, i, rank) for i, p in enumerate(own)])
+
+    def _piece(self, tensor, index, rank):
+        return shard(tensor, self.infos[index], rank) if self.sharded else tensor.detach()
+
+    def step(self, gradients):
+        for rank, runner in enumerate(self.runners):
+            runner.begin()
+            for i, gradient in enumerate(gradients):
+                piece = self._piece(gradient.clone(), i, rank)
+                before = piece.clone()
+                assert runner.run(self.data[rank][i], piece, i) is self.data[rank][i]
+                assert torch.equal(piece, before), "the program's gradient was changed"
+            runner.end()
+
+    def whole(self, index):
+        info = self.infos[index]
+        pieces = torch.cat([data[index] for data in self.data])[: info.numel]
+        permuted = [info.shape[dim] for dim in info.storage_order]
+        inverse = [info.storage_order.index(dim) for dim in range(len(info.shape))]
+        return pieces.view(permuted).permute(inverse)
+
+    def traces(self):
+        return {runner.trace_count for runner in self.runners}
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def set_lr(optimizer, lr):
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def compare(make, parameters, *, steps=10, lr=lambda i: 0.02 / (i + 1), sharded=True):
+    """Run ranks and eager side by side; every step must agree bitwise.  Returns the ranks."""
+    parameters = [nn.Parameter(p) for p in parameters]
+    ranks = Ranks(make, parameters, sharded=sharded, world_size=WORLD_SIZE if sharded else 1)
+    eager = make(parameters)
+    for i in range(steps):
+        gradients = [
+            torch.empty_like(p).copy_(torch.randn(p.shape, dtype=p.dtype)) for p in parameters
+        ]
+        for optimizer in (eager, *ranks.optimizers):
+            set_lr(optimizer, lr(i))
+        ranks.step(gradients)
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient.clone()
+        eager.step()
+        for index, p in enumerate(parameters):
+            whole = ranks.whole(index) if sharded else ranks.data[0][index]
+            assert torch.equal(whole, p.detach()), f"step {i}, parameter {index}"
+    for optimizer, own in zip(ranks.optimizers, ranks.own):
+        for index, p in enumerate(parameters):
+            expected, got = eager.state.get(p, {}), optimizer.state.get(own[index], {})
+            assert expected.keys() == got.keys()
+            for name, value in expected.items():
+                assert type(got[name]) is type(value), name
+                if not isinstance(value, torch.Tensor) or value.ndim == 0:
+                    assert got[name] == value, name
+    return ranks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_agree_bitwise_with_eager_on_the_whole(case):
+    torch.manual_seed(0)
+    compare(CASES[case], tensors((7, 5), (11,)))
+
+
+@pytest.mark.parametrize("case", ["adamw", "radam", "rprop", "lion", "asgd"])
+def test_whole_parameters_agree_bitwise_with_eager(case):
+    compare(CASES[case], tensors((7, 5), (11,)), sharded=False)
+
+
+@pytest.mark.parametrize("case", ["adamw", "sgd_nesterov", "adagrad", "lion"])
+def test_double_parameters_agree_bitwise(case):
+    if case == "lion":
+        pytest.skip("this Lion makes float32 moments")
+    compare(CASES[case], tensors((7, 5), dtype=torch.float64))
+
+
+def test_bfloat16_parameters_agree_bitwise():
+    compare(CASES["adamw"], tensors((7, 5), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "case", ["adamw", "sgd_nesterov", "nadam", "hand_written_adam", "adamw_tensor_lr"]
+)
+def test_fifty_learning_rates_need_two_traces_per_shape(case):
+    ranks = compare(CASES[case], tensors((7, 5), (11,), (7, 5)), steps=50)
+    assert ranks.traces() == {4}  # first and later steps, of two shapes
+
+
+def test_stateless_optimizer_is_traced_once():
+    assert compare(CASES["sgd"], tensors((7, 5)), steps=5).traces() == {1}
+
+
+def test_warm_up_from_zero_does_not_retrace():
+    ranks = compare(CASES["adamw"], tensors((7, 5)), lr=lambda i: i / 100)
+    assert ranks.traces() == {2}
+
+
+def test_branch_on_a_step_count_is_taken_again_and_remembered():
+    ranks = compare(CASES["radam"], tensors((7, 5)), steps=12)
+    assert ranks.traces() == {3}  # first step, before and after rho_t passes 5
+
+
+def test_weight_decay_set_to_zero_takes_the_other_branch():
+    parameter = nn.Parameter(torch.ones(5))
+    ranks = Ranks(CASES["adamw"], [parameter])
+    eager = CASES["adamw"]([parameter])
+    for decay in (0.1, 0.1, 0.0, 0.1, 0.0):
+        for optimizer in (eager, *ranks.optimizers):
+            optimizer.param_groups[0]["weight_decay"] = decay
+        parameter.grad = torch.ones(5)
+        ranks.step([parameter.grad])
+        eager.step()
+        assert torch.equal(ranks.whole(0), parameter.detach())
+    assert ranks.traces() == {3}
+
+
+def test_state_is_created_as_shards():
+    ranks = compare(CASES["adamw"], tensors((7, 5)), steps=1)
+    for optimizer, own in zip(ranks.optimizers, ranks.own):
+        state = optimizer.state[own[0]]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (12,)
+        assert state["step"].shape == () and state["step"] == 1
+
+
+def test_states_of_several_parameters_share_no_memory():
+    ranks = compare(CASES["adamw"], tensors((7, 5), (7, 5)), steps=2)
+    first, second = (ranks.optimizers[0].state[p] for p in ranks.own[0])
+    for name in first:
+        assert first[name].data_ptr() != second[name].data_ptr()
+
+
+def test_state_made_by_the_constructor_is_sharded_on_first_use():
+    make = lambda p: O.Adagrad(p, initial_accumulator_value=0.5, foreach=False)  # noqa: E731
+    ranks = compare(make, tensors((7, 5)), steps=3)
+    for optimizer, own in zip(ranks.optimizers, ranks.own):
+        assert optimizer.state[own[0]]["sum"].shape == (12,)
+
+
+def test_whole_state_that_was_loaded_is_sharded():
+    parameter = nn.Parameter(tensors((7, 5))[0])
+    eager = CASES["adamw"]([parameter])
+    parameter.grad = torch.ones(7, 5)
+    eager.step()
+    ranks = Ranks(CASES["adamw"], [parameter])
+    for optimizer in ranks.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(eager.state_dict()))
+    parameter.grad = torch.full((7, 5), 0.5)
+    ranks.step([parameter.grad])
+    eager.step()
+    assert torch.equal(ranks.whole(0), parameter.detach())
+
+
+def test_state_of_another_shape_is_refused():
+    ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(7, 5))])
+    ranks.step([torch.ones(7, 5)])
+    ranks.optimizers[0].state[ranks.own[0][0]]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter 'p0' has shape \(2, 2\)"):
+        ranks.step([torch.ones(7, 5)])
+
+
+@pytest.mark.parametrize("case", ["adamw", "lion", "rprop"])
+def test_shard_of_length_zero(case):
+    ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)
+    assert ranks.data[0][0].shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("case", ["adamw", "adagrad", "sgd_nesterov"])
+def test_ranks_that_own_only_padding(case, shape):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.tensor(2.0).expand(shape).clone())
+    ranks, eager = Ranks(CASES[case], [parameter]), CASES[case]([parameter])
+    for i in range(4):
+        parameter.grad = torch.full(shape, i - 1.5)
+        ranks.step([parameter.grad])
+        eager.step()
+        assert torch.equal(ranks.whole(0), parameter.detach())
+
+
+@pytest.mark.parametrize("case", ["adamw", "adagrad", "lion", "sgd_nesterov"])
+def test_channels_last_parameter(case):
+    parameter = torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last)
+    compare(CASES[case], [parameter])
+
+
+def test_several_groups_keep_their_own_hyperparameters():
+    def make(p):
+        groups = [{"params": p[:1], "weight_decay": 0.5}, {"params": p[1:], "betas": (0.5, 0.6)}]
+        return O.AdamW(groups, foreach=False)
+
+    ranks = compare(make, tensors((7, 5), (7, 5)))
+    assert ranks.traces() == {2}
+
+
+def test_fused_optimizer_runs_its_single_tensor_form():
+    parameters = [nn.Parameter(p) for p in tensors((7, 5))]
+    ranks = Ranks(lambda p: O.AdamW(p, fused=True), parameters)
+    eager = O.AdamW(parameters, foreach=False)
+    for _ in range(3):
+        parameters[0].grad = torch.randn(7, 5)
+        ranks.step([parameters[0].grad])
+        eager.step()
+    assert torch.equal(ranks.whole(0), parameters[0].detach())
+
+
+def test_number_of_the_group_changes_once_per_step():
+    ranks = compare(GroupStep, tensors((7, 5), (11,)), steps=10)
+    assert [o.param_groups[0]["step"] for o in ranks.optimizers] == [10] * WORLD_SIZE
+    assert ranks.traces() == {3}  # one that finds out, one per shape
+
+
+def test_lr_scheduler_wrapping_step_is_not_called_and_not_warned():
+    ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))], world_size=1)
+    scheduler = O.lr_scheduler.StepLR(ranks.optimizers[0], 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            ranks.step([torch.ones(5)])
+            scheduler.step()
+    assert torch.allclose(ranks.whole(0), torch.tensor(1 - 0.1 * 1.75))
+
+
+def test_parameter_that_left_the_optimizer_is_an_error():
+    ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))])
+    ranks.optimizers[0].param_groups.clear()
+    with pytest.raises(UpdateError, match="'p0' in any parameter group"):
+        ranks.step([torch.ones(5)])
+
+
+def test_run_outside_of_a_step_is_an_error():
+    ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))])
+    with pytest.raises(RuntimeError, match=r"call begin\(\)"):
+        ranks.runners[0].run(torch.ones(2), torch.ones(2), 0)
+
+
+def test_nan_hyperparameter_behaves_as_in_eager():
+    ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(5))])
+    for lr in (0.1, math.nan, math.nan, math.nan):
+        for optimizer in ranks.optimizers:
+            set_lr(optimizer, lr)
+        ranks.step([torch.ones(5)])
+    assert ranks.whole(0).isnan().all()
+    assert ranks.traces() == {2}  # the first step with 0.1, the later ones with NaN
+
+
+def test_muon_runs_on_whole_matrices():
+    make = lambda p: O.Muon(p, lr=0.02)  # noqa: E731
+    ranks = compare(make, tensors((8, 6)), steps=4, sharded=False)
+    assert ranks.traces() == {2}
+
+
+def test_gradient_of_another_dtype_is_cast_to_the_parameters():
+    ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(6))])
+    ranks.step([torch.ones(6, dtype=torch.bfloat16)])
+    assert ranks.data[0][0].dtype is torch.float32
+    assert torch.allclose(ranks.whole(0), torch.full((6,), 0.9))

@@ -1,0 +1,186 @@
+"""The compiler on one screen: capture -> passes -> agree -> lower -> a callable step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat, traced
+from zerofx.capture import CapturedStep, StepCapture
+from zerofx.dump import ProgramDump
+from zerofx.errors import GraphError
+from zerofx.graph import gradient_outputs, input_role, placeholders
+from zerofx.lower import lower
+from zerofx.options import Options, refuse_mode, resolve
+from zerofx.passes.base import PassContext
+from zerofx.passes.manager import PassReport, run_pipeline
+from zerofx.passes.pipeline import PIPELINE
+from zerofx.runtime.agreement import Agreement, AgreementError
+from zerofx.runtime.communication import Communicator, default_group
+from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.step import StepRuntime
+from zerofx.schedule import schedule
+
+logger = logging.getLogger("zerofx")
+
+AGREEMENT_TIMEOUT_S = 300.0
+"""How long a rank waits for the others to have compiled the same schedule."""
+
+GRAPH_BREAK = (
+    "zerofx compiles the whole step (forward, backward, clipping, update) as one program, and the "
+    "line above cannot be traced into it. Move it out of the step, or write it with torch "
+    "operations: log after the call, from what the step returns."
+)
+
+_function_numbers = itertools.count()
+
+
+class CompiledFunction:
+    """One ``torch.compile(step, backend="zero")``: its options, its ranks, its programs."""
+
+    def __init__(self, backend: ZeroBackend, arguments: Mapping[str, Any]):
+        refuse_mode(arguments.get("mode"))
+        self.backend = backend
+        self.user_options = arguments.get("options")
+        resolve(self.user_options, {})  # what the user wrote is checked where it is written
+        self.options: Options | None = None
+        self.programs: list[Program] = []
+
+    @contextlib.contextmanager
+    def call_context(self) -> Iterator[None]:
+        """Surround one call: parameters are plain, and Dynamo traces whole steps."""
+        previous, self.backend.active.function = self.backend.function, self
+        REGISTRY.enter_call()
+        try:
+            with compat.whole_step_tracing(self.backend, traced.SUBSTITUTES):
+                yield
+        finally:
+            REGISTRY.exit_call()
+            self.backend.active.function = previous
+            compat.explain_graph_break(GRAPH_BREAK)
+
+    def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
+        """Compile one graph that Dynamo has traced from this function."""
+        self._first_compilation()
+        try:
+            capture = StepCapture(gm, inputs, self.communicator.world_size, _owner_of_gradient)
+            return capture.lower(self._compile_captured)
+        except AgreementError:
+            raise
+        except Exception as error:
+            self.agreement.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _first_compilation(self) -> None:
+        """Read the environment and find the ranks, once per function."""
+        if self.options is not None:
+            return
+        self.options = resolve(self.user_options, os.environ)
+        group = self.options.process_group
+        if group is None:
+            group = default_group(os.environ)
+        self.communicator = Communicator.of(group)
+        self.name = f"step{next(_function_numbers)}"
+        self.agreement = Agreement(
+            compat.agreement_store(self.communicator.group) if self.communicator.group else None,
+            self.communicator.rank,
+            self.communicator.world_size,
+            self.name,
+            traffic=self.communicator.traffic,
+        )
+
+    def _compile_captured(self, step: CapturedStep) -> Callable:
+        program = Program(self, step)
+        self.programs.append(program)
+        return program.runtime
+
+
+class Program:
+    """One compiled graph: the passes' result, their reports, and what runs it."""
+
+    def __init__(self, function: CompiledFunction, step: CapturedStep):
+        options, communicator = function.options, function.communicator
+        self.gm, self.table = step.gm, step.table
+        ctx = PassContext(
+            options, step.table, communicator.rank, communicator.world_size, step.num_backwards
+        )
+        optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
+        dump = None
+        if options.dump is not None:
+            name = f"{function.name}_{len(function.programs)}"
+            dump = ProgramDump(options.dump, communicator.rank, name, step.table)
+        self.reports: list[PassReport] = run_pipeline(
+            self.gm, ctx, PIPELINE, dump.write if dump else None
+        )
+        if dump:
+            dump.write_summary(self.reports)
+        self.schedule = schedule(self.gm, step.table, options.stage)
+        function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
+        self.runtime = StepRuntime(
+            communicator,
+            step.table,
+            options.stage,
+            [input_role(node) for node in placeholders(self.gm.graph)],
+            gradient_outputs(self.gm.graph),
+            optimizers,
+        )
+        with compat.real_tensors():
+            self.runtime.bind(step.tensors, step.buffers)
+            self.runtime.program = lower(self.gm, self.runtime.kernels(), options.lowering)
+        self.runtime._boxed_call = True
+        logger.info(
+            "stage %d on %d ranks: %d parameters, %d programs, %s",
+            options.stage,
+            communicator.world_size,
+            len(step.table),
+            len(function.programs) + 1,
+            ", ".join(f"{r.name} {dict(r.counts)}" for r in self.reports if not r.skipped),
+        )
+
+
+def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """The parameter whose stored gradient a tensor stands for."""
+    bound = REGISTRY.keeper(tensor)
+    return bound.parameter if bound is not None else None
+
+
+class ZeroBackend:
+    """What ``backend="zero"`` names."""
+
+    __name__ = "zero"
+
+    def __init__(self) -> None:
+        compat.check_torch_version()
+        compat.forward_call_context()
+        self.active = threading.local()
+
+    @property
+    def function(self) -> CompiledFunction | None:
+        """The function whose call is under way in this thread."""
+        return getattr(self.active, "function", None)
+
+    def call_context(self, arguments: Mapping[str, Any]) -> Callable:
+        """The context that Dynamo puts around every call of one compiled function."""
+        return CompiledFunction(self, arguments).call_context
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any], **arguments: Any) -> Callable:
+        if self.function is None:
+            raise GraphError(
+                "the zero backend was called outside a function compiled with "
+                'torch.compile(step, backend="zero"); use it that way.'
+            )
+        try:
+            return self.function.compile(gm, list(inputs))
+        except Exception as error:
+            raise compat.pass_through_dynamo(error) from error.__cause__
+
+
+zero = ZeroBackend()

@@ -1,0 +1,423 @@
+"""The only importer of torch's private modules.
+
+Each name says which versions it is for and when it can go.  Supported: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch.utils.checkpoint
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Refuse a torch that capture has not been proven on.
+
+    Raises: RuntimeError naming the versions that work.
+    """
+    major_minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not OLDEST <= major_minor <= NEWEST:
+        raise RuntimeError(
+            f"zerofx works with torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, and this "
+            f"is torch {version}: it relies on how Dynamo traces a whole training step, which "
+            "other versions do differently. Install one of these, e.g. `pip install torch==2.13.0`."
+        )
+
+
+def forward_call_context() -> None:
+    """Let a backend put a context around every call of the functions it compiles.
+
+    Dynamo reads ``backend_ctx_ctor`` off the backend, but ``torch.compile`` hides ours in a
+    ``_TorchCompileWrapper`` inside a ``WrapBackendDebug``.  A backend without ``call_context``
+    is left as it is.  For 2.11 to 2.15; can go when ``_TorchCompileWrapper`` forwards
+    ``backend_ctx_ctor`` itself.
+    """
+    original = WrapBackendDebug.__init__
+    if getattr(original, "_zerofx", False):
+        return
+
+    def __init__(self, unconfigured_compiler_fn, compiler_name):
+        original(self, unconfigured_compiler_fn, compiler_name)
+        backend = getattr(unconfigured_compiler_fn, "compiler_fn", unconfigured_compiler_fn)
+        if hasattr(backend, "call_context"):
+            arguments = getattr(unconfigured_compiler_fn, "kwargs", {})
+            self.backend_ctx_ctor = backend.call_context(arguments)
+
+    __init__._zerofx = True  # type: ignore[attr-defined]
+    WrapBackendDebug.__init__ = __init__
+
+
+def backend_in_use(translator: Any) -> Any:
+    """The innermost backend that a Dynamo translator compiles for."""
+    backend = translator.output.compiler_fn
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "compiler_fn", None
+        )
+        if inner is None or inner is backend:
+            return backend
+        backend = inner
+
+
+# A method of a class, and the plain Python function Dynamo traces in its place.
+Substitutes = Mapping[type, Mapping[str, Callable[..., Any]]]
+
+
+@contextlib.contextmanager
+def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]:
+    """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
+
+    While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
+    traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
+    their substitutes, a loss may be returned undetached, and a graph break is an error.
+    Everything is put back when a compilation ends, so that other backends see torch as it is.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    undo: list[contextlib.ExitStack] = []
+
+    def on_start(_args: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+        for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
+            stack.enter_context(_substituting(variable_class, backend, substitutes))
+        stack.enter_context(_undetached_outputs(backend))
+        undo.append(stack)
+
+    def on_end(_args: Any) -> None:
+        if undo:
+            undo.pop().close()
+
+    handler.start_callbacks.append(on_start)
+    handler.end_callbacks.append(on_end)
+    try:
+        with torch._dynamo.error_on_graph_break(True):
+            yield
+    finally:
+        handler.start_callbacks.remove(on_start)
+        handler.end_callbacks.remove(on_end)
+        while undo:
+            undo.pop().close()
+
+
+@contextlib.contextmanager
+def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) -> Iterator[None]:
+    """Answer attribute look-ups of the substituted methods with the substitutes.
+
+    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15.  Class-level wrappers of the
+    methods themselves fail once a scheduler has wrapped the instance's ``step``.
+    """
+    name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
+    inherited = name not in variable_class.__dict__
+    original = getattr(variable_class, name)
+
+    def look_up(self, tx, attribute):
+        value = getattr(self, "value", None)
+        for owner, methods in substitutes.items():
+            if attribute in methods and isinstance(value, owner):
+                if backend_in_use(tx) is not backend:
+                    break
+                function = methods[attribute]
+                try:
+                    return UserMethodVariable(UserFunctionVariable(function), self)
+                except Exception:  # 2.11 and 2.12 take the plain function
+                    return UserMethodVariable(function, self)
+        return original(self, tx, attribute)
+
+    setattr(variable_class, name, look_up)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(variable_class, name)
+        else:
+            setattr(variable_class, name, original)
+
+
+@contextlib.contextmanager
+def _undetached_outputs(backend: Any) -> Iterator[None]:
+    """Allow ``return loss``: capture detaches the outputs.  For 2.11 to 2.15."""
+    name = "_validate_outputs_safe_for_autograd_nodes"
+    original = getattr(OutputGraph, name)
+
+    def validate(self, rv, tx):
+        if backend_in_use(tx) is not backend:
+            return original(self, rv, tx)
+        return None
+
+    setattr(OutputGraph, name, validate)
+    try:
+        yield
+    finally:
+        setattr(OutputGraph, name, original)
+
+
+def locals_being_compiled() -> dict[str, Any]:
+    """Local and closure variables of the function that Dynamo is compiling; globals last."""
+    translator = InstructionTranslator.current_tx()
+    root = getattr(translator.output, "root_tx", translator)
+    return {**dict(root.f_globals), **dict(root.f_locals)}
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", placeholder.name)
+    return name() if callable(name) else name  # a method up to 2.11, a property since
+
+
+def pass_through_dynamo(error: Exception) -> Exception:
+    """An error of the same type that Dynamo raises to the user as it is.
+
+    Dynamo wraps what a backend raises in ``BackendCompilerFailed``, save its own
+    ``ShortenTraceback``: the error returned is both.
+    """
+    shorten = torch._dynamo.exc.ShortenTraceback
+    if isinstance(error, shorten):
+        return error
+    kind = type(error)
+    both = type(kind.__name__, (kind, shorten), {"__module__": kind.__module__})
+    try:
+        copy = both.__new__(both)
+        kind.__init__(copy, *error.args)
+        copy.first_useful_frame = None
+    except TypeError:  # a constructor of another shape: Dynamo's wrapper is all there is
+        return error
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy.with_traceback(error.__traceback__)
+
+
+def explain_graph_break(words: str) -> None:
+    """Add ``words`` to a graph-break error on its way to the user, if there is one."""
+    error = sys.exc_info()[1]
+    if isinstance(error, torch._dynamo.exc.Unsupported) and words not in getattr(
+        error, "__notes__", ()
+    ):
+        error.add_note(words)
+
+
+def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
+    """Lower Dynamo's graph to functional aten and give it to ``compiler(gm, fake_inputs)``.
+
+    Input mutations stay in the graph as ``copy_`` at its end.
+    """
+    return aot_module_simplified(
+        gm, inputs, fw_compiler=compiler, keep_inference_input_mutations=True
+    )
+
+
+real_tensors = unset_fake_temporarily
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
+def gradient_assignments() -> dict[str, str]:
+    """Graph results that the function being compiled stores as a tensor's ``.grad``.
+
+    Returns the name of the result's node -> the name of the graph input it belongs to.
+    Dynamo's record of pending attribute writes is the only place that knows; for 2.11 to 2.15.
+    """
+    translator = InstructionTranslator.current_tx()
+    found = {}
+    for owner, attributes in translator.output.side_effects.store_attr_mutations.items():
+        gradient = attributes.get("grad")
+        try:
+            found[gradient.as_proxy().node.name] = owner.as_proxy().node.name
+        except (AttributeError, NotImplementedError):
+            continue  # p.grad = None, or not a tensor's attribute
+    return found
+
+
+def tag_backward_nodes(gm: torch.fx.GraphModule) -> None:
+    """Set ``meta["autograd_backward"]`` where torch 2.11 and 2.12 do not."""
+    for node in gm.graph.nodes:
+        stack = node.meta.get("source_fn_stack")
+        if stack and stack[-1][1] is torch.autograd.grad:
+            node.meta["autograd_backward"] = True
+
+
+# Rank agreement (runtime/agreement.py).
+def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
+    """The key-value store that a group's ranks share, under a prefix of the group's own.
+
+    The prefix holds the ranks too: groups cut from one mesh may share a name.  For 2.11 to
+    2.15; can go when torch has a public way to a process group's store.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
+    return torch.distributed.PrefixStore(
+        f"zerofx/{group.group_name}/{ranks}", _get_default_store()
+    )
+
+
+# Symbolic tracing of optimizer updates (codegen/trace.py).
+import torch.fx.traceback  # noqa: E402
+import sympy  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from types import FrameType  # noqa: E402
+from torch._dynamo.source import ConstantSource  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import handle_sym_dispatch, make_fx  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._sympy.printers import PythonPrinter  # noqa: E402
+
+
+DATA_DEPENDENT_ERRORS = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+"""What a trace raises where Python needs a tensor's value; for 2.11 to 2.15."""
+
+# Public in all but name; for 2.11 to 2.15, until torch.utils exports it.
+DispatchMode = TorchDispatchMode
+
+SYMBOLIC_SCALARS = (torch.SymFloat, torch.SymInt)
+
+
+class ScalarEnvironment(ShapeEnv):
+    """Makes symbolic scalars that know their current value, and collects guards on them.
+
+    ``conversions`` lists the expressions that ``float()``, ``int()`` or C code turned into plain
+    Python numbers, each with the frame that asked; ``derived`` the scalars made by ``derive``.
+    For 2.11 to 2.15: goes if torch offers scalar inputs to ``make_fx``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conversions: list[tuple[sympy.Expr, FrameType | None]] = []
+        self.derived: list[tuple[sympy.Expr, Callable[..., float], list[Any]]] = []
+        self._num_scalars = 0
+
+    def evaluate_expr(self, orig_expr, *args, **kwargs):
+        # A branch evaluates a Boolean; anything else is about to become a Python number.
+        if not isinstance(orig_expr, sympy.logic.boolalg.Boolean) and orig_expr.free_symbols:
+            self.conversions.append((orig_expr, sys._getframe(1)))
+        return super().evaluate_expr(orig_expr, *args, **kwargs)
+
+    def scalar(self, value: float | int) -> torch.SymFloat | torch.SymInt:
+        """A symbolic scalar whose value is now ``value``."""
+        source = ConstantSource(f"zerofx_scalar_{self._num_scalars}")
+        self._num_scalars += 1
+        symbol = self.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        make = self.create_symfloatnode if isinstance(value, float) else self.create_symintnode
+        return make(symbol, hint=value, source=source)
+
+    def derive(self, function: Callable[..., float], arguments: Sequence[Any]) -> torch.SymFloat:
+        """``function(*arguments)`` as a new symbolic scalar, recorded in ``derived``."""
+        hints = [a.node.hint if isinstance(a, SYMBOLIC_SCALARS) else a for a in arguments]
+        if any(hint is None for hint in hints):
+            return self.create_unbacked_symfloat()
+        result = self.scalar(float(function(*hints)))
+        self.derived.append((expression(result), function, [expression(a) for a in arguments]))
+        return result
+
+    def fake_tensors(self) -> FakeTensorMode:
+        """A mode whose tensors have static shapes and scalars of this environment."""
+        return FakeTensorMode(shape_env=self, allow_non_fake_inputs=True, static_shapes=True)
+
+
+def expression(scalar: Any) -> Any:
+    """The sympy expression of a symbolic scalar; a plain number is its own."""
+    return scalar.node.expr if isinstance(scalar, SYMBOLIC_SCALARS) else scalar
+
+
+def python_source(expr: Any) -> str:
+    """A sympy expression as Python source over the names of its symbols."""
+    return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(expr)
+
+
+def guard_sources(env: ScalarEnvironment) -> list[str]:
+    """The conditions under which a trace holds, as Python expressions."""
+    return [python_source(guard.expr) for guard in env.guards]
+
+
+def record_scalar_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call ``function`` on symbolic scalars and record it as a node of the current trace."""
+    return handle_sym_dispatch(function, arguments, {})
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, fake ones too, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph."""
+    with torch.fx.traceback.preserve_node_meta():
+        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def set_source_line(text: str) -> None:
+    """Give the nodes recorded from here on this line as their ``stack_trace``."""
+    torch.fx.traceback.set_stack_trace([text])
+
+
+def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
+
+    The tag is ``meta["recompute"]``, a ``CheckpointPolicy``; 2.11 to 2.15.  Random draws are
+    left out, with what reads their state, and so is an attention whose dropout is on.
+    """
+    policies = torch.utils.checkpoint.CheckpointPolicy
+    wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
+    found = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.meta.get("autograd_backward"):
+            continue
+        if node.meta.get("recompute") in wanted and not _draws_randomly(node):
+            found.add(node)
+    for node in gm.graph.nodes:
+        if node.target is operator.getitem and node.args[0] not in found:
+            found.discard(node)  # part of a kept result
+        elif node in found and any(_leaves_region(node, user) for user in node.users):
+            found.discard(node)  # a checkpointed function's result is what it saves
+    return found
+
+
+def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    if user.meta.get("autograd_backward"):
+        return False
+    return user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id") or (
+        user.meta.get("recompute") is None
+    )
+
+
+def _draws_randomly(node: torch.fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention carries the tag even without dropout
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(
+                "dropout_p", argument.default_value
+            )
+            return value != 0.0
+    return True

@@ -1,0 +1,69 @@
+"""Programs as numbered, readable files: one per pass, and a table of what each pass did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+from torch import fx
+
+from zerofx.graph import provenance
+from zerofx.plan import ParameterTable
+
+logger = logging.getLogger("zerofx")
+
+
+class ProgramDump:
+    """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
+
+    A folder that cannot be written to costs the dump, not the training run.
+    """
+
+    def __init__(self, folder: str, rank: int, function: str, table: ParameterTable):
+        self.folder = Path(folder) / f"rank{rank}" / function
+        self.table = table
+        self.number = 0
+
+    def write(self, name: str, gm: fx.GraphModule, report) -> None:
+        """Write one program, with the counts of the pass that made it in its first lines."""
+        header = f"# {self.number:02d} {name}\n"
+        if report is not None:
+            counts = ", ".join(f"{what}: {count}" for what, count in report.counts.items())
+            header += f"# {counts}\n"
+        self._write(f"{self.number:02d}_{name}.py", header + self._body(gm))
+        self.number += 1
+
+    def write_summary(self, reports: Sequence) -> None:
+        rows = [
+            (
+                report.name,
+                report.skipped or ", ".join(f"{k}: {v}" for k, v in report.counts.items()),
+                f"{report.seconds * 1e3:.1f}",
+            )
+            for report in reports
+        ]
+        self._write("summary.txt", tabulate(rows, headers=("pass", "what it did", "ms")) + "\n")
+
+    def _body(self, gm: fx.GraphModule) -> str:
+        for node in gm.graph.nodes:
+            origin = provenance(node)
+            if origin is not None:
+                what = "" if origin.parameter is None else f" {self.table[origin.parameter].name}"
+                node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by})"
+        return gm.print_readable(print_output=False, include_device=True) + self._origins(gm)
+
+    def _origins(self, gm: fx.GraphModule) -> str:
+        lines = ["", "# Inserted by zerofx:"]
+        for node in gm.graph.nodes:
+            if (comment := node.meta.pop("custom_comment", None)) is not None:
+                lines.append(f"#   {node.name}: {comment}")
+        return "\n".join(lines) + "\n"
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+        except OSError as error:
+            logger.warning("zerofx cannot write %s: %s", self.folder / name, error)

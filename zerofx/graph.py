@@ -1,0 +1,237 @@
+"""Questions about a program, and insertion into it: aliases, order, nodes with fresh metadata."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat, ops
+
+aten = torch.ops.aten
+
+# Operators whose result shares its argument's memory though their schema does not say so.
+_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Why a node that the user did not write is there.
+
+    ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
+    it does it for (None for several), ``inserted_by`` the pass.
+    """
+
+    role: str
+    parameter: int | None
+    inserted_by: str
+
+
+@dataclass(frozen=True)
+class InputRole:
+    """What an input of a program is: ``parameter``, ``gradient``, ``buffer`` or ``other``.
+
+    ``sharded`` says that the program receives this rank's flat shard of it.
+    """
+
+    kind: str
+    parameter: int | None = None
+    sharded: bool = False
+
+
+def input_role(node: fx.Node) -> InputRole:
+    return node.meta["zerofx_input"]
+
+
+def set_input_role(node: fx.Node, role: InputRole) -> None:
+    node.meta["zerofx_input"] = role
+
+
+def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
+    """The program's inputs, all or of one kind."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    return nodes if kind is None else [node for node in nodes if input_role(node).kind == kind]
+
+
+def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
+    """Positions of results that become some ``p.grad`` -> that parameter's index."""
+    return graph.output_node().meta.get("zerofx_gradients", {})
+
+
+def provenance(node: fx.Node) -> Provenance | None:
+    return node.meta.get("zerofx")
+
+
+def role(node: fx.Node) -> str | None:
+    """The role of an inserted node; None for the user's own."""
+    origin = provenance(node)
+    return origin.role if origin else None
+
+
+class Builder:
+    """Inserts nodes with fresh metadata and provenance, on behalf of one pass."""
+
+    def __init__(self, gm: fx.GraphModule, inserted_by: str):
+        self.graph = gm.graph
+        self.inserted_by = inserted_by
+
+    @cached_property
+    def fake_mode(self):
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if compat.is_fake(value):
+                return value.fake_mode
+        raise ValueError("the program has no tensor")
+
+    def call(
+        self,
+        target: Callable,
+        *args: Any,
+        role: str,
+        parameter: int | None = None,
+        like: fx.Node | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """Insert ``target(*args, **kwargs)`` at the graph's insertion point.
+
+        ``like`` lends the user's source line and the forward or backward tag.
+        """
+        node = self.graph.call_function(target, args, kwargs)
+        if like is not None:
+            for key in ("stack_trace", "autograd_backward", "nn_module_stack"):
+                if key in like.meta:
+                    node.meta[key] = like.meta[key]
+        node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by)
+        self.refresh(node)
+        return node
+
+    def copy(self, node: fx.Node, substitute: Callable[[fx.Node], fx.Node], **origin: Any) -> fx.Node:
+        """Insert a copy of ``node`` that reads ``substitute(argument)`` for each argument."""
+        duplicate = self.graph.node_copy(node, substitute)
+        duplicate.meta = dict(node.meta)
+        if origin:
+            duplicate.meta["zerofx"] = Provenance(inserted_by=self.inserted_by, **origin)
+        self.refresh(duplicate)
+        return duplicate
+
+    def refresh(self, node: fx.Node) -> None:
+        """Recompute ``meta["val"]`` from the arguments'."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        with self.fake_mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)
+        node.meta.pop("tensor_meta", None)
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose memory the node's result may share."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem or node.target in _UNDECLARED_ALIASES:
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        fx.node.map_arg(value, found.append)
+    return found if node.target._schema.returns else []
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the node writes to."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        fx.node.map_arg(value, found.append)
+    return found
+
+
+def aliases(node: fx.Node) -> set[fx.Node]:
+    """``node`` and every later node that may share its memory."""
+    found = {node}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found and any(source in found for source in aliased_inputs(user)):
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def last_use(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    """The last reader of any of ``nodes`` (or the last of them, if nobody reads it)."""
+    nodes = list(nodes)
+    readers = [user for node in nodes for user in node.users] or nodes
+    return max(readers, key=order.__getitem__)
+
+
+def program_order(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: position for position, node in enumerate(graph.nodes)}
+
+
+def is_backward(node: fx.Node) -> bool:
+    return bool(node.meta.get("autograd_backward"))
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor.  Units: bytes; 0 for what is not a tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return int(value.numel()) * value.dtype.itemsize
+
+
+def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
+    """Erase those of ``candidates``, and what only they read, that nobody reads."""
+    pending = list(candidates)
+    erased = 0
+    seen: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen or node.users or node.op in ("placeholder", "output"):
+            continue
+        if mutated_inputs(node) or node.target is ops.free:
+            continue
+        seen.add(node)
+        sources = list(node.all_input_nodes)
+        graph.erase_node(node)
+        erased += 1
+        pending.extend(sources)
+    return erased
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line text`` of the user's line that a node comes from, or an empty string.
+
+    Lines of torch and of this package are passed over: users look for their own.
+    """
+    lines = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
+    found = ""
+    for position, line in enumerate(lines):
+        if not line.lstrip().startswith("File"):
+            continue
+        parts = line.strip().removeprefix("File ").split(", ")
+        path = parts[0].strip('"')
+        if found and path.startswith(_LIBRARIES):
+            continue
+        text = lines[position + 1].strip() if position + 1 < len(lines) else ""
+        found = f"{path}:{parts[1].removeprefix('line ')} {text}".strip()
+    return found
+
+
+_LIBRARIES = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)

@@ -1,0 +1,104 @@
+"""Every ``zerofx::`` operator: its schema and its fake implementation, once.
+
+Captured programs contain ``gradient`` and ``optimizer_step``; passes replace these by the
+others.  None of them has a real kernel here: lowering binds each to the runtime of one
+compiled function, so that no operator needs process-wide state.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NAMESPACE = "zerofx"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _define(schema: str):
+    """Define an operator and register the decorated function as its fake implementation."""
+
+    def register(fake):
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.split("(", 1)[0]
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    return register
+
+
+@_define("gradient(Tensor grad, int parameter) -> Tensor")
+def gradient(grad, parameter):
+    """Mark a gradient where backward hands it to ``p.grad``: local to the rank until reduced."""
+    return torch.empty_like(grad)
+
+
+@_define(
+    "optimizer_step(Tensor[] params, Tensor[] grads, int optimizer, Tensor? found_inf=None,"
+    " int[] parameters=[]) -> Tensor[]"
+)
+def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
+    """The new values of ``params`` after the step of the optimizer with this handle.
+
+    ``parameters`` holds their indices in the parameter table; capture fills it in.
+    """
+    return [torch.empty_like(p) for p in params]
+
+
+@_define("all_reduce_start(Tensor input, str reduction) -> Tensor")
+def all_reduce_start(input, reduction):
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@_define("reduce_scatter_start(Tensor flat, str reduction, int world_size) -> Tensor")
+def reduce_scatter_start(flat, reduction, world_size):
+    """Reduce a flat [world_size * n] buffer over the ranks; each keeps its own [n] of it."""
+    return flat.new_empty(flat.shape[0] // world_size)
+
+
+@_define("all_gather_start(Tensor shard, int world_size) -> Tensor")
+def all_gather_start(shard, world_size):
+    """Concatenate every rank's flat [n] shard to [world_size * n]."""
+    return shard.new_empty(shard.shape[0] * world_size)
+
+
+@_define("wait(Tensor started) -> Tensor")
+def wait(started):
+    """The result of a ``*_start``, complete.  The same memory as its argument."""
+    return torch.empty_like(started)
+
+
+@_define("free(Tensor gathered) -> ()")
+def free(gathered):
+    """Release a gathered buffer now, whoever still holds a view of it."""
+    return None
+
+
+@_define("take_shard(Tensor whole, int parameter, int shard_numel) -> Tensor")
+def take_shard(whole, parameter, shard_numel):
+    """This rank's flat [n] range of a whole tensor laid out like the parameter."""
+    return whole.new_empty(shard_numel)
+
+
+@_define("mask_padding(Tensor shard, int parameter, float identity) -> Tensor")
+def mask_padding(shard, parameter, identity):
+    """The shard with what lies past the parameter's end replaced by ``identity``."""
+    return torch.empty_like(shard)
+
+
+@_define(
+    "update(Tensor(a!) values, Tensor grad, int optimizer, int parameter,"
+    " Tensor? found_inf=None) -> Tensor(a!)"
+)
+def update(values, grad, optimizer, parameter, found_inf=None):
+    """Run the optimizer's update in place, with this rank's states.
+
+    ``values`` is the flat shard, or at stage 0 the whole parameter.
+    """
+    return torch.empty_like(values)
+
+
+STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start)
+
+
+def is_ours(target) -> bool:
+    """Whether ``target`` is a ``zerofx::`` operator."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE

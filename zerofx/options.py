@@ -1,0 +1,297 @@
+"""What a user may choose about one compiled step; the only reader of ``os.environ``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+ENVIRONMENT_PREFIX = "ZEROFX_"
+
+# Each of these is also a boolean field of Options: a pass is turned off by its own name.
+OPTIONAL_PASSES = ("recompute", "hoist_casts", "prefetch")
+
+# Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
+PLANNED = (
+    "bucket_bytes",
+    "memory_budget",
+    "offload",
+    "offload_tier",
+    "offload_dir",
+    "validate",
+    "bucket",
+    "update_in_backward",
+    "fuse_optimizer",
+    "prefetch_across_steps",
+    "clip",
+    "delayed_update",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The choices for one compiled step, each checked by ``resolve``.
+
+    Two of them are equal if every field is, the process group by identity: a device mesh
+    compares by value, and two meshes over the same ranks may hold different communicators.
+    """
+
+    stage: int = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    lowering: str = "eager"
+    """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
+    process_group: object = None
+    """The data-parallel ranks: a process group or device mesh.  None is the world."""
+    accumulate: str | None = None
+    """``local`` or ``sharded``; None chooses by where the accumulation happens."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype gradients are reduced in; None is the captured gradient's."""
+    dump: str | None = None
+    """The folder that receives the program after every pass; None writes nothing."""
+    recompute: bool = True
+    hoist_casts: bool = True
+    prefetch: bool = True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Options):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        return tuple(
+            id(self.process_group) if field.name == "process_group" else getattr(self, field.name)
+            for field in fields(self)
+        )
+
+    def enabled(self, pass_name: str) -> bool:
+        """Return whether these options leave the pass on; only an optional pass can be off."""
+        return getattr(self, pass_name) if pass_name in OPTIONAL_PASSES else True
+
+
+def resolve(
+    options: Mapping[str, object] | None, environ: Mapping[str, str] | None = None
+) -> Options:
+    """Check what the user passed and what the environment says, which wins.
+
+    Every option has the twin ``ZEROFX_<NAME>``, except ``process_group``: an environment
+    variable cannot hold a group.  An empty variable means the default where that is None, so
+    ``ZEROFX_DUMP=`` turns off a dump that the code asks for.  A value that the environment
+    overrides is checked all the same.
+
+    ``environ`` is ``os.environ`` unless a test gives another.
+
+    Raises: ValueError for an unknown or planned name and for a value outside what is allowed,
+    TypeError for a value of the wrong type.
+    """
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options must be a dict of names to values, not {_kind_of(options)}")
+    if environ is None:
+        environ = os.environ
+
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        _check_option_name(name)
+        values[name] = _ACCEPTED[name].from_object(name, value)
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = _option_of(variable)
+        values[name] = _ACCEPTED[name].from_text(variable, text)
+    return Options(**values)
+
+
+def refuse_mode(mode: object) -> None:
+    """Raise ValueError if ``torch.compile`` was given a ``mode``."""
+    if mode is None:
+        return
+    raise ValueError(
+        f"mode={mode!r} has no meaning for backend='zero': modes are presets of Inductor's"
+        " settings. Drop mode= and choose by name, for example"
+        " options={'lowering': 'inductor'}"
+    )
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One of a few values of one type; None too if ``optional``."""
+
+    choices: tuple[object, ...]
+    optional: bool = False
+
+    def from_object(self, name: str, value: object) -> object:
+        if value is None and self.optional:
+            return None
+        expected = type(self.choices[0])
+        # isinstance(True, int) holds, and stage=True is somebody's mistake.
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise TypeError(
+                f"{name} must be one of {self._allowed()} ({expected.__name__}),"
+                f" not {_kind_of(value)}"
+            )
+        if value not in self.choices:
+            raise ValueError(f"{name} must be one of {self._allowed()}, not {value!r}")
+        return value
+
+    def from_text(self, name: str, text: str) -> object:
+        if not text and self.optional:
+            return None
+        for choice in self.choices:
+            if text == str(choice):
+                return choice
+        raise ValueError(f"{name} must be one of {self._allowed()}, not {text!r}")
+
+    def _allowed(self) -> str:
+        return ", ".join(str(choice) for choice in self.choices)
+
+
+class _Switch:
+    """On or off."""
+
+    WORDS = {
+        "0": False,
+        "1": True,
+        "false": False,
+        "true": True,
+        "off": False,
+        "on": True,
+        "no": False,
+        "yes": True,
+    }
+
+    def from_object(self, name: str, value: object) -> bool:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, int | str):
+            raise TypeError(f"{name} must be True or False, not {_kind_of(value)}")
+        return self.from_text(name, str(value), shown=value)
+
+    def from_text(self, name: str, text: str, *, shown: object = None) -> bool:
+        if text.lower() in self.WORDS:
+            return self.WORDS[text.lower()]
+        given = text if shown is None else shown
+        raise ValueError(f"{name} must be one of {', '.join(self.WORDS)}, not {given!r}")
+
+
+class _ReduceDtype:
+    """A dtype that gradients can be summed in, or its name."""
+
+    ALLOWED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    ALLOWED |= {"float32": torch.float32, "float64": torch.float64}
+
+    def from_object(self, name: str, value: object) -> torch.dtype | None:
+        if value is None:
+            return None
+        if isinstance(value, torch.dtype):
+            return self._named(name, str(value))
+        if isinstance(value, str):
+            return self._named(name, value)
+        raise TypeError(f"{name} must be a torch.dtype or its name, not {_kind_of(value)}")
+
+    def from_text(self, name: str, text: str) -> torch.dtype | None:
+        return self._named(name, text) if text else None
+
+    def _named(self, name: str, text: str) -> torch.dtype:
+        dtype = self.ALLOWED.get(text.removeprefix("torch."))
+        if dtype is None:
+            raise ValueError(f"{name} must be one of {', '.join(self.ALLOWED)}, not {text!r}")
+        return dtype
+
+
+class _Folder:
+    """A path."""
+
+    def from_object(self, name: str, value: object) -> str | None:
+        if value is None:
+            return None
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str):
+            raise TypeError(f"{name} must be a folder's path, not {_kind_of(value)}")
+        if not path:
+            raise ValueError(f"{name} must be a folder's path, not an empty string")
+        return path
+
+    def from_text(self, name: str, text: str) -> str | None:
+        return text or None
+
+
+class _Group:
+    """A process group or a device mesh; which ranks it holds is the runtime's to check."""
+
+    # What people pass by mistake.  new_group gives the ranks it leaves out a number.
+    NEVER_A_GROUP = (bool, int, float, str, bytes, list, tuple, set, dict, range)
+
+    def from_object(self, name: str, value: object) -> object:
+        if isinstance(value, self.NEVER_A_GROUP):
+            raise TypeError(
+                f"{name} must be a process group or a device mesh, not {_kind_of(value)};"
+                " make one with torch.distributed.new_group on the ranks that take part"
+            )
+        return value
+
+    def from_text(self, name: str, text: str) -> object:
+        raise ValueError(
+            f"{name} cannot be set: a process group is an object, which no environment variable"
+            " can hold. Unset it and pass options={'process_group': group}"
+        )
+
+
+_Accepted = _Choice | _Switch | _ReduceDtype | _Folder | _Group
+
+_ACCEPTED: dict[str, _Accepted] = {
+    "stage": _Choice((0, 1, 2, 3)),
+    "lowering": _Choice(("eager", "inductor")),
+    "process_group": _Group(),
+    "accumulate": _Choice(("local", "sharded"), optional=True),
+    "reduce_dtype": _ReduceDtype(),
+    "dump": _Folder(),
+}
+_ACCEPTED |= {name: _Switch() for name in OPTIONAL_PASSES}
+
+
+def _check_option_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the names of options are strings, not {_kind_of(name)}")
+    if name in _ACCEPTED:
+        return
+    raise _bad_name("option", name, tuple(_ACCEPTED), PLANNED)
+
+
+def _option_of(variable: str) -> str:
+    """Return the name of the option that an environment variable is the twin of."""
+    for name in _ACCEPTED:
+        if variable == _twin(name):
+            return name
+    # process_group has no twin: to offer it as one would lead to the next error.
+    known = tuple(_twin(name) for name in _ACCEPTED if name != "process_group")
+    planned = tuple(_twin(name) for name in PLANNED)
+    raise _bad_name("environment variable", variable, known, planned)
+
+
+def _twin(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _bad_name(what: str, name: str, known: tuple[str, ...], planned: tuple[str, ...]) -> ValueError:
+    listed = f"Known: {', '.join(known)}"
+    if name in planned:
+        return ValueError(f"{what} {name!r} is planned but not in this version; drop it. {listed}")
+    # A cutoff of 0 names the nearest however far it is.
+    (nearest,) = difflib.get_close_matches(name, known + planned, n=1, cutoff=0.0)
+    if nearest in planned:
+        nearest = f"{nearest!r}, which is planned but not in this version"
+    else:
+        nearest = repr(nearest)
+    return ValueError(f"{what} {name!r} is unknown; did you mean {nearest}? {listed}")
+
+
+def _kind_of(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""What a lowered program calls while it runs: collectives, rank agreement, memory."""

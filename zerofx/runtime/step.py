@@ -1,0 +1,143 @@
+"""One compiled program at run time: its inputs swapped for shards, its operators' kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from zerofx import ops
+from zerofx.graph import InputRole
+from zerofx.plan import ParameterTable, shard_bounds
+from zerofx.runtime.communication import Communicator
+from zerofx.runtime.parameters import REGISTRY, BoundParameter, take_shard
+from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.whole import attach_optimizer
+
+
+class StepRuntime:
+    """Runs one lowered program for one compiled function.
+
+    ``roles`` has one entry per input of the program, ``gradient_outputs`` the positions of
+    results that become some ``p.grad``; ``optimizers`` maps handles to optimizers.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        table: ParameterTable,
+        stage: int,
+        roles: Sequence[InputRole],
+        gradient_outputs: dict[int, int],
+        optimizers: dict[int, torch.optim.Optimizer],
+    ):
+        self.communicator = communicator
+        self.table = table
+        self.stage = stage
+        self.inputs = [
+            (position, role) for position, role in enumerate(roles) if role.parameter is not None
+        ]
+        self.gradient_outputs = gradient_outputs if stage >= 2 else {}
+        self.optimizers = optimizers
+        self.program: Callable | None = None
+        self.bound: list[BoundParameter] = []
+        self.runners: dict[int, OptimizerRunner] = {}
+        self._updated: dict[int, set[int]] = {}
+        self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def bind(self, tensors: Sequence[torch.nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
+        """Take charge of the parameters, and of the optimizers' states."""
+        self.bound = REGISTRY.bind(
+            list(zip(tensors, self.table, strict=True)), buffers, self.communicator, self.stage
+        )
+        parameters = {info.index: (tensors[info.index], info) for info in self.table}
+        for handle, optimizer in self.optimizers.items():
+            attach_optimizer(optimizer)
+            self.runners[handle] = OptimizerRunner(
+                optimizer, parameters, rank=self.communicator.rank, sharded=self.stage > 0
+            )
+
+    def kernels(self) -> dict[object, Callable]:
+        """The function that runs each ``zerofx::`` operator of the program."""
+        communicator = self.communicator
+        return {
+            ops.all_reduce_start: communicator.all_reduce_start,
+            ops.reduce_scatter_start: communicator.reduce_scatter_start,
+            ops.all_gather_start: communicator.all_gather_start,
+            ops.wait: communicator.wait,
+            ops.free: communicator.free,
+            ops.take_shard: self.take_shard,
+            ops.mask_padding: self.mask_padding,
+            ops.update: self.update,
+        }
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Run the program once on Dynamo's inputs; empties the list it is given."""
+        values = list(inputs)
+        inputs.clear()
+        for position, role in self.inputs:
+            if not role.sharded:
+                continue
+            bound = self.bound[role.parameter]
+            if role.kind == "parameter":
+                values[position] = bound.shard
+            else:
+                values[position] = REGISTRY.gradient_shard(bound, values[position])
+        try:
+            with torch.no_grad():
+                results = list(self.program(*values))
+            self._finish_updates()
+        except BaseException:
+            self.communicator.abandon()
+            raise
+        finally:
+            self._updated.clear()
+            self._found_inf.clear()
+        for position, parameter in self.gradient_outputs.items():
+            results[position] = REGISTRY.store_gradient(self.bound[parameter], results[position])
+        return results
+
+    def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
+        return take_shard(whole, self.table[parameter], self.communicator.rank)
+
+    def mask_padding(
+        self, shard: torch.Tensor, parameter: int, identity: float
+    ) -> torch.Tensor:
+        info = self.table[parameter]
+        start, stop = shard_bounds(info.numel, self.communicator.rank, info.world_size)
+        valid = stop - start
+        if valid == info.shard_numel:
+            return shard
+        return F.pad(shard[:valid], (0, info.shard_numel - valid), value=identity)
+
+    def update(
+        self,
+        values: torch.Tensor,
+        grad: torch.Tensor,
+        optimizer: int,
+        parameter: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if found_inf is not None and self._is_set(found_inf):
+            return values
+        runner = self.runners[optimizer]
+        updated = self._updated.get(optimizer)
+        if updated is None or parameter in updated:  # a second step of the same optimizer
+            if updated is not None:
+                runner.end()
+            runner.begin()
+            updated = self._updated[optimizer] = set()
+        updated.add(parameter)
+        return runner.run(values.detach(), grad, parameter)
+
+    def _is_set(self, found_inf: torch.Tensor) -> bool:
+        known = self._found_inf.get(id(found_inf))
+        if known is None:
+            known = self._found_inf[id(found_inf)] = (found_inf, bool(found_inf.item()))
+        return known[1]
+
+    def _finish_updates(self) -> None:
+        for optimizer in self._updated:
+            self.runners[optimizer].end()

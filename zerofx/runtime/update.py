@@ -1,0 +1,214 @@
+"""Run an optimizer's update on what this rank holds of each parameter."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.trace import (
+    Arguments,
+    ChangingIntegers,
+    Update,
+    constant_attributes,
+    group_values,
+    read_arguments,
+    trace_update,
+)
+from zerofx.plan import ParameterInfo, shard_bounds
+
+# A key that needs more traces than this has a line that makes constants of its inputs.
+_MANY_SPECIALISATIONS = 8
+
+
+class OptimizerRunner:
+    """Updates parameters as an optimizer's ``step`` would, one at a time.
+
+    Between steps ``optimizer.state`` holds this rank's states: flat shards if ``sharded``, laid
+    out like the parameter's shard, and 0-dim tensors and numbers as they are.  Hyperparameters
+    are read from the live ``optimizer.param_groups`` once per step and group.
+
+    ``parameters`` maps the index that the program uses to the user's parameter and its layout.
+    ``trace_count`` counts how often the optimizer's Python has been traced.
+
+    A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
+        *,
+        rank: int,
+        sharded: bool,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._optimizer_name = type(optimizer).__name__
+        self._parameters = dict(parameters)
+        self._layouts = {
+            index: (info.shape, info.stride, info.dtype, info.device)
+            for index, (_, info) in self._parameters.items()
+        }
+        self._rank = rank
+        self._sharded = sharded
+        self._updates: dict[Hashable, list[Update]] = {}
+        self._shared_keys: dict[Hashable, int] = {}
+        self._changing_integers: set[str] = set()
+        self._groups: dict[int, _GroupOfStep] | None = None
+        self._attributes: tuple = ()
+        self.trace_count = 0
+
+    def begin(self) -> None:
+        """Start one optimizer step: look up every parameter's group as it is now."""
+        optimizer = self._live_optimizer()
+        self._attributes = constant_attributes(optimizer)
+        self._groups = {}
+        for values in optimizer.param_groups:
+            group = _GroupOfStep(values)
+            for parameter in values["params"]:
+                self._groups[id(parameter)] = group
+
+    def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
+        """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
+
+        Shapes: both flat [n] of the parameter's shard if sharded (n may be 0), else both of the
+        parameter's shape.
+
+        Raises: UpdateError if the update cannot be traced, or not run on shards; ValueError if
+        the state has another shape than the parameter.
+        """
+        if self._groups is None:
+            raise RuntimeError(
+                f"{self._optimizer_name}: an update ran outside of a step; call begin() before "
+                "the step's first run() and end() after its last"
+            )
+        optimizer = self._live_optimizer()
+        user_parameter, info = self._parameters[parameter]
+        group = self._groups.get(id(user_parameter))
+        if group is None:
+            raise UpdateError(
+                f"{self._optimizer_name} no longer has parameter '{info.name}' in any parameter "
+                "group, but the compiled step updates it. Add it with add_param_group."
+            )
+        if grad.dtype != data.dtype:
+            grad = grad.to(data.dtype)  # reduced in another dtype; eager's is the parameter's
+        with torch.no_grad():
+            values = optimizer.state.get(user_parameter) or {}
+            if self._sharded:
+                self._shard_whole_states(values, data, info)
+            shard_shape = tuple(data.shape) if self._sharded else None
+            state = read_arguments(values, shard_shape=shard_shape, inputs=values)
+            update, group_arguments = self._find(optimizer, parameter, group, state)
+            new_state, new_group = update(
+                data,
+                grad,
+                (*group_arguments.tensors, *state.tensors),
+                (*group_arguments.scalars, *state.scalars),
+            )
+        group.changed.update(new_group)
+        if new_state or values:
+            live = optimizer.state[user_parameter]
+            for name in [name for name in live if name not in new_state]:
+                del live[name]
+            live.update(new_state)
+        return data
+
+    def end(self) -> None:
+        """Finish the step: write changed group entries back, and let LR schedulers know."""
+        for group in (self._groups or {}).values():
+            group.values.update(group.changed)
+        self._groups = None
+        self._live_optimizer()._opt_called = True  # type: ignore[attr-defined]
+
+    def _live_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                f"the {self._optimizer_name} of a compiled step is gone: keep a reference to it "
+                "for as long as the step is called"
+            )
+        return optimizer
+
+    def _find(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter: int,
+        group: _GroupOfStep,
+        state: Arguments,
+    ) -> tuple[Update, Arguments]:
+        """The trace that holds for these arguments, made now if there is none."""
+        if group.arguments is None:
+            group.arguments = read_arguments(
+                group_values(group.values), shard_shape=None, inputs=self._changing_integers
+            )
+            # A number for the part of the key that all parameters of the group share.
+            shared = (self._attributes, group.arguments.key)
+            group.key = self._shared_keys.setdefault(shared, len(self._shared_keys))
+        arguments = group.arguments
+        key = (self._layouts[parameter], group.key, state.key)
+        known = self._updates.setdefault(key, [])
+        scalars = (*arguments.scalars, *state.scalars)
+        for update in known:
+            if update.guard is None or update.guard(scalars):
+                return update, arguments
+        self.trace_count += 1
+        info = self._parameters[parameter][1]
+        try:
+            update = trace_update(
+                optimizer, info, group=arguments, state=state, sharded=self._sharded
+            )
+        except ChangingIntegers as changing:
+            self._changing_integers |= changing.names
+            group.arguments = None
+            return self._find(optimizer, parameter, group, state)
+        known.append(update)
+        if len(known) == _MANY_SPECIALISATIONS + 1:
+            lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]
+            warnings.warn(
+                f"{self._optimizer_name}.step has been traced {len(known)} times for parameter "
+                f"'{info.name}', because of {', '.join(lines)}: every new value of a "
+                "hyperparameter costs a trace. Keep numbers out of int() and numpy.",
+                stacklevel=2,
+            )
+        return update, arguments
+
+    def _shard_whole_states(
+        self, values: dict[str, Any], data: Tensor, info: ParameterInfo
+    ) -> None:
+        """Replace states of the parameter's shape by this rank's range of them, in place.
+
+        They are whole when the optimizer made them in its constructor, as Adagrad does, or has
+        just loaded them.
+        """
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape == data.shape:
+                continue
+            # A 0-dim parameter's moments have its shape, and so has a step count.
+            if value.ndim == 0 and (info.shape or name == "step" or value.dtype != info.dtype):
+                continue
+            if tuple(value.shape) != info.shape:
+                raise ValueError(
+                    f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)}; "
+                    f"expected the parameter's {info.shape}, its shard's {tuple(data.shape)}, or "
+                    "a scalar. Load a state that was saved for this parameter."
+                )
+            start, stop = shard_bounds(info.numel, self._rank, info.world_size)
+            shard = value.new_zeros(data.shape)
+            flat = value.permute(info.storage_order).reshape(-1)
+            shard[: stop - start] = flat[start:stop]
+            values[name] = shard
+
+
+class _GroupOfStep:
+    """A parameter group during one step: read once, changed at its end."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.arguments: Arguments | None = None
+        self.key = -1
+        self.changed: dict[str, Any] = {}

@@ -1,0 +1,177 @@
+"""The invariants of a program, checked before the first pass and after every one.
+
+A program that breaks one would corrupt training in silence, or hang a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.errors import GraphError
+from zerofx.graph import (
+    aliases,
+    input_role,
+    mutated_inputs,
+    placeholders,
+    program_order,
+    provenance,
+    role,
+    source_line,
+)
+from zerofx.passes.base import PassContext
+
+aten = torch.ops.aten
+
+
+def verify(gm: fx.GraphModule, ctx: PassContext, facts: Set[str] = frozenset()) -> None:
+    """Check every rule that holds of a program with these facts.
+
+    Raises: GraphError naming the node, the rule and the user's line.
+    """
+    order = program_order(gm.graph)
+    _starts_are_waited_once(gm.graph)
+    _nothing_reads_freed_memory(gm.graph, order)
+    _gathers_are_freed(gm.graph)
+    _nothing_reads_what_was_overwritten(gm.graph, order)
+    _metadata_is_fresh(gm.graph)
+    _sharded_inputs_are_read_as_shards(gm.graph)
+    if "averaged_gradients" in facts:
+        _updates_read_averaged_gradients(gm.graph, ctx)
+
+
+def _broken(node: fx.Node, rule: str) -> GraphError:
+    origin = provenance(node)
+    made_by = f", inserted by {origin.inserted_by!r}" if origin else ""
+    line = source_line(node)
+    return GraphError(f"{node.format_node() or node.name}{made_by}: {rule}{' at ' + line if line else ''}")
+
+
+def _starts_are_waited_once(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in ops.STARTS:
+            waits = [user for user in node.users if user.target is ops.wait]
+            if len(waits) != 1 or len(node.users) != 1:
+                raise _broken(
+                    node,
+                    f"a started collective has {len(waits)} waits and {len(node.users)} readers; it "
+                    "must have exactly one wait and no other reader.",
+                )
+        elif node.target is ops.wait and node.args[0].target not in ops.STARTS:
+            raise _broken(node, "waits for something that was never started.")
+
+
+def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    for free in graph.nodes:
+        if free.target is not ops.free:
+            continue
+        for alias in aliases(free.args[0]):
+            for reader in alias.users:
+                if reader is not free and order[reader] > order[free]:
+                    raise _broken(
+                        reader, f"reads {alias.name}, whose memory {free.name} has freed before."
+                    )
+
+
+def _gathers_are_freed(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    for wait in graph.nodes:
+        if wait.target is not ops.wait or role(wait) != "gather":
+            continue
+        frees = [user for user in wait.users if user.target is ops.free]
+        escapes = any(output in alias.users for alias in aliases(wait))
+        if len(frees) != (0 if escapes else 1):
+            raise _broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
+
+
+def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """Whoever wants the old value reads it before; the new value is the writer's result."""
+    output = graph.output_node()
+    for writer in graph.nodes:
+        for target in mutated_inputs(writer):
+            renewed = aliases(writer)
+            for alias in aliases(target) - renewed:
+                for reader in alias.users:
+                    late = reader not in renewed and order[reader] > order[writer]
+                    if late and reader is not output:
+                        raise _broken(
+                            reader, f"reads {alias.name} after {writer.name} has overwritten it."
+                        )
+
+
+def _metadata_is_fresh(graph: fx.Graph) -> None:
+    """Shapes and dtypes of inserted nodes are those that their operator gives them."""
+    for node in graph.nodes:
+        if node.op != "call_function" or provenance(node) is None:
+            continue
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        recorded = node.meta["val"]
+        mode = getattr(recorded, "fake_mode", None)
+        if mode is None:
+            continue
+        with mode, torch.no_grad():
+            actual = node.target(*args, **kwargs)
+        if actual.shape != recorded.shape or actual.dtype != recorded.dtype:
+            raise _broken(
+                node,
+                f"is recorded as {recorded.dtype}{list(recorded.shape)} but computes "
+                f"{actual.dtype}{list(actual.shape)}.",
+            )
+
+
+def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
+    for node in placeholders(graph):
+        if not input_role(node).sharded:
+            continue
+        for reader in node.users:
+            understands = provenance(reader) is not None or reader.target is aten.copy_.default
+            if not understands and reader.op != "output":
+                raise _broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
+
+
+def _updates_read_averaged_gradients(graph: fx.Graph, ctx: PassContext) -> None:
+    """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
+    written: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is ops.gradient:
+            raise _broken(node, "is a gradient that nobody averages over the ranks.")
+        if node.target is ops.update:
+            operands = [(node.args[1], node.args[3])]
+            if node.args[0] in written:
+                raise _broken(node, f"updates what {written[node.args[0]].name} has updated.")
+            written[node.args[0]] = node
+        elif node.target is ops.optimizer_step:
+            operands = list(zip(node.args[1], node.args[4], strict=True))
+        else:
+            continue
+        for gradient, parameter in operands:
+            if not _is_average_of(gradient, parameter):
+                raise _broken(
+                    node,
+                    f"updates {ctx.table[parameter].name!r} with {gradient.name}, which is not "
+                    "computed from the average of its gradient.",
+                )
+
+
+def _is_average_of(gradient: fx.Node, parameter: int) -> bool:
+    """Whether the parameter's averaged gradient is among what ``gradient`` is computed from."""
+    pending, seen = [gradient], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            if input_role(node).kind == "gradient" and input_role(node).parameter == parameter:
+                return True
+            continue
+        origin = provenance(node)
+        if origin and origin.role == "reduce_gradient" and node.target is ops.wait:
+            if origin.parameter == parameter and node.args[0].args[1] == "mean":
+                return True
+            continue
+        pending.extend(node.all_input_nodes)
+    return False
