@@ -90,7 +90,9 @@ def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Nod
             node.update_kwarg("memory_format", torch.contiguous_format)
         if not shape or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        for position, (argument, value) in enumerate(zip(node.target._schema.arguments, node.args)):
+        for position, (argument, value) in enumerate(
+            zip(node.target._schema.arguments, node.args, strict=False)
+        ):
             if argument.name == "stride":
                 node.update_arg(position, [1])
             if argument.name != "size" or list(value) != shape:
@@ -172,7 +174,7 @@ def _is_whole_factory(node: fx.Node, shape: tuple) -> bool:
         return False
     sizes = [
         value
-        for argument, value in zip(node.target._schema.arguments, node.args)
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
         if argument.name == "size"
     ]
     return bool(sizes) and tuple(sizes[0]) == shape

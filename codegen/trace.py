@@ -166,7 +166,7 @@ def trace_update(
             if kind[0] == "shard"
             else _empty(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
             for tensor, kind in zip(
-                (*group.tensors, *state.tensors), _tensor_kinds(group.key + state.key)
+                (*group.tensors, *state.tensors), _tensor_kinds(group.key + state.key), strict=True
             )
         ]
         scalars = [env.scalar(value) for value in (*group.scalars, *state.scalars)]
@@ -177,7 +177,8 @@ def trace_update(
             )
         except compat.DATA_DEPENDENT_ERRORS as error:
             raise UpdateError(
-                f"{name} chooses what to do by the value of a tensor, which `{shadow_step.follower.last_read}` "
+                f"{name} chooses what to do by the value of a tensor, which "
+                f"`{shadow_step.follower.last_read}` "
                 f"computes, at {_innermost_line(error)}: a traced update cannot branch on it. "
                 "Write both outcomes with torch.where, or keep the number in the parameter group."
             ) from error
@@ -191,7 +192,9 @@ def trace_update(
     if sharded:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         kinds = [("shard",), ("shard",), *_tensor_kinds(group.key + state.key)]
-        whole = [node for node, kind in zip(placeholders, kinds) if kind[0] == "shard"]
+        # Placeholders of numbers follow those of tensors.
+        paired = zip(placeholders, kinds, strict=False)
+        whole = [node for node, kind in paired if kind[0] == "shard"]
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
@@ -281,7 +284,7 @@ class _ShadowStep:
             if kind[0] is dict:
                 return {name: rebuild(value[name], item) for name, item in kind[1:]}
             if kind[0] in (list, tuple):
-                return kind[0](rebuild(item, k) for item, k in zip(value, kind[1:]))
+                return kind[0](rebuild(item, k) for item, k in zip(value, kind[1:], strict=True))
             tensor = next(tensors)
             if kind[0] == "scalar tensor":
                 self.follower.know(tensor, next(scalars), counts=kind[2])
@@ -524,7 +527,7 @@ def _same(before: Any, after: Any) -> bool:
         if isinstance(before, dict) and list(before) != list(after):
             return False
         left, right = list(_leaves(before)), list(_leaves(after))
-        return len(left) == len(right) and all(a is b for a, b in zip(left, right))
+        return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
     return before is after
 
 
@@ -611,7 +614,7 @@ def _class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironme
         )
         result.__kwdefaults__ = function.__kwdefaults__
         copies[id(function)] = result
-        for cell, original in zip(cells, function.__closure__ or ()):
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
             try:
                 content = original.cell_contents
             except ValueError:  # a name that is not bound yet

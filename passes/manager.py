@@ -37,7 +37,8 @@ def run_pipeline(
     pass raises, with a note that names it.
     """
     facts: set[str] = set()
-    verify(gm, ctx, facts)
+    checked: dict[fx.Node, tuple[int, ...]] = {}
+    verify(gm, ctx.table, facts, checked)
     if on_program:
         on_program("captured", gm, None)
     reports = []
@@ -57,7 +58,7 @@ def run_pipeline(
             counts = step.run(gm, ctx)
             gm.graph.lint()
             facts |= step.provides
-            verify(gm, ctx, facts)
+            verify(gm, ctx.table, facts, checked)
         except Exception as error:
             error.add_note(f"in pass {step.name!r} of zerofx")
             raise

@@ -93,8 +93,8 @@ def world(request, ranks):  # noqa: F811
 NEEDS_VALUES = (
     """
 x + 1 | 1 + x | -x | x @ x.T | x == x | x[0] | x.T | x.real | x.view(-1) | x.clone() | x.detach()
-x.data | x.sum() | x.norm() | x.max() | x.item() | float(x) | bool(x) | list(x) | 1 in x | x.tolist()
-x.numpy() | numpy.asarray(x) | numpy.from_dlpack(x) | torch.from_dlpack(x) | x.data_ptr()
+x.data | x.sum() | x.norm() | x.max() | x.item() | float(x) | bool(x) | list(x) | x.tolist()
+1 in x | x.numpy() | numpy.asarray(x) | numpy.from_dlpack(x) | torch.from_dlpack(x) | x.data_ptr()
 x.to("cpu") | x.half() | x.cpu() | x.type(torch.float16) | x.share_memory_() | x.pin_memory()
 x.storage() | x.add_(1) | x.fill_(0) | x.resize_(0) | nn.init.zeros_(x) | x.__setitem__(0, 1)
 x.copy_(x) | torch.ones(3, 5).copy_(x) | torch.ones(3, 5) + x | torch.sum(input=x)
@@ -118,7 +118,8 @@ torch.optim.swa_utils.AveragedModel(m)
 @pytest.mark.parametrize("expression", NEEDS_VALUES)
 def test_explains_what_needs_values(expression):
     model, parameter = weight()
-    scope = dict(globals(), x=parameter, m=model)
+    scope = dict(x=parameter, m=model, torch=torch, nn=nn, F=F, numpy=numpy)
+    scope |= dict(copy=copy, pickle=pickle, io=io)
     with pytest.raises(RuntimeError, match=EXPLAINED) as caught:
         eval(expression, scope)
     assert "weight" in str(caught.value) or "bias" in str(caught.value)
@@ -335,8 +336,11 @@ def test_gradient_stubs(stage):
     REGISTRY.exit_call()
     whole = torch.arange(15.0).view(3, 5)
     assert torch.equal(REGISTRY.gradient_shard(bound, whole), torch.arange(15.0))
-    x.grad = None
+    x.grad = None  # an eager zero_grad: released when the next call begins
     REGISTRY.enter_call()
+    assert bound.gradient is None
+    gradient_for(x)
+    x.grad = None  # zero_grad inside the step: released when it ends
     REGISTRY.exit_call()
     assert bound.gradient is None
     with pytest.raises(RuntimeError, match="released"):

@@ -6,17 +6,16 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.plan import ParameterInfo, shard_bounds
 from zerofx.runtime.update import OptimizerRunner
 
-O = torch.optim
 WORLD_SIZE = 3
 
 
-class Lion(O.Optimizer):
+class Lion(optim.Optimizer):
     def __init__(self, params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
@@ -36,7 +35,7 @@ class Lion(O.Optimizer):
                 state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
-class HandWrittenAdam(O.Optimizer):
+class HandWrittenAdam(optim.Optimizer):
     """math.sqrt, float() and an integer step, as in most tutorials."""
 
     def __init__(self, params, lr=1e-2):
@@ -59,7 +58,7 @@ class HandWrittenAdam(O.Optimizer):
                 p.data.addcdiv_(state["m"], state["v"].sqrt().add_(group["eps"]), value=-size)
 
 
-class GroupStep(O.Optimizer):
+class GroupStep(optim.Optimizer):
     """Counts steps in the parameter group."""
 
     def __init__(self, params, lr=1e-2):
@@ -73,7 +72,7 @@ class GroupStep(O.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] / group["step"])
 
 
-class DecayMatrices(O.Optimizer):
+class DecayMatrices(optim.Optimizer):
     def __init__(self, params, lr=1e-2):
         super().__init__(params, dict(lr=lr))
 
@@ -86,7 +85,7 @@ class DecayMatrices(O.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"])
 
 
-class ScalesGradient(O.Optimizer):
+class ScalesGradient(optim.Optimizer):
     def __init__(self, params, lr=1e-2):
         super().__init__(params, dict(lr=lr))
 
@@ -99,34 +98,34 @@ class ScalesGradient(O.Optimizer):
 
 
 CASES = {
-    "adamw": lambda p: O.AdamW(p, lr=1e-2, foreach=False),
-    "adamw_amsgrad_maximize": lambda p: O.AdamW(p, amsgrad=True, maximize=True, foreach=False),
-    "adam": lambda p: O.Adam(p, lr=1e-2, foreach=False),
-    "adam_l2": lambda p: O.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, foreach=False),
-    "sgd": lambda p: O.SGD(p, lr=0.1, foreach=False),
-    "sgd_nesterov": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
-    "sgd_dampening": lambda p: O.SGD(
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw_amsgrad_maximize": lambda p: optim.AdamW(p, amsgrad=True, maximize=True, foreach=False),
+    "adam": lambda p: optim.Adam(p, lr=1e-2, foreach=False),
+    "adam_l2": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, foreach=False),
+    "sgd": lambda p: optim.SGD(p, lr=0.1, foreach=False),
+    "sgd_nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "sgd_dampening": lambda p: optim.SGD(
         p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True, foreach=False
     ),
-    "rmsprop": lambda p: O.RMSprop(p, foreach=False),
-    "rmsprop_centered": lambda p: O.RMSprop(p, momentum=0.9, centered=True, foreach=False),
-    "adagrad": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1, foreach=False),
-    "adamax": lambda p: O.Adamax(p, weight_decay=0.01, foreach=False),
-    "nadam": lambda p: O.NAdam(p, foreach=False),
-    "nadam_decoupled": lambda p: O.NAdam(
+    "rmsprop": lambda p: optim.RMSprop(p, foreach=False),
+    "rmsprop_centered": lambda p: optim.RMSprop(p, momentum=0.9, centered=True, foreach=False),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.1, lr_decay=0.1, foreach=False),
+    "adamax": lambda p: optim.Adamax(p, weight_decay=0.01, foreach=False),
+    "nadam": lambda p: optim.NAdam(p, foreach=False),
+    "nadam_decoupled": lambda p: optim.NAdam(
         p, weight_decay=0.1, decoupled_weight_decay=True, foreach=False
     ),
-    "radam": lambda p: O.RAdam(p, lr=1e-2, foreach=False),
-    "adadelta": lambda p: O.Adadelta(p, foreach=False),
-    "rprop": lambda p: O.Rprop(p, foreach=False),
-    "asgd": lambda p: O.ASGD(p, foreach=False),
+    "radam": lambda p: optim.RAdam(p, lr=1e-2, foreach=False),
+    "adadelta": lambda p: optim.Adadelta(p, foreach=False),
+    "rprop": lambda p: optim.Rprop(p, foreach=False),
+    "asgd": lambda p: optim.ASGD(p, foreach=False),
     "lion": Lion,
     "hand_written_adam": HandWrittenAdam,
     "group_step": GroupStep,
     "decay_matrices": DecayMatrices,
     "scales_gradient": ScalesGradient,
-    "adamw_tensor_lr": lambda p: O.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-    "sgd_tensor_lr": lambda p: O.SGD(p, lr=torch.tensor(1e-2), momentum=0.9, foreach=False),
+    "adamw_tensor_lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+    "sgd_tensor_lr": lambda p: optim.SGD(p, lr=torch.tensor(1e-2), momentum=0.9, foreach=False),
 }
 
 
@@ -165,7 +164,7 @@ class Ranks:
             own = [nn.Parameter(p.detach().clone()) for p in parameters]
             self.optimizers.append(make(own))
             self.own.append(own)
-            table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos))}
+            table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
             self.runners.append(
                 OptimizerRunner(self.optimizers[-1], table, rank=rank, sharded=sharded)
             )
@@ -220,13 +219,13 @@ def compare(make, parameters, *, steps=10, lr=lambda i: 0.02 / (i + 1), sharded=
         for optimizer in (eager, *ranks.optimizers):
             set_lr(optimizer, lr(i))
         ranks.step(gradients)
-        for p, gradient in zip(parameters, gradients):
+        for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient.clone()
         eager.step()
         for index, p in enumerate(parameters):
             whole = ranks.whole(index) if sharded else ranks.data[0][index]
             assert torch.equal(whole, p.detach()), f"step {i}, parameter {index}"
-    for optimizer, own in zip(ranks.optimizers, ranks.own):
+    for optimizer, own in zip(ranks.optimizers, ranks.own, strict=True):
         for index, p in enumerate(parameters):
             expected, got = eager.state.get(p, {}), optimizer.state.get(own[index], {})
             assert expected.keys() == got.keys()
@@ -248,10 +247,8 @@ def test_whole_parameters_agree_bitwise_with_eager(case):
     compare(CASES[case], tensors((7, 5), (11,)), sharded=False)
 
 
-@pytest.mark.parametrize("case", ["adamw", "sgd_nesterov", "adagrad", "lion"])
+@pytest.mark.parametrize("case", ["adamw", "sgd_nesterov", "adagrad", "nadam"])
 def test_double_parameters_agree_bitwise(case):
-    if case == "lion":
-        pytest.skip("this Lion makes float32 moments")
     compare(CASES[case], tensors((7, 5), dtype=torch.float64))
 
 
@@ -297,7 +294,7 @@ def test_weight_decay_set_to_zero_takes_the_other_branch():
 
 def test_state_is_created_as_shards():
     ranks = compare(CASES["adamw"], tensors((7, 5)), steps=1)
-    for optimizer, own in zip(ranks.optimizers, ranks.own):
+    for optimizer, own in zip(ranks.optimizers, ranks.own, strict=True):
         state = optimizer.state[own[0]]
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (12,)
         assert state["step"].shape == () and state["step"] == 1
@@ -311,9 +308,9 @@ def test_states_of_several_parameters_share_no_memory():
 
 
 def test_state_made_by_the_constructor_is_sharded_on_first_use():
-    make = lambda p: O.Adagrad(p, initial_accumulator_value=0.5, foreach=False)  # noqa: E731
+    make = lambda p: optim.Adagrad(p, initial_accumulator_value=0.5, foreach=False)  # noqa: E731
     ranks = compare(make, tensors((7, 5)), steps=3)
-    for optimizer, own in zip(ranks.optimizers, ranks.own):
+    for optimizer, own in zip(ranks.optimizers, ranks.own, strict=True):
         assert optimizer.state[own[0]]["sum"].shape == (12,)
 
 
@@ -367,7 +364,7 @@ def test_channels_last_parameter(case):
 def test_several_groups_keep_their_own_hyperparameters():
     def make(p):
         groups = [{"params": p[:1], "weight_decay": 0.5}, {"params": p[1:], "betas": (0.5, 0.6)}]
-        return O.AdamW(groups, foreach=False)
+        return optim.AdamW(groups, foreach=False)
 
     ranks = compare(make, tensors((7, 5), (7, 5)))
     assert ranks.traces() == {2}
@@ -375,8 +372,8 @@ def test_several_groups_keep_their_own_hyperparameters():
 
 def test_fused_optimizer_runs_its_single_tensor_form():
     parameters = [nn.Parameter(p) for p in tensors((7, 5))]
-    ranks = Ranks(lambda p: O.AdamW(p, fused=True), parameters)
-    eager = O.AdamW(parameters, foreach=False)
+    ranks = Ranks(lambda p: optim.AdamW(p, fused=True), parameters)
+    eager = optim.AdamW(parameters, foreach=False)
     for _ in range(3):
         parameters[0].grad = torch.randn(7, 5)
         ranks.step([parameters[0].grad])
@@ -392,7 +389,7 @@ def test_number_of_the_group_changes_once_per_step():
 
 def test_lr_scheduler_wrapping_step_is_not_called_and_not_warned():
     ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))], world_size=1)
-    scheduler = O.lr_scheduler.StepLR(ranks.optimizers[0], 1, gamma=0.5)
+    scheduler = optim.lr_scheduler.StepLR(ranks.optimizers[0], 1, gamma=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
@@ -425,7 +422,7 @@ def test_nan_hyperparameter_behaves_as_in_eager():
 
 
 def test_muon_runs_on_whole_matrices():
-    make = lambda p: O.Muon(p, lr=0.02)  # noqa: E731
+    make = lambda p: optim.Muon(p, lr=0.02)  # noqa: E731
     ranks = compare(make, tensors((8, 6)), steps=4, sharded=False)
     assert ranks.traces() == {2}
 

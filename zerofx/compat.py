@@ -9,6 +9,7 @@ import contextlib
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -421,3 +422,20 @@ def _draws_randomly(node: torch.fx.Node) -> bool:
             )
             return value != 0.0
     return True
+
+
+def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+    """Compile an aten graph for these very inputs; returns a function of them.
+
+    ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
+    thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
+    tracing needs (2.11 to 2.15).
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile_region() -> Callable:
+        with torch.no_grad():
+            return compile_fx(gm, inputs)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(compile_region).result()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from zerofx import compat, ops
+from zerofx.graph import aliased_inputs, mutated_inputs
 
 
 def lower(gm: fx.GraphModule, kernels: Mapping[object, Callable], lowering: str) -> Callable:
@@ -17,30 +20,104 @@ def lower(gm: fx.GraphModule, kernels: Mapping[object, Callable], lowering: str)
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.
     """
-    if lowering == "inductor":
-        gm = _compile_regions(gm)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}), None)
+    root = nn.Module()
+    graph = _with_compiled_regions(gm, root) if lowering == "inductor" else fx.Graph()
+    if lowering != "inductor":
+        graph.output(graph.graph_copy(gm.graph, {}))
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                setattr(root, node.target, getattr(gm, node.target))
     for node in graph.nodes:
         if node.op == "call_function" and node.target in kernels:
             node.target = kernels[node.target]
-    return fx.GraphModule(gm, graph, "ZeroProgram")
+    return fx.GraphModule(root, graph, "ZeroProgram")
 
 
-def _compile_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """Split at zerofx operators and writes to inputs; compile each part with Inductor."""
-    region = 0
-    regions: dict[fx.Node, int] = {}
-    in_region = False
+class CompiledRegion(nn.Module):
+    """The compute between two zerofx operators, compiled by Inductor when it first runs.
+
+    Compiling with the values at hand needs no tracing context of the step's own compilation.
+    A region with symbolic sizes is compiled once for each set of them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, is_dynamic: bool):
+        super().__init__()
+        self.gm = gm
+        self.is_dynamic = is_dynamic
+        self.compiled: dict[tuple, Callable] = {}
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        sizes = tuple(map(_size, values)) if self.is_dynamic else ()
+        if sizes not in self.compiled:
+            self.compiled[sizes] = compat.compile_with_inductor(self.gm, list(values))
+        return self.compiled[sizes](*values)
+
+
+def _size(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
+    """Copy a program with each run of compute replaced by a call of its compiled region."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    pending: list[fx.Node] = []
+
+    def flush() -> None:
+        if not any(_computes(node) for node in pending):
+            for node in pending:  # nothing but views: not worth a call
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        else:
+            _call_region(gm, pending, graph, root, copies)
+        pending.clear()
+
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op == "get_attr":
+            setattr(root, node.target, getattr(gm, node.target))
+        if node.op == "call_function" and not ops.is_ours(node.target) and not mutated_inputs(node):
+            pending.append(node)
             continue
-        outside = ops.is_ours(node.target) or node.target is torch.ops.aten.copy_.default
-        if outside == in_region or (outside and not in_region):
-            region += 1
-        in_region = not outside
-        regions[node] = region
-    split = fx.passes.split_module.split_module(
-        gm, gm, lambda node: regions[node], keep_original_order=True
+        flush()
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and not aliased_inputs(node)
+
+
+def _call_region(
+    gm: fx.GraphModule,
+    nodes: list[fx.Node],
+    graph: fx.Graph,
+    root: nn.Module,
+    copies: dict[fx.Node, fx.Node],
+) -> None:
+    inside = set(nodes)
+    inputs = list(
+        dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
     )
-    return compat.compile_parts(split, is_outside=lambda node: ops.is_ours(node.target))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    body = fx.Graph()
+    local = {}
+    for source in inputs:
+        local[source] = body.placeholder(source.name)
+        local[source].meta = dict(source.meta)
+    for node in nodes:
+        local[node] = body.node_copy(node, local.__getitem__)
+    body.output(tuple(local[node] for node in outputs))
+    name = f"region_{sum(1 for _ in root.children())}"
+    is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
+    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), is_dynamic))
+    call = graph.call_module(name, tuple(copies[source] for source in inputs))
+    for position, node in enumerate(outputs):
+        copies[node] = graph.call_function(operator.getitem, (call, position))
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

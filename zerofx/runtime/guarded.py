@@ -66,7 +66,7 @@ class _Guarded:
     """What the two guarded classes share; comes before the torch class in their bases."""
 
     def __repr__(self) -> str:
-        keeper = _keeper(self)  # type: ignore[arg-type]
+        keeper = _keeper(self)
         name = f"{keeper.name!r}, " if keeper is not None else ""
         shape = tuple(self.shape)  # type: ignore[attr-defined]
         dtype, device = self.dtype, self.device  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
             "nn.Parameter(p.detach().contiguous())."
         ) from None
     try:
-        parameter.__class__ = guarded_class(kind)  # type: ignore[assignment]
+        parameter.__class__ = guarded_class(kind)  # type: ignore[arg-type]
         parameter.__class__ = kind
     except TypeError as error:
         raise TypeError(
@@ -174,7 +174,7 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
 
 def _guarded_among(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, _Guarded):
-        yield value  # type: ignore[misc]
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _guarded_among(item)
@@ -201,11 +201,9 @@ def _refusal(touched: str, tensor: torch.Tensor) -> str:
 
 
 def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``parameter.copy_(whole)``, which is how ``load_state_dict`` writes: keep this rank's range."""
-    parameter, source = (
-        args[0],
-        args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other")),
-    )
+    """Keep this rank's range of ``whole`` in ``parameter.copy_(whole)``: ``load_state_dict``."""
+    parameter = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
     if not isinstance(parameter, ShardedParameter) or not isinstance(source, torch.Tensor):
         return NotImplemented
     keeper = _keeper(parameter)

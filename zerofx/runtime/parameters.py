@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -369,9 +369,9 @@ class ParameterRegistry:
                 self._drop(self._bound[key], key)
 
         own = type(parameter)
-        bound = BoundParameter(
-            weakref.ref(parameter, forget), info, stage, communicator, own, guarded_class(own)
-        )
+        guarded = guarded_class(own)  # type: ignore[arg-type]
+        reference = weakref.ref(parameter, forget)
+        bound = BoundParameter(reference, info, stage, communicator, own, guarded)
         self._bound[key] = bound
         if stage == 3:
             bound.free()
@@ -394,7 +394,7 @@ class ParameterRegistry:
                     f"a buffer of shape {tuple(buffer.shape)} is on the meta device and has no "
                     "values. Materialize the model before its first step."
                 )
-            self._buffers[key] = weakref.ref(buffer, lambda _, key=key: self._buffers.pop(key, 0))
+            self._buffers[key] = weakref.ref(buffer, _forgetting(self._buffers, key))
             unseen.append(buffer)
         return unseen
 
@@ -405,7 +405,7 @@ class ParameterRegistry:
         stop = start + parameter.nbytes
         key = id(storage)
         if key not in self._claims or self._claims[key][0]() is not storage:
-            forget = weakref.ref(storage, lambda _, key=key: self._claims.pop(key, None))
+            forget = weakref.ref(storage, _forgetting(self._claims, key))
             self._claims[key] = (forget, [])
         claims = self._claims[key][1]
         for other_start, other_stop, other, other_name in claims:
@@ -431,7 +431,7 @@ class ParameterRegistry:
                 if parameter is not None:
                     parameter.__class__ = own
             for bound, parameter in self._with_stub():
-                bound.stub.__class__ = torch.Tensor  # type: ignore[union-attr]
+                bound.stub.__class__ = torch.Tensor
                 bound.allow_accumulation(parameter)
                 bound.drop_gradient_unless_used(parameter)
 
@@ -444,7 +444,7 @@ class ParameterRegistry:
             for bound, parameter in self._with_stub():
                 bound.drop_gradient_unless_used(parameter)
                 bound.refuse_eager_accumulation(parameter)
-                bound.stub.__class__ = ShardedGradient  # type: ignore[union-attr]
+                bound.stub.__class__ = ShardedGradient
             for reference, _, guarded in self._swaps():
                 parameter = reference()
                 if parameter is not None:
@@ -466,14 +466,14 @@ class ParameterRegistry:
     def _guard_again(self, bound: BoundParameter) -> None:
         self._guarded = None
         if self._depth == 0:
-            bound.parameter.__class__ = bound.guarded_class  # type: ignore[assignment]
+            bound.parameter.__class__ = bound.guarded_class
 
     def open(self, bound: BoundParameter) -> None:
         """Give a sharded parameter its whole value and its own class.  Collective; nests."""
         with self._lock:
             if bound.open_count == 0:
                 whole, parameter = bound.gather(), bound.parameter
-                parameter.__class__ = bound.own_class  # type: ignore[assignment]
+                parameter.__class__ = bound.own_class
                 parameter.data = whole  # type: ignore[union-attr]
                 self._guarded = None
             bound.open_count += 1
@@ -562,6 +562,13 @@ class ParameterRegistry:
             if isinstance(value, torch.Tensor)
         )
         return {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
+
+
+def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
+    def forget(_reference: Any) -> None:
+        table.pop(key, None)
+
+    return forget
 
 
 def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) -> None:

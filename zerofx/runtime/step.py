@@ -49,6 +49,7 @@ class StepRuntime:
 
     def bind(self, tensors: Sequence[torch.nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
+        self._binding = (tensors, buffers)
         self.bound = REGISTRY.bind(
             list(zip(tensors, self.table, strict=True)), buffers, self.communicator, self.stage
         )
@@ -75,6 +76,8 @@ class StepRuntime:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the program once on Dynamo's inputs; empties the list it is given."""
+        if any(bound.retired for bound in self.bound):  # unsharded since: take charge again
+            self.bind(*self._binding)
         values = list(inputs)
         inputs.clear()
         for position, role in self.inputs:
