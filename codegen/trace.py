@@ -8,13 +8,9 @@ optimizer branches on a number, the branch taken is kept as a guard over these i
 
 from __future__ import annotations
 
-import builtins
-import inspect
 import math
-import os
-import types
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,77 +18,16 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import compat
-from zerofx.codegen.elementwise import (
-    UpdateError,
-    check_elementwise,
-    fit_to_shards,
-    mutated_operands,
+from zerofx.codegen.arguments import Arguments
+from zerofx.codegen.elementwise import UpdateError, check_elementwise, fit_to_shards
+from zerofx.codegen.symbolic import (
+    Follower,
+    TensorsOfNumbers,
+    class_with_symbolic_math,
+    frame_line,
+    innermost_line,
 )
 from zerofx.plan import ParameterInfo
-
-aten = torch.ops.aten
-
-# What tells the single-tensor form of torch's optimizers from the others.
-_SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a parameter group, or a parameter's state, gives to one run of the update.
-
-    ``key`` is all of it that a trace depends on, in the order of its values; what changes
-    freely between runs is in ``tensors`` and ``scalars``.
-    """
-
-    values: Mapping[str, Any]
-    key: tuple
-    tensors: tuple[Tensor, ...]
-    scalars: tuple[float | int, ...]
-
-
-def read_arguments(
-    values: Mapping[str, Any], *, shard_shape: tuple[int, ...] | None, inputs: Any
-) -> Arguments:
-    """Sort what an update reads into run-time inputs and constants.
-
-    Tensors and finite floats are inputs; an int is one if its name is in ``inputs``.  A tensor
-    of ``shard_shape`` stands for a whole one, of the parameter's shape.  The value of a 0-dim
-    CPU tensor is an input next to the tensor: reading it costs no synchronisation, and branches
-    on it can then be guarded.
-    """
-    tensors: list[Tensor] = []
-    scalars: list[float | int] = []
-
-    def describe(value: Any, is_input: bool) -> Hashable:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            if value.ndim == 0 and value.device.type == "cpu" and _has_number(value):
-                scalars.append(value.item())
-                return ("scalar tensor", value.dtype, is_input and _counts_exactly(value))
-            if value.shape == shard_shape:
-                return ("shard", value.dtype, value.device)
-            return ("tensor", value.dtype, value.device, tuple(value.shape), value.stride())
-        if isinstance(value, float) and math.isfinite(value):
-            scalars.append(float(value))
-            return "number"
-        if isinstance(value, int) and not isinstance(value, bool) and is_input:
-            scalars.append(int(value))
-            return "number"
-        if type(value) in (list, tuple):
-            return (type(value), *(describe(item, is_input) for item in value))
-        if type(value) is dict:
-            return (dict, *((name, describe(item, is_input)) for name, item in value.items()))
-        return _Constant(value)
-
-    key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
-    return Arguments(values, key, tuple(tensors), tuple(scalars))
-
-
-def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's hyperparameters, set to torch's single-tensor implementation."""
-    # Sorted: groups that name some of them themselves hold them in another order.
-    values = {name: group[name] for name in sorted(group) if name != "params"}
-    return values | {name: value for name, value in _SINGLE_TENSOR.items() if name in values}
 
 
 @dataclass(frozen=True)
@@ -158,16 +93,13 @@ def trace_update(
     env = compat.ScalarEnvironment()
     shadow_step = _ShadowStep(optimizer, env, group, state)
     with env.fake_tensors():
-        layout = (info.shape, info.stride)
+        layout = info.shape, info.stride
         parameter = _empty(*layout, info.dtype, info.device)
         gradient = _empty(*layout, info.dtype, info.device)
         tensors = [
-            _empty(*layout, kind[1], kind[2])
-            if kind[0] == "shard"
-            else _empty(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-            for tensor, kind in zip(
-                (*group.tensors, *state.tensors), _tensor_kinds(group.key + state.key), strict=True
-            )
+            _empty(*(layout if is_shard else _layout(tensor)), tensor.dtype, tensor.device)
+            for arguments in (group, state)
+            for tensor, is_shard in zip(arguments.tensors, arguments.shards, strict=True)
         ]
         scalars = [env.scalar(value) for value in (*group.scalars, *state.scalars)]
         symbols = [compat.expression(scalar) for scalar in scalars]
@@ -179,7 +111,7 @@ def trace_update(
             raise UpdateError(
                 f"{name} chooses what to do by the value of a tensor, which "
                 f"`{shadow_step.follower.last_read}` "
-                f"computes, at {_innermost_line(error)}: a traced update cannot branch on it. "
+                f"computes, at {innermost_line(error)}: a traced update cannot branch on it. "
                 "Write both outcomes with torch.where, or keep the number in the parameter group."
             ) from error
         except (UpdateError, ChangingIntegers):
@@ -191,10 +123,10 @@ def trace_update(
     _tidy(gm)
     if sharded:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        kinds = [("shard",), ("shard",), *_tensor_kinds(group.key + state.key)]
+        shards = (True, True, *group.shards, *state.shards)
         # Placeholders of numbers follow those of tensors.
-        paired = zip(placeholders, kinds, strict=False)
-        whole = [node for node, kind in paired if kind[0] == "shard"]
+        paired = zip(placeholders, shards, strict=False)
+        whole = [node for node, is_shard in paired if is_shard]
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
@@ -204,7 +136,7 @@ def trace_update(
         state=shadow_step.new_state,
         group=shadow_step.new_group,
         clones_gradient=shadow_step.uses_up_gradient,
-        conversions=tuple(_frame_line(frame) for _, frame in env.conversions),
+        conversions=tuple(frame_line(frame) for _, frame in env.conversions),
     )
 
 
@@ -222,7 +154,7 @@ class _ShadowStep:
     ) -> None:
         self.optimizer, self.env = optimizer, env
         self.group, self.state = group, state
-        self.follower = _Follower()
+        self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
         self.new_group: tuple[tuple[str, Any], ...] = ()
         self.uses_up_gradient = False
@@ -233,8 +165,8 @@ class _ShadowStep:
         # Now: a branch `x == 0` replaces the symbol of x by the number.
         symbols = {id(number): compat.expression(number) for number in inputs[num_tensors:]}
         tensors, scalars = iter(inputs[:num_tensors]), iter(inputs[num_tensors:])
-        group = self._rebuild(self.group, tensors, scalars)
-        state = self._rebuild(self.state, tensors, scalars)
+        group = self.group.rebuild(tensors, scalars, self.follower.know)
+        state = self.state.rebuild(tensors, scalars, self.follower.know)
         given = {name: _copied(value) for name, value in group.items()}
         numbers = dict(self.follower.values)
         keys = (compat.storage_key(parameter), compat.storage_key(gradient))
@@ -242,7 +174,7 @@ class _ShadowStep:
 
         shadow = self._shadow(parameter, {"params": [parameter], **group}, state)
         attributes = dict(shadow.__dict__)
-        with _TensorsOfNumbers(), self.follower:
+        with TensorsOfNumbers(), self.follower:
             type(shadow).step(shadow)
         if compat.storage_key(parameter) != keys[0]:
             raise self._error("assigns `p.data`", "write into it: `p.data.copy_(value)`")
@@ -273,27 +205,8 @@ class _ShadowStep:
         self.changing = {symbols[id(number)] for number in changing if id(number) in symbols}
         return results
 
-    def _rebuild(self, arguments: Arguments, tensors: Iterator, scalars: Iterator) -> dict:
-        """The group or state with symbolic inputs in place of its tensors and numbers."""
-
-        def rebuild(value: Any, kind: Any) -> Any:
-            if isinstance(kind, _Constant):
-                return value
-            if kind == "number":
-                return next(scalars)
-            if kind[0] is dict:
-                return {name: rebuild(value[name], item) for name, item in kind[1:]}
-            if kind[0] in (list, tuple):
-                return kind[0](rebuild(item, k) for item, k in zip(value, kind[1:], strict=True))
-            tensor = next(tensors)
-            if kind[0] == "scalar tensor":
-                self.follower.know(tensor, next(scalars), counts=kind[2])
-            return tensor
-
-        return {name: rebuild(arguments.values[name], kind) for name, kind in arguments.key}
-
     def _shadow(self, parameter: Tensor, group: dict, state: dict) -> torch.optim.Optimizer:
-        shadow = object.__new__(_class_with_symbolic_math(type(self.optimizer), self.env))
+        shadow = object.__new__(class_with_symbolic_math(type(self.optimizer), self.env))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # LR schedulers wrap it on the instance
         for name in shadow.__dict__:
@@ -326,137 +239,14 @@ class _ShadowStep:
                 "keep it in `self.state[p]`, or make it a Python number",
             )
         integers = {name for name in changed if type(self.group.values.get(name)) is int}
-        constants = {name for name, kind in self.group.key if isinstance(kind, _Constant)}
-        if integers & constants:
-            raise ChangingIntegers(integers & constants)
+        if integers & self.group.constants:
+            raise ChangingIntegers(integers & self.group.constants)
 
     def _error(self, what: str, remedy: str) -> UpdateError:
         return UpdateError(
             f"{type(self.optimizer).__name__}.step {what}, which a traced update cannot carry "
             f"from one step to the next: {remedy}."
         )
-
-
-class _Follower(compat.DispatchMode):
-    """Knows the values of 0-dim tensors during a trace, and which source line runs.
-
-    ``step += 1`` on such a tensor is followed exactly, and ``.item()`` then gives a number that
-    can be branched on.  Any other write makes the value unknown: it may round.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[int, Any] = {}
-        self.mutated: set[int] = set()
-        self._counts: set[int] = set()
-        self.last_read = "item"
-        self._makers: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # a freed storage's key may be another's later
-
-    def know(self, tensor: Tensor, value: Any, *, counts: bool) -> None:
-        """Take ``value`` for the tensor's; ``counts``: adding integers to it does not round."""
-        self._alive.append(tensor)
-        self.values[compat.storage_key(tensor)] = value
-        (self._counts.add if counts else self._counts.discard)(compat.storage_key(tensor))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        compat.set_source_line(_calling_line())
-        if func is aten._local_scalar_dense.default:
-            key = compat.storage_key(args[0])
-            if key in self.values:
-                return self.values[key]
-            self.last_read = self._makers.get(key, "item")
-            return func(*args, **kwargs)
-        if func in _LIFTS and args[0].numel() == 1:
-            # torch folds arithmetic on lifted constants, and gives NaN where the other operand
-            # is symbolic (2.11 to 2.15).  A factory call is not folded.
-            constant = args[0].item()
-            result = aten.full.default(
-                list(args[0].shape), constant, dtype=args[0].dtype, device=args[0].device
-            )
-            self.know(result, constant, counts=float(constant).is_integer())
-            return result
-        known = self._known_result(func, args, kwargs)
-        result = func(*args, **kwargs)
-        for written in mutated_operands(func, args, kwargs):
-            self.mutated.add(compat.storage_key(written))
-            self.values.pop(compat.storage_key(written), None)
-        if isinstance(result, Tensor) and result.numel() == 1:
-            self._alive.append(result)
-            if func is not aten.detach.default:
-                self._makers[compat.storage_key(result)] = str(func)
-            if known is not None:
-                self.know(result, known[0], counts=known[1])
-        return result
-
-    def _known_result(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, bool] | None:
-        """The number that the result of an operation holds exactly, and whether it counts."""
-        if func in _FILLS and list(args[0]) == []:
-            value = args[1] if func is aten.full.default else _FILLS[func]
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            if isinstance(value, (int, float)) and float(value).is_integer():
-                return float(value) if dtype.is_floating_point else int(value), True
-            return None
-        if not args or not isinstance(args[0], Tensor):
-            return None
-        key = compat.storage_key(args[0])
-        if key not in self.values:
-            return None
-        value = self.values[key]
-        if func is aten.clone.default:
-            return value, key in self._counts
-        if key not in self._counts or len(args) != 2 or kwargs:
-            return None
-        if not isinstance(args[1], (int, float)) or not float(args[1]).is_integer():
-            return None
-        if func in (aten.add_.Tensor, aten.add.Tensor):
-            return value + args[1], True
-        if func in (aten.sub_.Tensor, aten.sub.Tensor):
-            return value - args[1], True
-        return None
-
-
-_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-_FILLS = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
-
-
-class _TensorsOfNumbers(torch.overrides.TorchFunctionMode):
-    """Makes ``torch.tensor(x)`` of a symbolic number without making it a plain one."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor, torch.scalar_tensor):
-            if args and isinstance(args[0], compat.SYMBOLIC_SCALARS):
-                default = torch.get_default_dtype()
-                is_float = isinstance(args[0], torch.SymFloat)
-                dtype = kwargs.get("dtype") or (default if is_float else torch.int64)
-                return torch.full((), args[0], dtype=dtype, device=kwargs.get("device"))
-        return func(*args, **kwargs)
-
-
-class _Constant:
-    """A value that a trace depends on; equal to another of the same type and value."""
-
-    __slots__ = ("token", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value  # kept alive: the token may be its id
-        plain = value is None or isinstance(value, (bool, int, str, torch.dtype, torch.device))
-        # repr: NaN is not equal to itself, and would be traced again at every step.
-        self.token = value if plain else repr(value) if type(value) is float else id(value)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Constant)
-            and type(self.value) is type(other.value)
-            and self.token == other.token
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.token)
 
 
 @dataclass(frozen=True)
@@ -466,45 +256,12 @@ class _Slot:
     index: int
 
 
-def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
-    """The numbers and strings that a step can read off the optimizer itself: part of the key."""
-    plain = (bool, int, float, str)
-    defaults = getattr(optimizer, "defaults", {}).items()
-    return tuple(
-        (name, _Constant(value))
-        for items in (optimizer.__dict__.items(), defaults)
-        for name, value in items
-        if isinstance(value, plain) and name not in ("_opt_called", "_step_count")
-    )
-
-
-def _has_number(tensor: Tensor) -> bool:
-    if tensor.dtype is torch.bool or tensor.is_complex():
-        return False
-    return not tensor.is_floating_point() or math.isfinite(tensor.item())
-
-
-def _counts_exactly(tensor: Tensor) -> bool:
-    """Whether adding small integers to a 0-dim tensor is exact, as for a step count."""
-    if not tensor.is_floating_point():
-        return True
-    value = tensor.item()
-    return value.is_integer() and abs(value) < 1 / torch.finfo(tensor.dtype).eps
+def _layout(tensor: Tensor) -> tuple[tuple, tuple]:
+    return tuple(tensor.shape), tensor.stride()
 
 
 def _empty(shape: tuple, stride: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-def _tensor_kinds(key: Any) -> Iterator[tuple]:
-    """The descriptions of the tensors in a key, in order."""
-    if not isinstance(key, tuple) or not key:
-        return
-    if key[0] in ("shard", "scalar tensor", "tensor"):
-        yield key
-        return
-    for item in key:
-        yield from _tensor_kinds(item)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -553,98 +310,6 @@ def _fill(template: Any, results: Sequence[Any]) -> Any:
     return template
 
 
-def _class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironment) -> type:
-    """A subclass whose methods may call ``math.sqrt`` and ``float`` on symbolic numbers.
-
-    Their functions are copied with other globals; the optimizer's own module stays as it is.
-    Methods reached through ``super()`` are not copied.
-    """
-
-    def symbolic(function: Callable[..., float]) -> Callable[..., Any]:
-        def on_symbols(*arguments: Any) -> Any:
-            return env.derive(function, arguments)
-
-        on_symbols.function = function  # type: ignore[attr-defined]
-
-        def call(*arguments: Any) -> Any:
-            if any(isinstance(argument, compat.SYMBOLIC_SCALARS) for argument in arguments):
-                return compat.record_scalar_call(on_symbols, arguments)
-            return function(*arguments)
-
-        return call
-
-    class KindOfFloat(type):
-        def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, (builtins.float, torch.SymFloat))
-
-        def __call__(cls, value: Any = 0.0) -> Any:
-            known = isinstance(value, compat.SYMBOLIC_SCALARS)
-            return torch.sym_float(value) if known else builtins.float(value)
-
-    symbolic_float = KindOfFloat("float", (), {})
-    functions = {getattr(math, name): symbolic(getattr(math, name)) for name in _MATH}
-    namespace = types.SimpleNamespace(
-        **vars(math) | {function.__name__: call for function, call in functions.items()}
-    )
-    copies: dict[int, Any] = {}
-
-    def copied_globals(original: dict[str, Any]) -> dict[str, Any]:
-        if id(original) in copies:
-            return copies[id(original)]
-        copies[id(original)] = result = dict(original)
-        for name, value in original.items():
-            if value is math:
-                result[name] = namespace
-            elif isinstance(value, types.BuiltinFunctionType) and value in functions:
-                result[name] = functions[value]
-            elif isinstance(value, types.FunctionType) and value.__globals__ is original:
-                result[name] = copied(value)
-        result.setdefault("float", symbolic_float)
-        return result
-
-    def copied(function: types.FunctionType) -> types.FunctionType:
-        if id(function) in copies:
-            return copies[id(function)]
-        # Inside torch, only decorators such as no_grad are copied, for what they close over.
-        inside_torch = function.__module__.partition(".")[0] == "torch"
-        cells = [types.CellType() for _ in function.__closure__ or ()]
-        names = function.__globals__ if inside_torch else copied_globals(function.__globals__)
-        result = types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, tuple(cells)
-        )
-        result.__kwdefaults__ = function.__kwdefaults__
-        copies[id(function)] = result
-        for cell, original in zip(cells, function.__closure__ or (), strict=True):
-            try:
-                content = original.cell_contents
-            except ValueError:  # a name that is not bound yet
-                continue
-            is_function = isinstance(content, types.FunctionType)
-            cell.cell_contents = copied(content) if is_function else content
-        return result
-
-    methods = {}
-    for base in reversed(optimizer_class.__mro__):
-        if base in torch.optim.Optimizer.__mro__:
-            continue
-        for name, member in vars(base).items():
-            if getattr(member, "hooked", False):
-                member = member.__wrapped__  # torch's profiling and hooks around a step
-            if isinstance(member, types.FunctionType):
-                methods[name] = copied(member)
-            elif isinstance(member, staticmethod):
-                methods[name] = staticmethod(copied(member.__func__))
-    return type(optimizer_class.__name__, (optimizer_class,), methods)
-
-
-# Functions of a number that give a float.  The others (floor, isnan) work through the number's
-# own methods.
-_MATH = (
-    *("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "pow", "fabs", "hypot"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf"),
-)
-
-
 def _tidy(gm: fx.GraphModule) -> None:
     """Call ``math`` functions directly, and drop the profiler's marks of a nested step."""
     for node in reversed(list(gm.graph.nodes)):
@@ -666,7 +331,7 @@ def _refuse_changing_conversions(
         if changing & expression.free_symbols:
             raise UpdateError(
                 f"{optimizer} makes a plain Python number of one that changes at every step, at "
-                f"{_frame_line(frame)}, so every step would be traced anew. Keep it symbolic: use "
+                f"{frame_line(frame)}, so every step would be traced anew. Keep it symbolic: use "
                 "functions of `math`, `** 0.5` or torch operations, not int() or numpy."
             )
 
@@ -695,39 +360,3 @@ def _compile_guard(
             return False  # eager mode meets the same error, at the user's line
 
     return holds
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
-_NOT_USER_CODE = {__file__, compat.__file__, os.path.join(_OPTIMIZERS, "optimizer.py")}
-
-
-def _is_optimizer_source(filename: str) -> bool:
-    """Whether a file is the user's, or one of torch's optimizers."""
-    if filename in _NOT_USER_CODE or filename.startswith("<"):
-        return False
-    return not filename.startswith(_TORCH) or filename.startswith(_OPTIMIZERS)
-
-
-def _frame_line(frame: types.FrameType | None) -> str:
-    """``file:line`` of the innermost frame that is the optimizer's source."""
-    while frame is not None and not _is_optimizer_source(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
-
-
-def _calling_line() -> str:
-    """The optimizer's source line being run, as a traceback writes it."""
-    filename, _, line = _frame_line(inspect.currentframe()).rpartition(":")
-    return f'File "{filename}", line {line}, in step'
-
-
-def _innermost_line(error: BaseException) -> str:
-    """``file:line`` in the optimizer's source where an error was raised."""
-    found, trace = "?", error.__traceback__
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if _is_optimizer_source(filename):
-            found = f"{filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found

@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="bytes of a line that are read")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--target-accuracy", type=float, default=0.85)
+    parser.add_argument("--target-accuracy", type=float, default=0.9)
     return parser.parse_args()
 
 

@@ -185,7 +185,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, steps: int, batch: int
     parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where the curve is saved")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where the curve is saved")
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int):
@@ -319,7 +319,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=192, help=f"a multiple of {HEAD_WIDTH}")
     parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in backward")
     parser.add_argument("--sample-bytes", type=int, default=300)
-    parser.add_argument("--target-loss", type=float, default=2.0)
+    parser.add_argument("--target-loss", type=float, default=1.8)
     return parser.parse_args()
 
 

@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_run_arguments(parser, steps=200, batch=16, lr=3e-3)
+    add_run_arguments(parser, steps=200, batch=16, lr=1.5e-3)
     parser.set_defaults(bf16=True)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per row")
@@ -83,6 +83,8 @@ def main() -> int:
         num_key_value_heads=max(1, arguments.width // 64),
         max_position_embeddings=arguments.seq + 1,
         tie_word_embeddings=True,
+        # As in train_gpt.py: 0.02 is for wider models.
+        initializer_range=0.05,
         use_cache=False,
         # Every byte is text: none starts, ends or pads a row.
         bos_token_id=None,

@@ -74,7 +74,7 @@ def _is_gradient(node) -> bool:
 
 
 def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Node, fx.Node]]:
-    builder = Builder(gm, "data_parallel")
+    builder = Builder(gm, "data_parallel", ctx.table)
     pairs = []
     for node in list(gm.graph.nodes):
         if node.target is not ops.gradient:
@@ -105,7 +105,7 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
 
 def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
     """``optimizer_step`` over lists -> one in-place ``update`` per whole parameter."""
-    builder = Builder(gm, "data_parallel")
+    builder = Builder(gm, "data_parallel", ctx.table)
     for step in [node for node in gm.graph.nodes if node.target is ops.optimizer_step]:
         parameters, gradients, optimizer, found_inf, indices = step.args
         results = {user.args[1]: user for user in step.users if user.target is operator.getitem}

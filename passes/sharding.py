@@ -59,7 +59,7 @@ class ShardPropagation:
         self.gm = gm
         self.graph = gm.graph
         self.ctx = ctx
-        self.builder = Builder(gm, inserted_by)
+        self.builder = Builder(gm, inserted_by, ctx.table)
         self.pending = PendingReductions(self.builder)
         self.values: dict[fx.Node, ShardedValue] = {}
         self.sources: list[GatherSource] = []

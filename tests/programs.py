@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -160,6 +163,57 @@ def rewritten(captured: Captured, world_size: int | None = None, **arguments) ->
     return result
 
 
+# Steps that several tests look at
+
+
+@functools.cache
+def smallest_step() -> Captured:
+    """One matrix, one product, plain SGD, on two ranks."""
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(x):
+        (x @ w).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 4), world_size=2)
+
+
+@functools.cache
+def mlp_step(num_layers: int = 3, width: int = 5, clip: bool = False) -> Captured:
+    """Linear layers with GELU between them, AdamW, maybe clipped by the global norm."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(width, width), nn.GELU()] for _ in range(num_layers)]
+    model = nn.Sequential(*sum(layers, [])[:-1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(3, width), world_size=2)
+
+
+@functools.cache
+def evaluation() -> Captured:
+    """A forward pass without gradients or updates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+    @torch.no_grad()
+    def evaluate(x):
+        return model(x).sum()
+
+    return capture(evaluate, torch.randn(2, 5), world_size=2)
+
+
 # Reading
 
 
@@ -215,6 +269,15 @@ def listing(captured: Captured) -> str:
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
     return "\n".join(lines) + "\n"
+
+
+def assert_program(captured: Captured, expected: str) -> None:
+    """The listing consists of exactly these statements; a line ``...`` stands for any others."""
+    pattern = ""
+    for line in textwrap.dedent(expected).strip().splitlines():
+        pattern += r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line.strip()) + r"\n"
+    program = listing(captured)
+    assert re.fullmatch(pattern, program), f"expected:\n{expected}\nbut the program is:\n{program}"
 
 
 def nodes_of(captured: Captured, *targets: object) -> list[fx.Node]:

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-GRACE_S = 5.0
-"""How long other ranks may still answer after one has failed."""
+GRACE_S = 5.0  # how long other ranks may still answer after one has failed
+EXIT_S = 30.0
 
 
 class Ranks:
@@ -64,7 +64,7 @@ class Ranks:
             except OSError:  # that worker is gone already
                 pass
         for worker in self.workers:
-            worker.join(GRACE_S)
+            worker.join(EXIT_S)
         return self.kill()
 
     def _spawn(self) -> None:

@@ -17,8 +17,9 @@ from torch import nn
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.communication import Communicator
+from zerofx.runtime.flat import take_shard, whole_from_flat
 from zerofx.runtime.guarded import ShardedGradient, ShardedParameter
-from zerofx.runtime.parameters import REGISTRY, take_shard, whole_from_flat
+from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.whole import attach_optimizer, full_params, unshard
 
 EXPLAINED = "keeps only this rank's shard"

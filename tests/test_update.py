@@ -2,7 +2,9 @@
 
 import copy
 import math
+import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import nn, optim
 
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.plan import ParameterInfo, shard_bounds
+from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.whole import attach_optimizer
 
 WORLD_SIZE = 3
 
@@ -153,6 +157,11 @@ def shard(tensor, info, rank):
     return result
 
 
+def bound(p, info, rank):
+    communicator = types.SimpleNamespace(rank=rank, world_size=info.world_size, group=None)
+    return BoundParameter(weakref.ref(p), info, 1, communicator, type(p), type(p))
+
+
 class Ranks:
     """The runners of all ranks, each with an optimizer and parameters of its own."""
 
@@ -164,6 +173,9 @@ class Ranks:
             own = [nn.Parameter(p.detach().clone()) for p in parameters]
             self.optimizers.append(make(own))
             self.own.append(own)
+            if sharded:
+                owners = {id(p): bound(p, i, rank) for p, i in zip(own, self.infos, strict=True)}
+                attach_optimizer(self.optimizers[-1], owners)
             table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
             self.runners.append(
                 OptimizerRunner(self.optimizers[-1], table, rank=rank, sharded=sharded)
@@ -307,7 +319,7 @@ def test_states_of_several_parameters_share_no_memory():
         assert first[name].data_ptr() != second[name].data_ptr()
 
 
-def test_state_made_by_the_constructor_is_sharded_on_first_use():
+def test_state_made_by_the_constructor_is_sharded():
     make = lambda p: optim.Adagrad(p, initial_accumulator_value=0.5, foreach=False)  # noqa: E731
     ranks = compare(make, tensors((7, 5)), steps=3)
     for optimizer, own in zip(ranks.optimizers, ranks.own, strict=True):
@@ -333,6 +345,15 @@ def test_state_of_another_shape_is_refused():
     ranks.step([torch.ones(7, 5)])
     ranks.optimizers[0].state[ranks.own[0][0]]["exp_avg"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter 'p0' has shape \(2, 2\)"):
+        ranks.step([torch.ones(7, 5)])
+
+
+def test_whole_state_that_was_assigned_is_refused_with_a_remedy():
+    ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(7, 5))])
+    ranks.step([torch.ones(7, 5)])
+    ranks.optimizers[1].state[ranks.own[1][0]]["exp_avg"] = torch.zeros(7, 5)
+    words = r"shape \(7, 5\) on rank 1; expected that rank's shard, \(12,\).*load_state_dict"
+    with pytest.raises(ValueError, match=words):
         ranks.step([torch.ones(7, 5)])
 
 

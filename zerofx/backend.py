@@ -7,6 +7,8 @@ import itertools
 import logging
 import os
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +54,9 @@ class CompiledFunction:
         self.user_options = arguments.get("options")
         resolve(self.user_options, {})  # what the user wrote is checked where it is written
         self.options: Options | None = None
+        self.code: types.CodeType | None = None
         self.programs: list[Program] = []
+        backend.functions.add(self)
 
     @contextlib.contextmanager
     def call_context(self) -> Iterator[None]:
@@ -88,7 +92,8 @@ class CompiledFunction:
         if group is None:
             group = default_group(os.environ)
         self.communicator = Communicator.of(group)
-        self.name = f"step{next(_function_numbers)}"
+        self.code = compat.code_being_compiled()
+        self.name = f"{self.code.co_name}{next(_function_numbers)}"
         self.agreement = Agreement(
             compat.agreement_store(self.communicator.group) if self.communicator.group else None,
             self.communicator.rank,
@@ -161,6 +166,7 @@ class ZeroBackend:
         compat.check_torch_version()
         compat.forward_call_context()
         self.active = threading.local()
+        self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
 
     @property
     def function(self) -> CompiledFunction | None:

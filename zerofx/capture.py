@@ -225,6 +225,8 @@ class StepCapture:
             constants = len(nodes) - len(self.roles)
             for node, role in zip(nodes, (InputRole("other"),) * constants + self.roles):
                 set_input_role(node, role)
+                if role.parameter is not None:
+                    node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             gm.graph.output_node().meta["zerofx_gradients"] = self.gradient_outputs
             compat.tag_backward_nodes(gm)
             normalize(gm)

@@ -6,10 +6,12 @@ Each name says which versions it is for and when it can go.  Supported: torch 2.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import CodeType
 from typing import Any
 
 import torch
@@ -89,7 +91,8 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
 
     While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
-    their substitutes, a loss may be returned undetached, and a graph break is an error.
+    their substitutes, a loss may be returned undetached, log calls are left out, and a graph
+    break is an error.
     Everything is put back when a compilation ends, so that other backends see torch as it is.
     """
     handler = torch._dynamo.callback.callback_handler
@@ -97,7 +100,11 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
 
     def on_start(_args: Any) -> None:
         stack = contextlib.ExitStack()
-        stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+        stack.enter_context(
+            torch._dynamo.config.patch(
+                trace_autograd_ops=True, ignore_logging_functions=_logging_functions()
+            )
+        )
         for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
             stack.enter_context(_substituting(variable_class, backend, substitutes))
         stack.enter_context(_undetached_outputs(backend))
@@ -117,6 +124,19 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
         handler.end_callbacks.remove(on_end)
         while undo:
             undo.pop().close()
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What loggers are called with: models warn in forward, and that is not worth a refusal.
+
+    Libraries add methods of their own (``warning_once``) to ``logging.Logger``.
+    """
+    names = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    return {
+        function
+        for name, function in vars(logging.Logger).items()
+        if name in names or name.endswith("_once")
+    }
 
 
 @contextlib.contextmanager
@@ -171,11 +191,21 @@ def _undetached_outputs(backend: Any) -> Iterator[None]:
         setattr(OutputGraph, name, original)
 
 
+def _translator_of_function() -> Any:
+    """Dynamo's translator of the function being compiled, and not of one it calls."""
+    translator = InstructionTranslator.current_tx()
+    return getattr(translator.output, "root_tx", translator)
+
+
 def locals_being_compiled() -> dict[str, Any]:
     """Local and closure variables of the function that Dynamo is compiling; globals last."""
-    translator = InstructionTranslator.current_tx()
-    root = getattr(translator.output, "root_tx", translator)
+    root = _translator_of_function()
     return {**dict(root.f_globals), **dict(root.f_locals)}
+
+
+def code_being_compiled() -> CodeType:
+    """The code object of the function that Dynamo is compiling."""
+    return _translator_of_function().f_code
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

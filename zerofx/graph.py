@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zerofx import compat, ops
+from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
 
@@ -77,9 +78,12 @@ def role(node: fx.Node) -> str | None:
 class Builder:
     """Inserts nodes with fresh metadata and provenance, on behalf of one pass."""
 
-    def __init__(self, gm: fx.GraphModule, inserted_by: str):
+    def __init__(
+        self, gm: fx.GraphModule, inserted_by: str, table: ParameterTable | None = None
+    ):
         self.graph = gm.graph
         self.inserted_by = inserted_by
+        self.table = table
 
     @cached_property
     def fake_mode(self):
@@ -102,7 +106,8 @@ class Builder:
 
         ``like`` lends the user's source line and the forward or backward tag.
         """
-        node = self.graph.call_function(target, args, kwargs)
+        name = self._name(target, role, parameter)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if like is not None:
             for key in ("stack_trace", "autograd_backward", "nn_module_stack"):
                 if key in like.meta:
@@ -110,6 +115,13 @@ class Builder:
         node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by)
         self.refresh(node)
         return node
+
+    def _name(self, target: Callable, role: str, parameter: int | None) -> str:
+        """``gather_start_head_weight``: what a reader of the dumped program looks for."""
+        stem = f"{role}_start" if target in ops.STARTS else role
+        if parameter is None or self.table is None:
+            return stem
+        return f"{stem}_{self.table[parameter].name}"
 
     def copy(self, node: fx.Node, substitute: Callable[[fx.Node], fx.Node], **origin: Any) -> fx.Node:
         """Insert a copy of ``node`` that reads ``substitute(argument)`` for each argument."""

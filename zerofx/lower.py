@@ -72,6 +72,8 @@ def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
         pending.clear()
 
     for node in gm.graph.nodes:
+        if node in copies:
+            continue  # part of a result that its region has taken apart
         if node.op == "get_attr":
             setattr(root, node.target, getattr(gm, node.target))
         if node.op == "call_function" and not ops.is_ours(node.target) and not mutated_inputs(node):
@@ -96,11 +98,20 @@ def _call_region(
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
 ) -> None:
+    # A compiled region returns tensors, so whoever makes several is taken apart inside it.
+    for node in list(nodes):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            parts = [user for user in node.users if user.target is operator.getitem]
+            nodes.extend(part for part in parts if part not in nodes)
     inside = set(nodes)
     inputs = list(
         dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
     )
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    outputs = [
+        node
+        for node in nodes
+        if any(user not in inside for user in node.users) and not isinstance(node.meta["val"], (tuple, list))
+    ]
     body = fx.Graph()
     local = {}
     for source in inputs:

@@ -7,8 +7,10 @@ the optimizer's hyperparameters when the program runs, so that none is baked in 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
+from typing import Any
 
 import torch
 
@@ -19,14 +21,24 @@ _handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 _next_handle = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result
 def handle_of(optimizer: torch.optim.Optimizer) -> int:
     """The number that stands for ``optimizer`` in a program."""
+    return _handle_at(id(optimizer))
+
+
+@torch.compiler.assume_constant_result
+def _handle_at(address: int) -> int:
+    optimizer = _object_at(address)
     if optimizer not in _handles:
         handle = next(_next_handle)
         _handles[optimizer] = handle
         _optimizers[handle] = optimizer
     return _handles[optimizer]
+
+
+def _object_at(address: int) -> Any:
+    """The living object with this ``id``: torch 2.11 gives constant functions no objects."""
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def optimizer_of(handle: int) -> torch.optim.Optimizer:
@@ -75,9 +87,14 @@ def zero_grad(self, set_to_none=True):
                     parameter.grad = torch.zeros_like(parameter.grad)
 
 
-@torch.compiler.assume_constant_result
 def _prepare_scale(scaler):
+    return _prepare_scale_at(id(scaler))
+
+
+@torch.compiler.assume_constant_result
+def _prepare_scale_at(address: int) -> bool:
     """Make the scale tensor that ``GradScaler`` would make at its first ``scale``."""
+    scaler = _object_at(address)
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
     if "_zerofx_found_inf" not in scaler.__dict__:
@@ -144,7 +161,7 @@ def update(self, new_scale=None):
             found_inf = torch.zeros_like(self._scale).reshape(1)
             for found in self._zerofx_found_inf.values():
                 found_inf = found_inf + found.to(found_inf.device)
-            torch._amp_update_scale_(
+            torch.ops.aten._amp_update_scale_(
                 self._scale,
                 self._growth_tracker,
                 found_inf,

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from zerofx import codegen, compat
+from zerofx.codegen.arguments import group_values, read_arguments
 from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.trace import group_values, read_arguments, trace_update
+from zerofx.codegen.trace import trace_update
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.update import OptimizerRunner
 

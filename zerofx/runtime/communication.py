@@ -8,6 +8,7 @@ does not depend on how gradients are cut into buffers.  NCCL makes its own order
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -93,6 +94,24 @@ class Started:
     finish: Callable[[], None] = _nothing
     sent_bytes: int = 0
     kind: str = ""
+
+
+# Process-wide, like the hazard: when gloo's thread holds the last reference to a buffer, it takes
+# the GIL to drop it, and in an interpreter that is shutting down that kills the process
+# ("terminate called without an active exception": 1 exit in 4 with a work no peer joined, on a
+# busy machine, torch 2.13).  So what is in flight is held here, and waited for at exit.
+_unfinished: dict[int, tuple[dist.Work, Started]] = {}
+
+SETTLE_S = 5.0
+"""How long exit waits for works in flight; a peer that never joins must not hold it up."""
+
+
+@atexit.register
+def _settle() -> None:
+    deadline = time.monotonic() + SETTLE_S
+    for work, _ in _unfinished.values():
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
 
 def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
@@ -373,6 +392,7 @@ class Communicator:
         try:
             if pending.work is not None:
                 pending.work.wait()
+                _unfinished.pop(id(started), None)
             pending.finish()
         except Exception as error:
             self._explain(error, pending.kind, started.nbytes)
@@ -408,6 +428,9 @@ class Communicator:
             if started.work is not None:
                 self._transport(started.result).forget(started.work)
         self._in_flight.clear()
+        for key, (work, _) in list(_unfinished.items()):
+            if work.is_completed():
+                del _unfinished[key]
         self.traffic.gathered_bytes = 0
 
     def _start(
@@ -420,6 +443,7 @@ class Communicator:
             raise
         started.kind = kind
         if started.work is not None:
+            _unfinished[id(started.result)] = started.work, started
             self.traffic.count(kind, category, started.sent_bytes)
         self._in_flight[id(started.result)] = started
         return started.result

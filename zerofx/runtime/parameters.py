@@ -8,289 +8,18 @@ zero-compiled function runs, so that Dynamo always sees ordinary parameters, and
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.plan import ParameterInfo, shard_bounds, storage_order
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
-
-# Small tensors travel to the other ranks together, in messages of at most this size.
-_COALESCED_BYTES = 4 * 1024 * 1024
-
-
-@contextlib.contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Make what is created here usable by any later step.
-
-    The first call may be an evaluation under ``torch.inference_mode()``, whose tensors can
-    never be updated afterwards.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def take_shard(whole: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
-    """Return a copy of the range that ``rank`` owns, flat and padded with zeros.
-
-    Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
-    """
-    shard = torch.zeros(info.shard_numel, dtype=whole.dtype, device=info.device)
-    _copy_range(shard, whole, info, rank)
-    return shard
-
-
-def _copy_range(shard: torch.Tensor, whole: torch.Tensor, info: ParameterInfo, rank: int) -> None:
-    start, stop = shard_bounds(info.numel, rank, info.world_size)
-    flat = whole.detach().permute(info.storage_order).reshape(-1)
-    shard[: stop - start].copy_(flat[start:stop])
-
-
-def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
-    """View a gathered flat buffer as the parameter, with its strides.
-
-    Shapes: ``[info.padded_numel]`` or ``[info.numel]`` -> ``info.shape``.
-    """
-    return flat.as_strided(info.shape, info.stride)
-
-
-def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
-    """Return the whole tensor that every rank holds a shard of.  Collective.
-
-    It travels as bytes: gloo has no complex numbers, nor all of the small floats.
-
-    Shapes: ``[info.shard_numel]`` -> ``info.shape``, in memory of its own.
-    """
-    if info.numel == 0:
-        return shard.new_empty_strided(info.shape, info.stride)
-    flat = communicator.gather_whole(shard.view(torch.uint8)).view(shard.dtype)
-    whole = whole_from_flat(flat, info)
-    # Without padding in its storage (which torch.save would write out), and never the shard.
-    owned = flat.numel() == info.numel and flat.data_ptr() != shard.data_ptr()
-    return whole if owned else whole.clone(memory_format=torch.preserve_format)
-
-
-def _memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor's memory as flat bytes.  Raises: ValueError if it is not dense."""
-    order = storage_order(tuple(tensor.shape), tensor.stride())
-    return tensor.detach().permute(order).view(-1).view(torch.uint8)
-
-
-def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
-    """Overwrite every tensor with rank 0's, small ones together.  Collective."""
-    if communicator.world_size == 1:
-        return
-    pending: list[torch.Tensor] = []
-
-    def flush() -> None:
-        if not pending:
-            return
-        message = torch.cat(pending)
-        communicator.broadcast(message)
-        for data, received in zip(pending, message.split([len(d) for d in pending]), strict=True):
-            data.copy_(received)
-        pending.clear()
-
-    for tensor in tensors:
-        try:
-            data = _memory_bytes(tensor)
-        except ValueError:  # a buffer with holes or overlaps; parameters were checked before
-            packed = tensor.detach().contiguous()
-            communicator.broadcast(_memory_bytes(packed))
-            tensor.copy_(packed)
-            continue
-        if len(data) >= _COALESCED_BYTES:
-            communicator.broadcast(data)
-            continue
-        bytes_after = sum(map(len, pending)) + len(data)
-        if pending and (bytes_after > _COALESCED_BYTES or pending[0].device != data.device):
-            flush()
-        if len(data):
-            pending.append(data)
-    flush()
-
-
-@dataclass(eq=False)
-class BoundParameter:
-    """One parameter that zero-compiled functions have taken charge of.
-
-    ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
-    tensor without storage that stands for it as ``parameter.grad``.
-    """
-
-    reference: weakref.ref[nn.Parameter]
-    info: ParameterInfo
-    stage: int
-    communicator: Any
-    own_class: type
-    guarded_class: type
-    gradient: torch.Tensor | None = None
-    stub: torch.Tensor | None = None
-    open_count: int = 0
-    retired: bool = False
-    snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
-    _shard: torch.Tensor | None = None
-    _freed: torch.Tensor | None = field(default=None, repr=False)
-    _accumulation_hook: Any = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter itself, or None once it has been garbage-collected."""
-        return self.reference()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the values live in ``shard`` (stage 3) and not in the parameter."""
-        return self.stage == 3 and not self.retired
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the parameter is whole for now, inside ``full_params``."""
-        return self.open_count > 0
-
-    @property
-    def shard(self) -> torch.Tensor | None:
-        """This rank's flat range of the values at stage 3, else None.  Always the same tensor.
-
-        Raises: RuntimeError while the values are elsewhere.
-        """
-        if self.retired:
-            raise RuntimeError(
-                f"parameter {self.name!r} was given back by zerofx.unshard: bind it again"
-            )
-        if self.open_count:
-            raise RuntimeError(
-                f"parameter {self.name!r} is whole inside `with zerofx.full_params(model):`, and "
-                "a compiled step works on its shards. Call the step after the with block."
-            )
-        return self._shard
-
-    def write(self, whole: torch.Tensor) -> None:
-        """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
-        assert self._shard is not None
-        with ordinary_tensors():
-            _copy_range(self._shard, whole, self.info, self.communicator.rank)
-        self.snapshot = None
-
-    def gather(self) -> torch.Tensor:
-        """Return the whole value in memory of its own.  Collective."""
-        assert self._shard is not None
-        with ordinary_tensors():
-            return gather(self._shard, self.info, self.communicator)
-
-    def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
-        """Remember the whole value that one entry of a state dict holds."""
-        self.snapshot = (weakref.ref(value), epoch, value._version)
-
-    def snapshot_in(self, entries: Mapping[str, Any] | None, epoch: int) -> torch.Tensor | None:
-        """The value taken last, if it is one of ``entries`` and still the parameter's."""
-        if self.snapshot is None or entries is None:
-            return None
-        reference, taken, version = self.snapshot
-        value = reference()
-        if value is None or taken != epoch or value._version != version:
-            return None
-        return value if any(entry is value for entry in entries.values()) else None
-
-    def free(self) -> None:
-        """Move the values from the parameter into the shard.
-
-        The parameter gets another storage instead of its own shrunk: whatever else looks at
-        that one (a view the user kept, a neighbour in one flat buffer) still finds its values.
-        """
-        parameter = self.parameter
-        assert parameter is not None
-        with ordinary_tensors():
-            whole = parameter.detach()
-            if self._shard is None or self._shard.dtype != self.info.dtype:
-                self._shard = take_shard(whole, self.info, self.communicator.rank)
-            else:
-                _copy_range(self._shard, whole, self.info, self.communicator.rank)
-            if self._freed is None:
-                self._freed = _without_storage(self.info)
-            parameter.data = self._freed
-            # A backward pass through a graph built on the old values says so, and does not
-            # read the freed storage.
-            torch.autograd.graph.increment_version(parameter)
-        self.snapshot = None
-
-    def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
-        if self.gradient is not None and parameter.grad is not self.stub:
-            self.gradient = None
-
-    def refuse_eager_accumulation(self, parameter: nn.Parameter) -> None:
-        """Make an eager ``backward()`` an error while ``parameter.grad`` has no storage.
-
-        Autograd adds to it in C++, past every guard.
-        """
-        if self.gradient is None or not parameter.requires_grad:
-            return
-
-        def refuse(_gradient: torch.Tensor) -> None:
-            current = self.parameter
-            if current is not None and current.grad is self.stub:
-                raise RuntimeError(
-                    f"an eager backward() would add to the gradient of parameter {self.name!r}, "
-                    f"and ZeRO stage {self.stage} keeps only this rank's shard of it between "
-                    "steps. Compile the function that calls backward() with "
-                    "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
-                )
-
-        self._accumulation_hook = parameter.register_hook(refuse)
-
-    def allow_accumulation(self, parameter: nn.Parameter) -> None:
-        if self._accumulation_hook is None:
-            return
-        self._accumulation_hook.remove()
-        self._accumulation_hook = None
-        if not parameter._backward_hooks:
-            parameter._backward_hooks = None  # Dynamo takes a hooked tensor for another one
-
-    def matches(self, info: ParameterInfo) -> bool:
-        mine = self.info
-        return (mine.shape, mine.stride, mine.dtype, mine.device) == (
-            (info.shape, info.stride, info.dtype, info.device)
-        )
-
-    def follow(self, parameter: nn.Parameter) -> None:
-        """Take note of a new dtype or device (``model.to``) of a whole parameter.
-
-        Raises: ValueError if the elements are no longer those that the shards hold.
-        """
-        info = replace(
-            self.info,
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            dtype=parameter.dtype,
-            device=parameter.device,
-        )
-        if self.matches(info):
-            return
-        was = self.info
-        if self.stage > 0 and (info.shape, info.storage_order) != (was.shape, was.storage_order):
-            raise ValueError(
-                f"parameter {self.name!r} had shape {was.shape} and strides {was.stride} when it "
-                f"was first used, and has {info.shape} and {info.stride} now: the shards of its "
-                "optimizer state no longer fit. Call zerofx.unshard(model, optimizer) before "
-                "changing it."
-            )
-        self.info, self._freed = info, None
-
-
-def _without_storage(info: ParameterInfo) -> torch.Tensor:
-    tensor = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 class ParameterRegistry:
@@ -381,7 +110,7 @@ class ParameterRegistry:
         self._bound.pop(key, None)
         self._stubs.pop(id(bound.stub), None)
         self._guarded = None
-        bound.retired, bound.gradient, bound._shard = True, None, None
+        bound.retire()
 
     def _unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         unseen = []
@@ -517,7 +246,7 @@ class ParameterRegistry:
         """
         with self._lock, ordinary_tensors():
             if bound.stub is None:
-                bound.stub = _without_storage(bound.info)
+                bound.stub = without_storage(bound.info)
                 self._stubs[id(bound.stub)] = bound
             bound.gradient = shard.detach()
             if self._depth == 0:
@@ -548,7 +277,7 @@ class ParameterRegistry:
             parameter = bound.parameter
             if parameter is None:
                 continue
-            shard = bound._shard if bound.is_sharded and not bound.open_count else None
+            shard = bound.shard if bound.is_sharded and not bound.is_open else None
             parameters += parameter.nbytes if shard is None else shard.nbytes
             if bound.gradient is not None and parameter.grad is bound.stub:
                 gradients += bound.gradient.nbytes

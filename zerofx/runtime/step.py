@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from zerofx import ops
 from zerofx.graph import InputRole
 from zerofx.plan import ParameterTable, shard_bounds
+from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.parameters import REGISTRY, BoundParameter, take_shard
+from zerofx.runtime.flat import take_shard
+from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer
 
@@ -105,9 +107,7 @@ class StepRuntime:
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
         return take_shard(whole, self.table[parameter], self.communicator.rank)
 
-    def mask_padding(
-        self, shard: torch.Tensor, parameter: int, identity: float
-    ) -> torch.Tensor:
+    def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
         info = self.table[parameter]
         start, stop = shard_bounds(info.numel, self.communicator.rank, info.world_size)
         valid = stop - start

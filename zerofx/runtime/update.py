@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.trace import (
+from zerofx.codegen.arguments import (
     Arguments,
-    ChangingIntegers,
-    Update,
     constant_attributes,
     group_values,
     read_arguments,
-    trace_update,
 )
-from zerofx.plan import ParameterInfo, shard_bounds
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
+from zerofx.plan import ParameterInfo
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
@@ -30,11 +28,12 @@ class OptimizerRunner:
     """Updates parameters as an optimizer's ``step`` would, one at a time.
 
     Between steps ``optimizer.state`` holds this rank's states: flat shards if ``sharded``, laid
-    out like the parameter's shard, and 0-dim tensors and numbers as they are.  Hyperparameters
-    are read from the live ``optimizer.param_groups`` once per step and group.
+    out like the parameter's shard, and 0-dim tensors and numbers as they are.  Whole states from
+    elsewhere have been cut by ``attach_optimizer``.  Hyperparameters are read from the live
+    ``optimizer.param_groups`` once per step and group.
 
-    ``parameters`` maps the index that the program uses to the user's parameter and its layout.
-    ``trace_count`` counts how often the optimizer's Python has been traced.
+    ``parameters`` maps the index that the program uses to the user's parameter and its layout;
+    ``rank`` is for errors.  ``trace_count`` counts how often the optimizer's Python has been traced.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -80,7 +79,7 @@ class OptimizerRunner:
         parameter's shape.
 
         Raises: UpdateError if the update cannot be traced, or not run on shards; ValueError if
-        the state has another shape than the parameter.
+        a state is neither a shard like ``data`` nor a scalar (if sharded).
         """
         if self._groups is None:
             raise RuntimeError(
@@ -100,7 +99,7 @@ class OptimizerRunner:
         with torch.no_grad():
             values = optimizer.state.get(user_parameter) or {}
             if self._sharded:
-                self._shard_whole_states(values, data, info)
+                self._check_shards(values, data, info)
             shard_shape = tuple(data.shape) if self._sharded else None
             state = read_arguments(values, shard_shape=shard_shape, inputs=values)
             update, group_arguments = self._find(optimizer, parameter, group, state)
@@ -177,31 +176,16 @@ class OptimizerRunner:
             )
         return update, arguments
 
-    def _shard_whole_states(
-        self, values: dict[str, Any], data: Tensor, info: ParameterInfo
-    ) -> None:
-        """Replace states of the parameter's shape by this rank's range of them, in place.
-
-        They are whole when the optimizer made them in its constructor, as Adagrad does, or has
-        just loaded them.
-        """
+    def _check_shards(self, values: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
+        """Refuse a state that is neither this rank's shard nor a number."""
         for name, value in values.items():
-            if not isinstance(value, Tensor) or value.shape == data.shape:
-                continue
-            # A 0-dim parameter's moments have its shape, and so has a step count.
-            if value.ndim == 0 and (info.shape or name == "step" or value.dtype != info.dtype):
-                continue
-            if tuple(value.shape) != info.shape:
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != data.shape:
                 raise ValueError(
-                    f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)}; "
-                    f"expected the parameter's {info.shape}, its shard's {tuple(data.shape)}, or "
-                    "a scalar. Load a state that was saved for this parameter."
+                    f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)} on "
+                    f"rank {self._rank}; expected that rank's shard, {tuple(data.shape)}, or a "
+                    "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
+                    f"of the parameter's shape {info.shape}."
                 )
-            start, stop = shard_bounds(info.numel, self._rank, info.world_size)
-            shard = value.new_zeros(data.shape)
-            flat = value.permute(info.storage_order).reshape(-1)
-            shard[: stop - start] = flat[start:stop]
-            values[name] = shard
 
 
 class _GroupOfStep:

@@ -17,13 +17,9 @@ from torch.optim import Optimizer
 
 from zerofx import compat
 from zerofx.runtime.agreement import rendezvous
-from zerofx.runtime.parameters import (
-    REGISTRY,
-    BoundParameter,
-    gather,
-    ordinary_tensors,
-    take_shard,
-)
+from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.flat import gather, ordinary_tensors, take_shard
+from zerofx.runtime.parameters import REGISTRY
 
 Lookup = Callable[[torch.Tensor], BoundParameter | None]
 

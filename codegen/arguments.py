@@ -1,0 +1,156 @@
+"""Sort what an update reads into the inputs of its trace and what the trace depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What tells the single-tensor form of torch's optimizers from the others.
+_SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a parameter group, or a parameter's state, gives to one run of the update.
+
+    ``key`` is all of it that a trace depends on, in the order of its values; what changes
+    freely between runs is in ``tensors`` and ``scalars``.  ``shards`` says which tensors stand
+    for whole ones, of the parameter's shape.
+    """
+
+    values: Mapping[str, Any]
+    key: tuple
+    tensors: tuple[Tensor, ...]
+    shards: tuple[bool, ...]
+    scalars: tuple[float | int, ...]
+
+    @property
+    def constants(self) -> set[str]:
+        """The names of the values that a trace takes as they are."""
+        return {name for name, kind in self.key if isinstance(kind, _Constant)}
+
+    def rebuild(
+        self, tensors: Iterator[Any], scalars: Iterator[Any], know: Callable[..., None]
+    ) -> dict[str, Any]:
+        """The same values with other tensors and numbers in place of the inputs.
+
+        ``know(tensor, scalar, counts=...)`` is called for each 0-dim tensor whose number is an
+        input too; ``counts``: adding integers to the tensor does not round.
+        """
+
+        def rebuild(value: Any, kind: Any) -> Any:
+            if isinstance(kind, _Constant):
+                return value
+            if kind == "number":
+                return next(scalars)
+            if kind[0] is dict:
+                return {name: rebuild(value[name], item) for name, item in kind[1:]}
+            if kind[0] in (list, tuple):
+                return kind[0](rebuild(item, k) for item, k in zip(value, kind[1:], strict=True))
+            tensor = next(tensors)
+            if kind[0] == "scalar tensor":
+                know(tensor, next(scalars), counts=kind[2])
+            return tensor
+
+        return {name: rebuild(self.values[name], kind) for name, kind in self.key}
+
+
+def read_arguments(
+    values: Mapping[str, Any], *, shard_shape: tuple[int, ...] | None, inputs: Any
+) -> Arguments:
+    """Sort what an update reads into run-time inputs and constants.
+
+    Tensors and finite floats are inputs; an int is one if its name is in ``inputs``.  A tensor
+    of ``shard_shape`` stands for a whole one, of the parameter's shape.  The value of a 0-dim
+    CPU tensor is an input next to the tensor: reading it costs no synchronisation, and branches
+    on it can then be guarded.
+    """
+    tensors: list[Tensor] = []
+    shards: list[bool] = []
+    scalars: list[float | int] = []
+
+    def describe(value: Any, is_input: bool) -> Hashable:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            shards.append(False)
+            if value.ndim == 0 and value.device.type == "cpu" and _has_number(value):
+                scalars.append(value.item())
+                return ("scalar tensor", value.dtype, is_input and _counts_exactly(value))
+            if value.shape == shard_shape:
+                shards[-1] = True
+                return ("shard", value.dtype, value.device)
+            return ("tensor", value.dtype, value.device, tuple(value.shape), value.stride())
+        if isinstance(value, float) and math.isfinite(value):
+            scalars.append(float(value))
+            return "number"
+        if isinstance(value, int) and not isinstance(value, bool) and is_input:
+            scalars.append(int(value))
+            return "number"
+        if type(value) in (list, tuple):
+            return (type(value), *(describe(item, is_input) for item in value))
+        if type(value) is dict:
+            return (dict, *((name, describe(item, is_input)) for name, item in value.items()))
+        return _Constant(value)
+
+    key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
+    return Arguments(values, key, tuple(tensors), tuple(shards), tuple(scalars))
+
+
+def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's hyperparameters, set to torch's single-tensor implementation."""
+    # Sorted: groups that name some of them themselves hold them in another order.
+    values = {name: group[name] for name in sorted(group) if name != "params"}
+    return values | {name: value for name, value in _SINGLE_TENSOR.items() if name in values}
+
+
+def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
+    """The numbers and strings that a step can read off the optimizer itself: part of the key."""
+    plain = (bool, int, float, str)
+    defaults = getattr(optimizer, "defaults", {}).items()
+    return tuple(
+        (name, _Constant(value))
+        for items in (optimizer.__dict__.items(), defaults)
+        for name, value in items
+        if isinstance(value, plain) and name not in ("_opt_called", "_step_count")
+    )
+
+
+class _Constant:
+    """A value that a trace depends on; equal to another of the same type and value."""
+
+    __slots__ = ("token", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # kept alive: the token may be its id
+        plain = value is None or isinstance(value, (bool, int, str, torch.dtype, torch.device))
+        # repr: NaN is not equal to itself, and would be traced again at every step.
+        self.token = value if plain else repr(value) if type(value) is float else id(value)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Constant)
+            and type(self.value) is type(other.value)
+            and self.token == other.token
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+
+def _has_number(tensor: Tensor) -> bool:
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return False
+    return not tensor.is_floating_point() or math.isfinite(tensor.item())
+
+
+def _counts_exactly(tensor: Tensor) -> bool:
+    """Whether adding small integers to a 0-dim tensor is exact, as for a step count."""
+    if not tensor.is_floating_point():
+        return True
+    value = tensor.item()
+    return value.is_integer() and abs(value) < 1 / torch.finfo(tensor.dtype).eps

@@ -1,0 +1,365 @@
+"""data_parallel: every gradient becomes a mean over ranks, once, as early as backward has it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.programs import (
+    assert_program,
+    assert_same_numerics,
+    capture,
+    clone,
+    evaluation,
+    execute,
+    listing,
+    mlp_step,
+    nodes_of,
+    rewritten,
+    run_passes,
+    smallest_step,
+)
+from zerofx import StepError, ops
+from zerofx.graph import Provenance
+
+
+def averaged(captured, **options):
+    """The program after data_parallel.  Stage 1 leaves the optimizer's step for later passes."""
+    return rewritten(captured, until="data_parallel", **{"stage": 1, **options})
+
+
+def reductions(captured):
+    """Names of the parameters whose gradients are averaged, in order."""
+    starts = nodes_of(captured, ops.all_reduce_start)
+    return [captured.table[node.meta["zerofx"].parameter].name for node in starts]
+
+
+@functools.cache
+def accumulating_step(num_batches=3):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batches):
+        for i in range(num_batches):
+            (model(batches[i]).pow(2).mean() / num_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(num_batches, 3, 4), world_size=2)
+
+
+def scaled_step(factor, lr=0.1):
+    """Multiplies the gradient by ``factor(w, x, loss)`` before the update."""
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([w], lr=lr)
+
+    def step(x):
+        loss = (x @ w).pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            w.grad.mul_(factor(w, x, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(3, 4), world_size=2)
+
+
+def test_averages_a_gradient_where_backward_hands_it_over():
+    assert_program(
+        averaged(smallest_step()),
+        """
+        input: other [3, 4]
+        w: parameter [4, 2]
+        mm = mm(input, w)
+        ...
+        mm_1 = mm(t, expand)
+        all_reduce_start = zerofx.all_reduce_start(mm_1, 'mean')
+        wait = zerofx.wait(all_reduce_start)
+        optimizer_step = zerofx.optimizer_step([w], [wait], 1, None, [0])
+        getitem = getitem(optimizer_step, 0)
+        copy_ = copy_(w, getitem)
+        return []
+        """.replace("1, None", f"{smallest_step().optimizers[0]}, None"),
+    )
+
+
+def test_updates_the_whole_parameter_in_place_at_stage_0():
+    assert_program(
+        averaged(smallest_step(), stage=0),
+        f"""
+        input: other [3, 4]
+        w: parameter [4, 2]
+        ...
+        all_reduce_start = zerofx.all_reduce_start(mm_1, 'mean')
+        wait = zerofx.wait(all_reduce_start)
+        update = zerofx.update(w, wait, {smallest_step().optimizers[0]}, 0, None)
+        return []
+        """,
+    )
+
+
+def test_inserted_nodes_say_what_they_are_for():
+    program = averaged(smallest_step())
+    (start,) = nodes_of(program, ops.all_reduce_start)
+    (wait,) = nodes_of(program, ops.wait)
+    expected = Provenance("reduce_gradient", 0, "data_parallel")
+    assert start.meta["zerofx"] == wait.meta["zerofx"] == expected
+
+
+def test_leaves_an_evaluation_alone():
+    program = clone(evaluation())
+    reports = run_passes(program, until="data_parallel", stage=0)
+    assert listing(program) == listing(evaluation())
+    assert reports["data_parallel"].counts["averaged"] == 0
+
+
+def test_leaves_the_forward_and_backward_alone():
+    program, before = averaged(mlp_step()), mlp_step()
+    count = {name: listing(before).count(f"= {name}(") for name in ("addmm", "mm", "gelu", "sum")}
+    assert count == {name: listing(program).count(f"= {name}(") for name in count}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_averages_each_gradient_exactly_once(stage):
+    program = averaged(mlp_step(), stage=stage)
+    assert sorted(reductions(program)) == sorted(info.name for info in program.table)
+    assert not nodes_of(program, ops.gradient)
+    assert {node.args[1] for node in nodes_of(program, ops.all_reduce_start)} == {"mean"}
+
+
+def test_averages_a_tied_weight_once():
+    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+
+    def step(tokens):
+        head(embedding(tokens)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.arange(5), world_size=2)
+    program = averaged(captured)
+    assert reductions(program) == ["embedding.weight"]
+    assert_same_numerics(execute(captured), execute(program))
+
+
+def test_does_not_reduce_for_a_frozen_parameter():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    program = averaged(capture(step, torch.randn(2, 4)))
+    assert sorted(reductions(program)) == ["0.bias", "1.bias", "1.weight"]
+
+
+def test_sums_micro_batches_before_averaging():
+    program = clone(accumulating_step())
+    reports = run_passes(program, until="data_parallel", stage=1)
+    assert sorted(reductions(program)) == ["bias", "weight"]
+    assert reports["data_parallel"].counts == {"averaged": 2, "sums averaged once": 4}
+    for start in nodes_of(program, ops.all_reduce_start):
+        assert start.args[0].target is torch.ops.aten.add.Tensor
+    assert_same_numerics(execute(accumulating_step()), execute(program), bitwise=False)
+
+
+def test_accumulate_sharded_averages_each_micro_batch():
+    program = averaged(accumulating_step(), accumulate="sharded")
+    assert sorted(reductions(program)) == ["bias"] * 3 + ["weight"] * 3
+    assert_same_numerics(execute(accumulating_step()), execute(program))
+
+
+@pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
+def test_a_gradient_read_between_micro_batches_is_an_average_too(accumulate):
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(x, y):
+        (x @ w).pow(2).mean().backward()
+        seen = w.grad.norm()
+        (y @ w).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return seen
+
+    captured = capture(step, torch.randn(3, 4), torch.randn(3, 4), world_size=2)
+    program = averaged(captured, accumulate=accumulate)
+    assert_same_numerics(execute(captured), execute(program), bitwise=False)
+
+
+def test_sums_of_two_parameters_gradients_are_not_one_gradient():
+    torch.manual_seed(0)
+    a, b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([a, b], lr=0.1)
+
+    def step(x):
+        (x @ a * (x @ b)).mean().backward()
+        total = (a.grad + b.grad).sum()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    program = averaged(captured)
+    assert sorted(reductions(program)) == ["a", "b"]
+    assert_same_numerics(execute(captured), execute(program))
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_at_most_one_reduction_holds_its_input(accumulate):
+    for captured in (mlp_step(), accumulating_step()):
+        waited_for = 0
+        for node in averaged(captured, accumulate=accumulate).graph.nodes:
+            waited_for += node.target is ops.all_reduce_start
+            assert waited_for <= 1
+            waited_for -= node.target is ops.wait
+
+
+def test_a_reduction_starts_right_after_its_gradient_and_overlaps_the_rest_of_backward():
+    program = averaged(mlp_step())
+    starts = nodes_of(program, ops.all_reduce_start)
+    for start in starts:
+        before = start.prev
+        while before.target is ops.wait:  # the wait for the reduction before this one
+            before = before.prev
+        assert before is start.args[0]
+    positions = {node: position for position, node in enumerate(program.graph.nodes)}
+    for start in starts[:-1]:
+        (wait,) = start.users
+        assert positions[wait] > positions[start] + 1, f"{start.name} overlaps nothing"
+
+
+def test_reduces_in_another_dtype_and_casts_back():
+    program = averaged(smallest_step(), reduce_dtype=torch.bfloat16)
+    assert_program(
+        program,
+        """
+        ...
+        mm_1 = mm(t, expand)
+        _to_copy = _to_copy(mm_1, dtype=torch.bfloat16)
+        all_reduce_start = zerofx.all_reduce_start(_to_copy, 'mean')
+        wait = zerofx.wait(all_reduce_start)
+        _to_copy_1 = _to_copy(wait, dtype=torch.float32)
+        ...
+        """,
+    )
+    exact, rounded = execute(averaged(smallest_step())), execute(program)
+    torch.testing.assert_close(
+        rounded.parameters["w"][0], exact.parameters["w"][0], rtol=1e-2, atol=1e-2
+    )
+    assert not torch.equal(rounded.parameters["w"][0], exact.parameters["w"][0])
+
+
+def test_a_reduce_dtype_that_is_the_gradients_own_adds_no_cast():
+    same = averaged(smallest_step(), reduce_dtype=torch.float32)
+    assert listing(same) == listing(averaged(smallest_step()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("clip", [False, True])
+def test_computes_what_averaged_gradients_mean(world_size, clip):
+    captured = clone(mlp_step(clip=clip), world_size)
+    for stage in (0, 1):
+        assert_same_numerics(execute(captured), execute(averaged(captured, stage=stage)))
+
+
+def test_two_updates_of_one_parameter_are_both_in_place_at_stage_0():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    first, second = torch.optim.SGD([w], lr=0.1), torch.optim.Adam([w], lr=0.01)
+
+    def step(x):
+        (x @ w).pow(2).mean().backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        return w.sum()
+
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    program = averaged(captured, stage=0)
+    assert len(nodes_of(program, ops.update)) == 2
+    assert not nodes_of(program, torch.ops.aten.copy_.default)
+    assert_same_numerics(execute(captured), execute(program))
+
+
+VARYING = {
+    "the loss": lambda w, x, loss: loss.detach(),
+    "the batch": lambda w, x, loss: x.mean(),
+    "a random draw": lambda w, x, loss: torch.rand_like(w),
+    "an activation": lambda w, x, loss: (x @ w).mean(0),
+}
+
+
+@pytest.mark.parametrize("factor", VARYING.values(), ids=VARYING)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_refuses_an_update_computed_from_the_ranks_own_values(factor, stage):
+    with pytest.raises(StepError, match="the gradient of 'w' is computed from values that differ") as e:
+        averaged(scaled_step(factor), stage=stage)
+    assert "w.grad.mul_(factor(w, x, loss))" in str(e.value), "it does not show the user's line"
+    assert "in pass 'data_parallel' of zerofx" in e.value.__notes__
+
+
+UNIFORM = {
+    "a number": lambda w, x, loss: 0.5,
+    "the parameter": lambda w, x, loss: w.detach(),
+    "the gradient": lambda w, x, loss: w.grad,
+    "the gradient's norm": lambda w, x, loss: w.grad.norm(),
+    "a constant tensor": lambda w, x, loss: torch.arange(2.0),
+}
+
+
+@pytest.mark.parametrize("factor", UNIFORM.values(), ids=UNIFORM)
+def test_allows_an_update_computed_from_what_all_ranks_share(factor):
+    captured = scaled_step(factor)
+    assert_same_numerics(execute(captured), execute(averaged(captured)))
+
+
+def test_refuses_a_write_to_a_parameter_from_the_ranks_own_values():
+    w = nn.Parameter(torch.randn(4, 2))
+
+    def step(x):
+        with torch.no_grad():
+            w.copy_(x)
+
+    with pytest.raises(StepError, match="'w' is computed from values that differ between ranks"):
+        averaged(capture(step, torch.randn(4, 2)))
+
+
+def test_refuses_an_update_computed_from_a_buffer():
+    model = nn.BatchNorm1d(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model.weight.grad.add_(model.running_mean)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(StepError, match="the gradient of 'weight' is computed from values"):
+        averaged(capture(step, torch.randn(3, 4)))
+
+
+def test_a_gradient_scalers_found_inf_is_the_same_on_every_rank():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x):
+        scaler.scale(model(x).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    assert_same_numerics(execute(captured), execute(averaged(captured, stage=0)))

@@ -1,0 +1,70 @@
+"""What a program costs, read off its nodes: bytes on the wire and gathered bytes alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import provenance, role, value_bytes
+from zerofx.plan import ParameterTable
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Bytes that each rank sends in one step.
+
+    ``gathers`` and ``reductions`` are of parameters and gradients, (N-1)/N of each padded
+    buffer, twice that for an all-reduce; ``scalars`` are norms and flags.
+    """
+
+    gathers: int = 0
+    reductions: int = 0
+    scalars: int = 0
+    num_collectives: int = 0
+
+
+def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
+    """Count what one step sends.  Units: bytes per rank.
+
+    Source: ZeRO, Rajbhandari et al. 2020, section 7.
+    """
+    gathers = reductions = scalars = count = 0
+    for node in gm.graph.nodes:
+        if node.target not in ops.STARTS:
+            continue
+        count += 1
+        if node.target is ops.all_gather_start:
+            gathers += value_bytes(node) * (world_size - 1) // world_size
+        elif node.target is ops.reduce_scatter_start:
+            reductions += value_bytes(node.args[0]) * (world_size - 1) // world_size
+        elif role(node) == "reduce_gradient":
+            reductions += 2 * value_bytes(node) * (world_size - 1) // world_size
+        else:
+            scalars += value_bytes(node) * (world_size - 1)
+    return WireBytes(gathers, reductions, scalars, count)
+
+
+@dataclass(frozen=True)
+class GatheredPeak:
+    """The moment when most gathered bytes are alive, and whose they are."""
+
+    nbytes: int
+    parameters: tuple[str, ...]
+
+
+def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
+    """Walk the program from start to free of every gathered buffer.  Units: bytes."""
+    alive: dict[fx.Node, int] = {}
+    peak = GatheredPeak(0, ())
+    for node in gm.graph.nodes:
+        if node.target is ops.all_gather_start:
+            alive[node] = value_bytes(node)
+            total = sum(alive.values())
+            if total > peak.nbytes:
+                names = tuple(table[provenance(start).parameter].name for start in alive)
+                peak = GatheredPeak(total, names)
+        elif node.target is ops.free:
+            alive.pop(node.args[0].args[0], None)
+    return peak

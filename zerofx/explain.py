@@ -1,0 +1,81 @@
+"""``zerofx.explain(step)``: what was compiled, in tables that a newcomer can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tabulate import tabulate
+
+from zerofx.account import gathered_peak, wire_bytes
+from zerofx.backend import CompiledFunction, Program, zero
+
+
+def explain(step: Callable) -> str:
+    """Describe every program compiled for ``step``: shards, memory, traffic, passes.
+
+    ``step`` is what ``torch.compile(step, backend="zero")`` returned; call it once before.
+    Not collective.
+
+    Raises: ValueError if ``step`` has not been compiled by this backend.
+    """
+    function = getattr(step, "_torchdynamo_orig_callable", step)
+    code = getattr(function, "__code__", None)
+    compiled = [known for known in zero.functions if known.code is code and known.programs]
+    if code is None or not compiled:
+        raise ValueError(
+            f"{step!r} has no zero-compiled program yet: pass what "
+            'torch.compile(step, backend="zero") returned, after its first call.'
+        )
+    parts = [
+        _describe(function, number, program)
+        for function in compiled
+        for number, program in enumerate(function.programs)
+    ]
+    return "\n\n".join(parts)
+
+
+def _describe(function: CompiledFunction, number: int, program: Program) -> str:
+    ranks = function.communicator.world_size
+    stage = function.options.stage
+    title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
+    wire = wire_bytes(program.gm, ranks)
+    peak = gathered_peak(program.gm, program.table)
+    numbers = [
+        ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
+        ("kept per rank between steps", _size(_kept(program, stage, ranks))),
+        ("most gathered at once", f"{_size(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})"),
+        ("sent per rank and step: gathers", _size(wire.gathers)),
+        ("sent per rank and step: reductions", _size(wire.reductions)),
+        ("sent per rank and step: norms and flags", _size(wire.scalars)),
+        ("collectives per step", str(wire.num_collectives)),
+    ]
+    passes = [
+        (r.name, "off" if r.skipped else "on", r.skipped or _counts(r.counts), f"{r.seconds:.3f}")
+        for r in program.reports
+    ]
+    return "\n".join(
+        [
+            title,
+            tabulate(numbers, tablefmt="plain"),
+            "",
+            tabulate(passes, headers=("pass", "", "what it did", "seconds")),
+        ]
+    )
+
+
+def _kept(program: Program, stage: int, ranks: int) -> int:
+    """Bytes of parameters that this rank keeps; its optimizer states come on top."""
+    if stage < 3:
+        return sum(info.nbytes for info in program.table)
+    return sum(info.shard_numel * info.dtype.itemsize for info in program.table)
+
+
+def _counts(counts) -> str:
+    return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,189 @@
+"""One parameter between steps: its shard, its gradient's shard, and the whole value for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.flat import copy_range, gather, ordinary_tensors, take_shard, without_storage
+
+
+@dataclass(eq=False)
+class BoundParameter:
+    """One parameter that zero-compiled functions have taken charge of.
+
+    ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
+    tensor without storage that stands for it as ``parameter.grad``.
+    """
+
+    reference: weakref.ref[nn.Parameter]
+    info: ParameterInfo
+    stage: int
+    communicator: Any
+    own_class: type
+    guarded_class: type
+    gradient: torch.Tensor | None = None
+    stub: torch.Tensor | None = None
+    open_count: int = 0
+    retired: bool = False
+    snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
+    _shard: torch.Tensor | None = None
+    _freed: torch.Tensor | None = field(default=None, repr=False)
+    _accumulation_hook: Any = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter itself, or None once it has been garbage-collected."""
+        return self.reference()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the values live in ``shard`` (stage 3) and not in the parameter."""
+        return self.stage == 3 and not self.retired
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the parameter is whole for now, inside ``full_params``."""
+        return self.open_count > 0
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """This rank's flat range of the values at stage 3, else None.  Always the same tensor.
+
+        Raises: RuntimeError while the values are elsewhere.
+        """
+        if self.retired:
+            raise RuntimeError(
+                f"parameter {self.name!r} was given back by zerofx.unshard: bind it again"
+            )
+        if self.open_count:
+            raise RuntimeError(
+                f"parameter {self.name!r} is whole inside `with zerofx.full_params(model):`, and "
+                "a compiled step works on its shards. Call the step after the with block."
+            )
+        return self._shard
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
+        assert self._shard is not None
+        with ordinary_tensors():
+            copy_range(self._shard, whole, self.info, self.communicator.rank)
+        self.snapshot = None
+
+    def gather(self) -> torch.Tensor:
+        """Return the whole value in memory of its own.  Collective."""
+        assert self._shard is not None
+        with ordinary_tensors():
+            return gather(self._shard, self.info, self.communicator)
+
+    def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
+        """Remember the whole value that one entry of a state dict holds."""
+        self.snapshot = (weakref.ref(value), epoch, value._version)
+
+    def snapshot_in(self, entries: Mapping[str, Any] | None, epoch: int) -> torch.Tensor | None:
+        """The value taken last, if it is one of ``entries`` and still the parameter's."""
+        if self.snapshot is None or entries is None:
+            return None
+        reference, taken, version = self.snapshot
+        value = reference()
+        if value is None or taken != epoch or value._version != version:
+            return None
+        return value if any(entry is value for entry in entries.values()) else None
+
+    def free(self) -> None:
+        """Move the values from the parameter into the shard.
+
+        The parameter gets another storage instead of its own shrunk: whatever else looks at
+        that one (a view the user kept, a neighbour in one flat buffer) still finds its values.
+        """
+        parameter = self.parameter
+        assert parameter is not None
+        with ordinary_tensors():
+            whole = parameter.detach()
+            if self._shard is None or self._shard.dtype != self.info.dtype:
+                self._shard = take_shard(whole, self.info, self.communicator.rank)
+            else:
+                copy_range(self._shard, whole, self.info, self.communicator.rank)
+            if self._freed is None:
+                self._freed = without_storage(self.info)
+            parameter.data = self._freed
+            # A backward pass through a graph built on the old values says so, and does not
+            # read the freed storage.
+            torch.autograd.graph.increment_version(parameter)
+        self.snapshot = None
+
+    def retire(self) -> None:
+        """Let go of the shards for good."""
+        self.retired, self.gradient, self._shard = True, None, None
+
+    def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
+        if self.gradient is not None and parameter.grad is not self.stub:
+            self.gradient = None
+
+    def refuse_eager_accumulation(self, parameter: nn.Parameter) -> None:
+        """Make an eager ``backward()`` an error while ``parameter.grad`` has no storage.
+
+        Autograd adds to it in C++, past every guard.
+        """
+        if self.gradient is None or not parameter.requires_grad:
+            return
+
+        def refuse(_gradient: torch.Tensor) -> None:
+            current = self.parameter
+            if current is not None and current.grad is self.stub:
+                raise RuntimeError(
+                    f"an eager backward() would add to the gradient of parameter {self.name!r}, "
+                    f"and ZeRO stage {self.stage} keeps only this rank's shard of it between "
+                    "steps. Compile the function that calls backward() with "
+                    "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
+                )
+
+        self._accumulation_hook = parameter.register_hook(refuse)
+
+    def allow_accumulation(self, parameter: nn.Parameter) -> None:
+        if self._accumulation_hook is None:
+            return
+        self._accumulation_hook.remove()
+        self._accumulation_hook = None
+        if not parameter._backward_hooks:
+            parameter._backward_hooks = None  # Dynamo takes a hooked tensor for another one
+
+    def matches(self, info: ParameterInfo) -> bool:
+        mine = self.info
+        return (mine.shape, mine.stride, mine.dtype, mine.device) == (
+            (info.shape, info.stride, info.dtype, info.device)
+        )
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Take note of a new dtype or device (``model.to``) of a whole parameter.
+
+        Raises: ValueError if the elements are no longer those that the shards hold.
+        """
+        info = replace(
+            self.info,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        if self.matches(info):
+            return
+        was = self.info
+        if self.stage > 0 and (info.shape, info.storage_order) != (was.shape, was.storage_order):
+            raise ValueError(
+                f"parameter {self.name!r} had shape {was.shape} and strides {was.stride} when it "
+                f"was first used, and has {info.shape} and {info.stride} now: the shards of its "
+                "optimizer state no longer fit. Call zerofx.unshard(model, optimizer) before "
+                "changing it."
+            )
+        self.info, self._freed = info, None
