@@ -193,7 +193,7 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
             cell.cell_contents = copied(content) if is_function else content
         return result
 
-    methods = {}
+    methods: dict[str, Any] = {}
     for base in reversed(optimizer_class.__mro__):
         if base in torch.optim.Optimizer.__mro__:
             continue
@@ -203,7 +203,9 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
             if isinstance(member, types.FunctionType):
                 methods[name] = copied(member)
             elif isinstance(member, staticmethod):
-                methods[name] = staticmethod(copied(member.__func__))
+                function = member.__func__
+                if isinstance(function, types.FunctionType):
+                    methods[name] = staticmethod(copied(function))
     return type(optimizer_class.__name__, (optimizer_class,), methods)
 
 

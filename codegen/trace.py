@@ -93,11 +93,9 @@ def trace_update(
     env = compat.ScalarEnvironment()
     shadow_step = _ShadowStep(optimizer, env, group, state)
     with env.fake_tensors():
-        layout = info.shape, info.stride
-        parameter = _empty(*layout, info.dtype, info.device)
-        gradient = _empty(*layout, info.dtype, info.device)
+        parameter, gradient = _empty_like(info, info), _empty_like(info, info)
         tensors = [
-            _empty(*(layout if is_shard else _layout(tensor)), tensor.dtype, tensor.device)
+            _empty_like(tensor, info if is_shard else tensor)
             for arguments in (group, state)
             for tensor, is_shard in zip(arguments.tensors, arguments.shards, strict=True)
         ]
@@ -206,7 +204,7 @@ class _ShadowStep:
         return results
 
     def _shadow(self, parameter: Tensor, group: dict, state: dict) -> torch.optim.Optimizer:
-        shadow = object.__new__(class_with_symbolic_math(type(self.optimizer), self.env))
+        shadow: Any = object.__new__(class_with_symbolic_math(type(self.optimizer), self.env))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # LR schedulers wrap it on the instance
         for name in shadow.__dict__:
@@ -256,12 +254,10 @@ class _Slot:
     index: int
 
 
-def _layout(tensor: Tensor) -> tuple[tuple, tuple]:
-    return tuple(tensor.shape), tensor.stride()
-
-
-def _empty(shape: tuple, stride: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+def _empty_like(one: Tensor | ParameterInfo, layout: Tensor | ParameterInfo) -> Tensor:
+    """An uninitialised tensor with the dtype and device of one and the layout of another."""
+    stride = layout.stride() if isinstance(layout, Tensor) else layout.stride
+    return torch.empty_strided(layout.shape, stride, dtype=one.dtype, device=one.device)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -156,9 +156,7 @@ def label_lines(source: str) -> list[tuple[str, int]]:
             labels[first_row : last_row + 1] = [CODE] * (last_row + 1 - first_row)
 
     return [
-        (line.strip(), label)
-        for line, label in zip(lines, labels[1:], strict=True)
-        if line.strip()
+        (line.strip(), label) for line, label in zip(lines, labels[1:], strict=True) if line.strip()
     ]
 
 

@@ -122,6 +122,15 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
     return dataclasses.replace(captured, gm=fx.GraphModule(captured.gm, graph), table=table)
 
 
+def keeping_result(captured: Captured, position: int) -> Captured:
+    """A copy that returns only one of the step's results, without what only the others needed."""
+    result = clone(captured)
+    output = result.graph.output_node()
+    output.args = ((output.args[0][position],),)
+    result.graph.eliminate_dead_code()
+    return result
+
+
 def context_of(
     captured: Captured, rank: int = 0, stage: int = 3, **options: object
 ) -> PassContext:
@@ -228,8 +237,8 @@ def name_of(target: object) -> str:
 def listing(captured: Captured) -> str:
     """The program, one statement per line, with names that no torch version chooses.
 
-    An input is called after its parameter, everything else after its operator, numbered in
-    program order.
+    An input is called after its parameter, an optimizer after its class, everything else after
+    its operator, numbered in program order.
     """
     names: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
@@ -261,6 +270,8 @@ def listing(captured: Captured) -> str:
             lines.append(f"return {show(node.args[0])}")
         else:
             arguments = [show(argument) for argument in node.args]
+            if node.target in (ops.optimizer_step, ops.update):
+                arguments[2] = type(traced.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"

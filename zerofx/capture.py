@@ -71,9 +71,7 @@ class StepCapture:
         """Give each parameter its index, and each input its role."""
         owners = {id(p.grad): p for _, p in names.values() if p.grad is not None}
         owners |= {
-            id(p.grad): p
-            for p in self.inputs
-            if isinstance(p, nn.Parameter) and p.grad is not None
+            id(p.grad): p for p in self.inputs if isinstance(p, nn.Parameter) and p.grad is not None
         }
         tensors: list[nn.Parameter] = []
         infos: list[ParameterInfo] = []
@@ -126,9 +124,7 @@ class StepCapture:
                 f"model.to({str(first)!r}) before building the optimizer."
             )
         for info, parameter in zip(self.table, self.tensors):
-            if parameter._backward_hooks or getattr(
-                parameter, "_post_accumulate_grad_hooks", None
-            ):
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise StepError(
                     f"parameter {info.name!r} has gradient hooks, which would not run inside the "
                     "compiled step. Remove them, and do their work on p.grad after backward()."
@@ -139,7 +135,10 @@ class StepCapture:
                     "an embedding with sparse=True makes sparse gradients, which cannot be "
                     f"averaged or sharded. Use sparse=False.{_location(node)}"
                 )
-            if node.target is ops.optimizer_step.overloadpacket or node.target is ops.optimizer_step:
+            if (
+                node.target is ops.optimizer_step.overloadpacket
+                or node.target is ops.optimizer_step
+            ):
                 self._check_optimizer(node)
         self._check_results()
 
@@ -154,6 +153,13 @@ class StepCapture:
             value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
             if not isinstance(value, torch.Tensor) or result in self.index_of_input:
                 continue
+            if self.num_backwards == 0 and value.grad_fn is not None:
+                raise StepError(
+                    "the function returns a value to differentiate, and has no backward(): the "
+                    "whole step is one program, and its parameters' values are gone when it "
+                    "returns. Call loss.backward() and optimizer.step() inside the compiled "
+                    f"function; for evaluation, call it under torch.no_grad().{_location(result)}"
+                )
             owner = owners.get(value.untyped_storage()._cdata)
             if owner is not None:
                 name = self.table[self.index_of_input[owner]].name

@@ -9,25 +9,45 @@ import contextlib
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
+import sympy
 import torch
 import torch._dynamo
 import torch._dynamo.callback
 import torch._dynamo.config
 import torch._dynamo.exc
+import torch.fx.traceback
 import torch.utils.checkpoint
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.fx.experimental.proxy_tensor import handle_sym_dispatch, make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.printers import PythonPrinter
+
+from zerofx.errors import GraphError
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
@@ -44,6 +64,9 @@ def check_torch_version(version: str = torch.__version__) -> None:
             f"is torch {version}: it relies on how Dynamo traces a whole training step, which "
             "other versions do differently. Install one of these, e.g. `pip install torch==2.13.0`."
         )
+
+
+# For capture: backend.py, capture.py, graph.py and passes/recompute.py.
 
 
 def forward_call_context() -> None:
@@ -70,7 +93,11 @@ def forward_call_context() -> None:
 
 
 def backend_in_use(translator: Any) -> Any:
-    """The innermost backend that a Dynamo translator compiles for."""
+    """The innermost backend that a Dynamo translator compiles for.
+
+    ``compiler_fn`` and ``_torchdynamo_orig_backend`` are for 2.11 to 2.15; can go with the patches
+    below, which ask whether the backend is theirs.
+    """
     backend = translator.output.compiler_fn
     while True:
         inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
@@ -92,8 +119,11 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
-    break is an error.
-    Everything is put back when a compilation ends, so that other backends see torch as it is.
+    break is an error.  Everything is put back when a compilation ends, so that other backends see
+    torch as it is.
+
+    Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
+    a backend may choose options for the functions it compiles.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -143,8 +173,9 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) -> Iterator[None]:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
-    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15.  Class-level wrappers of the
-    methods themselves fail once a scheduler has wrapped the instance's ``step``.
+    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15; can go when Dynamo lets a backend
+    substitute methods.  Class-level wrappers of the methods themselves fail once a scheduler has
+    wrapped the instance's ``step``.
     """
     name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
     inherited = name not in variable_class.__dict__
@@ -159,7 +190,7 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
                 function = methods[attribute]
                 try:
                     return UserMethodVariable(UserFunctionVariable(function), self)
-                except Exception:  # 2.11 and 2.12 take the plain function
+                except Exception:  # before 2.15 it takes the plain function
                     return UserMethodVariable(function, self)
         return original(self, tx, attribute)
 
@@ -175,7 +206,10 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
 
 @contextlib.contextmanager
 def _undetached_outputs(backend: Any) -> Iterator[None]:
-    """Allow ``return loss``: capture detaches the outputs.  For 2.11 to 2.15."""
+    """Allow ``return loss``: capture detaches the outputs.
+
+    For 2.11 to 2.15; can go when Dynamo lets such a graph out.
+    """
     name = "_validate_outputs_safe_for_autograd_nodes"
     original = getattr(OutputGraph, name)
 
@@ -192,7 +226,10 @@ def _undetached_outputs(backend: Any) -> Iterator[None]:
 
 
 def _translator_of_function() -> Any:
-    """Dynamo's translator of the function being compiled, and not of one it calls."""
+    """Dynamo's translator of the function being compiled, and not of one it calls.
+
+    For 2.11 to 2.15; can go when Dynamo tells a backend whose code it compiles.
+    """
     translator = InstructionTranslator.current_tx()
     return getattr(translator.output, "root_tx", translator)
 
@@ -209,67 +246,21 @@ def code_being_compiled() -> CodeType:
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
-    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``."""
+    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``.
+
+    ``meta["grapharg"]`` is for 2.11 to 2.15; can go when a graph says where its inputs are from.
+    """
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
-    name = getattr(source, "name", placeholder.name)
-    return name() if callable(name) else name  # a method up to 2.11, a property since
-
-
-def pass_through_dynamo(error: Exception) -> Exception:
-    """An error of the same type that Dynamo raises to the user as it is.
-
-    Dynamo wraps what a backend raises in ``BackendCompilerFailed``, save its own
-    ``ShortenTraceback``: the error returned is both.
-    """
-    shorten = torch._dynamo.exc.ShortenTraceback
-    if isinstance(error, shorten):
-        return error
-    kind = type(error)
-    both = type(kind.__name__, (kind, shorten), {"__module__": kind.__module__})
-    try:
-        copy = both.__new__(both)
-        kind.__init__(copy, *error.args)
-        copy.first_useful_frame = None
-    except TypeError:  # a constructor of another shape: Dynamo's wrapper is all there is
-        return error
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy.with_traceback(error.__traceback__)
-
-
-def explain_graph_break(words: str) -> None:
-    """Add ``words`` to a graph-break error on its way to the user, if there is one."""
-    error = sys.exc_info()[1]
-    if isinstance(error, torch._dynamo.exc.Unsupported) and words not in getattr(
-        error, "__notes__", ()
-    ):
-        error.add_note(words)
-
-
-def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
-    """Lower Dynamo's graph to functional aten and give it to ``compiler(gm, fake_inputs)``.
-
-    Input mutations stay in the graph as ``copy_`` at its end.
-    """
-    return aot_module_simplified(
-        gm, inputs, fw_compiler=compiler, keep_inference_input_mutations=True
-    )
-
-
-real_tensors = unset_fake_temporarily
-
-
-def is_fake(value: Any) -> bool:
-    """Whether a value is a fake tensor."""
-    return isinstance(value, FakeTensor)
+    return getattr(source, "name", placeholder.name)
 
 
 def gradient_assignments() -> dict[str, str]:
     """Graph results that the function being compiled stores as a tensor's ``.grad``.
 
     Returns the name of the result's node -> the name of the graph input it belongs to.
-    Dynamo's record of pending attribute writes is the only place that knows; for 2.11 to 2.15.
+    Dynamo's record of pending attribute writes is the only place that knows.  For 2.11 to 2.15;
+    can go when the graph's outputs say what they are stored as.
     """
     translator = InstructionTranslator.current_tx()
     found = {}
@@ -283,39 +274,147 @@ def gradient_assignments() -> dict[str, str]:
 
 
 def tag_backward_nodes(gm: torch.fx.GraphModule) -> None:
-    """Set ``meta["autograd_backward"]`` where torch 2.11 and 2.12 do not."""
+    """Set ``meta["autograd_backward"]`` where torch 2.11 and 2.12 do not; can go with them."""
     for node in gm.graph.nodes:
         stack = node.meta.get("source_fn_stack")
         if stack and stack[-1][1] is torch.autograd.grad:
             node.meta["autograd_backward"] = True
 
 
-# Rank agreement (runtime/agreement.py).
+def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
+
+    The tags ``meta["recompute"]``, a ``CheckpointPolicy``, and ``meta["ac_graph_id"]`` are for 2.11
+    to 2.15; can go when torch documents them.  Random draws are left out, with what reads their
+    state, and so is an attention whose dropout is on.
+    """
+    policies = torch.utils.checkpoint.CheckpointPolicy
+    wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
+    found = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.meta.get("autograd_backward"):
+            continue
+        if node.meta.get("recompute") in wanted and not _draws_randomly(node):
+            found.add(node)
+    for node in gm.graph.nodes:
+        if node.target is operator.getitem and node.args[0] not in found:
+            found.discard(node)  # part of a kept result
+        elif node in found and any(_leaves_region(node, user) for user in node.users):
+            found.discard(node)  # a checkpointed function's result is what it saves
+    return found
+
+
+def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    if user.meta.get("autograd_backward"):
+        return False
+    return user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id") or (
+        user.meta.get("recompute") is None
+    )
+
+
+def _draws_randomly(node: torch.fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention carries the tag even without dropout
+            value = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return value != 0.0
+    return True
+
+
+def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
+    """Lower Dynamo's graph to functional aten and give it to ``compiler(gm, fake_inputs)``.
+
+    Input mutations stay in the graph as ``copy_`` at its end.  For 2.11 to 2.15; can go when
+    AOTAutograd has a public entry that keeps them.
+    """
+
+    def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
+        raise GraphError("AOTAutograd split the step in two: a result still wants a gradient.")
+
+    return aot_module_simplified(
+        gm,
+        inputs,
+        fw_compiler=compiler,
+        bw_compiler=no_backward_graph,
+        keep_inference_input_mutations=True,
+    )
+
+
+# A context in which new tensors are real although a compilation is under way.  For 2.11 to 2.15,
+# until torch exports it.
+real_tensors = unset_fake_temporarily
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
+    return isinstance(value, FakeTensor)
+
+
+# For tensors that guard themselves: runtime/guarded.py.  The context is documented under this name
+# in 2.11 to 2.15; can go when torch exports it.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+# For errors on their way to the user: backend.py.
+
+
+def pass_through_dynamo(error: Exception) -> Exception:
+    """An error of the same type that Dynamo raises to the user as it is.
+
+    Dynamo wraps what a backend raises in ``BackendCompilerFailed``, save its own
+    ``ShortenTraceback``: the error returned is both.  For 2.11 to 2.15; can go when a backend's
+    errors reach the user unwrapped.
+    """
+    shorten = torch._dynamo.exc.ShortenTraceback
+    if isinstance(error, shorten):
+        return error
+    kind = type(error)
+    both: Any = type(kind.__name__, (kind, shorten), {"__module__": kind.__module__})
+    try:
+        copy = both.__new__(both)
+        kind.__init__(copy, *error.args)
+        copy.first_useful_frame = None
+    except TypeError:  # a constructor of another shape: Dynamo's wrapper is all there is
+        return error
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy.with_traceback(error.__traceback__)
+
+
+def explain_graph_break(words: str) -> None:
+    """Add ``words`` to a graph-break error on its way to the user, if there is one.
+
+    ``Unsupported`` is for 2.11 to 2.15; can go when a backend may word Dynamo's refusals.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, torch._dynamo.exc.Unsupported) and words not in getattr(
+        error, "__notes__", ()
+    ):
+        error.add_note(words)
+
+
+# For agreement between ranks: backend.py and runtime/whole.py.
+
+
 def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
     """The key-value store that a group's ranks share, under a prefix of the group's own.
 
     The prefix holds the ranks too: groups cut from one mesh may share a name.  For 2.11 to
     2.15; can go when torch has a public way to a process group's store.
     """
-    from torch.distributed.distributed_c10d import _get_default_store
-
     ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
-    return torch.distributed.PrefixStore(
-        f"zerofx/{group.group_name}/{ranks}", _get_default_store()
-    )
+    return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
 
 
-# Symbolic tracing of optimizer updates (codegen/trace.py).
-import torch.fx.traceback  # noqa: E402
-import sympy  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from types import FrameType  # noqa: E402
-from torch._dynamo.source import ConstantSource  # noqa: E402
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode  # noqa: E402
-from torch.fx.experimental.proxy_tensor import handle_sym_dispatch, make_fx  # noqa: E402
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._sympy.printers import PythonPrinter  # noqa: E402
+# For updates traced from optimizers: codegen/.
 
 
 DATA_DEPENDENT_ERRORS = (
@@ -323,7 +422,8 @@ DATA_DEPENDENT_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-"""What a trace raises where Python needs a tensor's value; for 2.11 to 2.15."""
+"""What a trace raises where it needs a tensor's value.  For 2.11 to 2.15, until they are public."""
+
 
 # Public in all but name; for 2.11 to 2.15, until torch.utils exports it.
 DispatchMode = TorchDispatchMode
@@ -374,84 +474,65 @@ class ScalarEnvironment(ShapeEnv):
 
 
 def expression(scalar: Any) -> Any:
-    """The sympy expression of a symbolic scalar; a plain number is its own."""
+    """The sympy expression of a symbolic scalar; a plain number is its own.
+
+    ``node.expr`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
+    """
     return scalar.node.expr if isinstance(scalar, SYMBOLIC_SCALARS) else scalar
 
 
 def python_source(expr: Any) -> str:
-    """A sympy expression as Python source over the names of its symbols."""
+    """A sympy expression as Python source over the names of its symbols.
+
+    ``PythonPrinter`` is for 2.11 to 2.15: sympy's own does not know torch's functions.  Can go with
+    ``ScalarEnvironment``.
+    """
     return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(expr)
 
 
 def guard_sources(env: ScalarEnvironment) -> list[str]:
-    """The conditions under which a trace holds, as Python expressions."""
+    """The conditions under which a trace holds, as Python expressions.
+
+    ``ShapeEnv.guards`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
+    """
     return [python_source(guard.expr) for guard in env.guards]
 
 
 def record_scalar_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call ``function`` on symbolic scalars and record it as a node of the current trace."""
+    """Call ``function`` on symbolic scalars and record it as a node of the current trace.
+
+    For 2.11 to 2.15; can go when ``make_fx`` records ``math`` functions.
+    """
     return handle_sym_dispatch(function, arguments, {})
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory, fake ones too, while they live."""
+    """The same number for tensors that share memory, fake ones too, while they live.
+
+    ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph."""
+    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph.
+
+    ``make_fx`` by this path, and ``_allow_non_fake_inputs``, are for 2.11 to 2.15; can go when
+    torch exports a tracer of operations.
+    """
     with torch.fx.traceback.preserve_node_meta():
         return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
 def set_source_line(text: str) -> None:
-    """Give the nodes recorded from here on this line as their ``stack_trace``."""
+    """Give the nodes recorded from here on this line as their ``stack_trace``.
+
+    For 2.11 to 2.15; can go when torch documents ``torch.fx.traceback``.
+    """
     torch.fx.traceback.set_stack_trace([text])
 
 
-def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
-
-    The tag is ``meta["recompute"]``, a ``CheckpointPolicy``; 2.11 to 2.15.  Random draws are
-    left out, with what reads their state, and so is an attention whose dropout is on.
-    """
-    policies = torch.utils.checkpoint.CheckpointPolicy
-    wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
-    found = set()
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or node.meta.get("autograd_backward"):
-            continue
-        if node.meta.get("recompute") in wanted and not _draws_randomly(node):
-            found.add(node)
-    for node in gm.graph.nodes:
-        if node.target is operator.getitem and node.args[0] not in found:
-            found.discard(node)  # part of a kept result
-        elif node in found and any(_leaves_region(node, user) for user in node.users):
-            found.discard(node)  # a checkpointed function's result is what it saves
-    return found
-
-
-def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
-    if user.meta.get("autograd_backward"):
-        return False
-    return user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id") or (
-        user.meta.get("recompute") is None
-    )
-
-
-def _draws_randomly(node: torch.fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # attention carries the tag even without dropout
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(
-                "dropout_p", argument.default_value
-            )
-            return value != 0.0
-    return True
+# For lowering: lower.py.
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
@@ -459,8 +540,10 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callab
 
     ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
     thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
-    tracing needs (2.11 to 2.15).
+    tracing needs.  For 2.11 to 2.15; can go when torch has a public compiler of aten graphs.
     """
+    # Not at the top: only this lowering needs it, and the import takes 1.6 to 2.0 s (2.11, 2.13
+    # and 2.15 on two busy CPU cores, November 2026).
     from torch._inductor.compile_fx import compile_fx
 
     def compile_region() -> Callable:

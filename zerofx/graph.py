@@ -78,9 +78,7 @@ def role(node: fx.Node) -> str | None:
 class Builder:
     """Inserts nodes with fresh metadata and provenance, on behalf of one pass."""
 
-    def __init__(
-        self, gm: fx.GraphModule, inserted_by: str, table: ParameterTable | None = None
-    ):
+    def __init__(self, gm: fx.GraphModule, inserted_by: str, table: ParameterTable | None = None):
         self.graph = gm.graph
         self.inserted_by = inserted_by
         self.table = table
@@ -123,7 +121,9 @@ class Builder:
             return stem
         return f"{stem}_{self.table[parameter].name}"
 
-    def copy(self, node: fx.Node, substitute: Callable[[fx.Node], fx.Node], **origin: Any) -> fx.Node:
+    def copy(
+        self, node: fx.Node, substitute: Callable[[fx.Node], fx.Node], **origin: Any
+    ) -> fx.Node:
         """Insert a copy of ``node`` that reads ``substitute(argument)`` for each argument."""
         duplicate = self.graph.node_copy(node, substitute)
         duplicate.meta = dict(node.meta)

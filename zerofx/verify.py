@@ -55,7 +55,9 @@ def _broken(node: fx.Node, rule: str) -> GraphError:
     origin = provenance(node)
     made_by = f", inserted by {origin.inserted_by!r}" if origin else ""
     line = source_line(node)
-    return GraphError(f"{node.format_node() or node.name}{made_by}: {rule}{' at ' + line if line else ''}")
+    return GraphError(
+        f"{node.format_node() or node.name}{made_by}: {rule}{' at ' + line if line else ''}"
+    )
 
 
 def _starts_are_waited_once(graph: fx.Graph) -> None:

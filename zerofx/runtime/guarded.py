@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx import compat
 from zerofx.plan import storage_order
 
 _ATTRIBUTES = frozenset(
@@ -86,7 +87,7 @@ class _Guarded:
         kwargs = kwargs or {}
         touched, is_metadata = _read_or_write(func)
         if is_metadata or (touched == "type" and len(args) == 1 and not kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with compat.without_torch_function():
                 return func(*args, **kwargs)
         special = _SPECIAL.get(touched)
         if special is not None and args:

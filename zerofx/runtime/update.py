@@ -33,7 +33,7 @@ class OptimizerRunner:
     ``optimizer.param_groups`` once per step and group.
 
     ``parameters`` maps the index that the program uses to the user's parameter and its layout;
-    ``rank`` is for errors.  ``trace_count`` counts how often the optimizer's Python has been traced.
+    ``rank`` is named in errors.  ``trace_count`` counts the traces of the optimizer's Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -122,7 +122,7 @@ class OptimizerRunner:
         for group in (self._groups or {}).values():
             group.values.update(group.changed)
         self._groups = None
-        self._live_optimizer()._opt_called = True  # type: ignore[attr-defined]
+        self._live_optimizer()._opt_called = True
 
     def _live_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
