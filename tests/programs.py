@@ -43,15 +43,12 @@ class Captured(CapturedStep):
     """A captured step and what capture saw as its inputs.  ``live`` keeps optimizers alive."""
 
     inputs: tuple[Any, ...] = ()
+    world_size: int = 1
     live: Any = None
 
     @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
-
-    @property
-    def world_size(self) -> int:
-        return self.table[0].world_size
 
 
 class _Stop(Exception):
@@ -105,7 +102,7 @@ def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
         raise AssertionError("the step was not compiled")
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [traced.optimizer_of(handle) for handle in captured.optimizers]
-    return Captured(**fields, inputs=inputs, live=live)
+    return Captured(**fields, inputs=inputs, world_size=world_size, live=live)
 
 
 def clone(captured: Captured, world_size: int | None = None) -> Captured:
@@ -115,11 +112,14 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
     results = graph.graph_copy(captured.graph, copies)
     graph.output(results)
     graph.output_node().meta = dict(captured.graph.output_node().meta)
-    table = captured.table
-    if world_size is not None:
-        infos = [dataclasses.replace(info, world_size=world_size) for info in table]
-        table = ParameterTable(tuple(infos))
-    return dataclasses.replace(captured, gm=fx.GraphModule(captured.gm, graph), table=table)
+    world_size = world_size or captured.world_size
+    infos = [dataclasses.replace(info, world_size=world_size) for info in captured.table]
+    return dataclasses.replace(
+        captured,
+        gm=fx.GraphModule(captured.gm, graph),
+        table=ParameterTable(tuple(infos)),
+        world_size=world_size,
+    )
 
 
 def keeping_result(captured: Captured, position: int) -> Captured:

@@ -223,13 +223,15 @@ def test_peak_is_of_gathers_alive_together():
     assert comm.traffic.gathered_bytes == 0
 
 
-def test_free_leaves_the_shard_of_a_world_of_one():
-    comm = Communicator(None)
-    shard = torch.ones(3)
+def test_a_world_of_one_gathers_without_a_copy_and_free_leaves_the_shard():
+    comm = Communicator.of(None)
+    shard = torch.arange(4.0)
     gathered = comm.wait(comm.all_gather_start(shard, 1))
+    assert gathered is not shard and gathered.data_ptr() == shard.data_ptr()
+    assert comm.traffic.gathered_bytes == 16
     comm.free(gathered)
-    assert gathered.untyped_storage().nbytes() == 0
-    assert_bitwise(shard, torch.ones(3))
+    assert comm.traffic.gathered_bytes == 0
+    assert torch.equal(shard, torch.arange(4.0))
 
 
 def loopback_bytes() -> int:

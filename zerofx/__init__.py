@@ -3,9 +3,13 @@
 The backend registers itself; importing this package is only needed for the functions below.
 """
 
-from zerofx.errors import GraphError, StepError
-from zerofx.explain import explain
-from zerofx.runtime.whole import full_params, unshard
+from zerofx.versions import check_torch_version
+
+check_torch_version()  # first: other versions lack names that the modules below import
+
+from zerofx.errors import GraphError, StepError  # noqa: E402
+from zerofx.explain import explain  # noqa: E402
+from zerofx.runtime.whole import full_params, unshard  # noqa: E402
 
 __all__ = ["GraphError", "StepError", "explain", "full_params", "unshard"]
 __version__ = "0.1.0"

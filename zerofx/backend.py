@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import types
 import weakref
@@ -15,17 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat, traced
+from zerofx import compat, ops, traced
+from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError
-from zerofx.graph import gradient_outputs, input_role, placeholders
 from zerofx.lower import lower
-from zerofx.options import Options, refuse_mode, resolve
+from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.runtime.agreement import Agreement, AgreementError
+from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.step import StepRuntime
@@ -76,21 +75,24 @@ class CompiledFunction:
         self._first_compilation()
         try:
             capture = StepCapture(gm, inputs, self.communicator.world_size, _owner_of_gradient)
-            return capture.lower(self._compile_captured)
-        except AgreementError:
-            raise
+            return capture.lower(self._run_passes)
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _run_passes(self, step: CapturedStep) -> Callable:
+        program = Program(self, step)
+        self.programs.append(program)
+        return program
 
     def _first_compilation(self) -> None:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
-        self.options = resolve(self.user_options, os.environ)
+        self.options = resolve(self.user_options)
         group = self.options.process_group
         if group is None:
-            group = default_group(os.environ)
+            group = default_group(environment())
         self.communicator = Communicator.of(group)
         self.code = compat.code_being_compiled()
         self.name = f"{self.code.co_name}{next(_function_numbers)}"
@@ -102,22 +104,25 @@ class CompiledFunction:
             traffic=self.communicator.traffic,
         )
 
-    def _compile_captured(self, step: CapturedStep) -> Callable:
-        program = Program(self, step)
-        self.programs.append(program)
-        return program.runtime
-
 
 class Program:
-    """One compiled graph: the passes' result, their reports, and what runs it."""
+    """One compiled graph: the passes' result, their reports, and what runs it.
+
+    The passes run while Dynamo compiles; the rest waits for the first call, when no compilation
+    is under way that optimizers would notice (``torch.compiler.is_compiling()``).
+    """
+
+    _boxed_call = True  # AOTAutograd then hands over its inputs in a list that may be emptied
 
     def __init__(self, function: CompiledFunction, step: CapturedStep):
         options, communicator = function.options, function.communicator
+        self.function = function
+        self.step = step
         self.gm, self.table = step.gm, step.table
+        self.optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
         ctx = PassContext(
             options, step.table, communicator.rank, communicator.world_size, step.num_backwards
         )
-        optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
         dump = None
         if options.dump is not None:
             name = f"{function.name}_{len(function.programs)}"
@@ -128,27 +133,54 @@ class Program:
         if dump:
             dump.write_summary(self.reports)
         self.schedule = schedule(self.gm, step.table, options.stage)
-        function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
-        self.runtime = StepRuntime(
-            communicator,
-            step.table,
-            options.stage,
-            [input_role(node) for node in placeholders(self.gm.graph)],
-            gradient_outputs(self.gm.graph),
-            optimizers,
-        )
-        with compat.real_tensors():
-            self.runtime.bind(step.tensors, step.buffers)
-            self.runtime.program = lower(self.gm, self.runtime.kernels(), options.lowering)
-        self.runtime._boxed_call = True
+        self.runtime: StepRuntime | None = None
+
+    def _make_ready(self) -> StepRuntime:
+        """Agree with the other ranks, take charge of the parameters, lower.
+
+        What can be refused is refused before the first of these: nothing has changed then.
+        """
+        options, communicator = self.function.options, self.function.communicator
+        try:
+            runtime = StepRuntime(
+                communicator,
+                self.gm.graph,
+                self.table,
+                self.step.tensors,
+                self.step.buffers,
+                options.stage,
+                _updates(self.gm),
+                self.optimizers,
+            )
+        except Exception as error:
+            self.function.agreement.fail(f"{type(error).__name__}: {error}")
+            raise
+        self.function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
+        runtime.bind()
+        runtime.program = lower(self.gm, runtime.kernels(), options.lowering)
         logger.info(
-            "stage %d on %d ranks: %d parameters, %d programs, %s",
+            "stage %d on %d ranks: %d parameters, %d collectives; %s",
             options.stage,
             communicator.world_size,
-            len(step.table),
-            len(function.programs) + 1,
-            ", ".join(f"{r.name} {dict(r.counts)}" for r in self.reports if not r.skipped),
+            len(self.table),
+            wire_bytes(self.gm, communicator.world_size).num_collectives,
+            ", ".join(report.name for report in self.reports if not report.skipped),
         )
+        return runtime
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self.runtime is None:
+            self.runtime = self._make_ready()
+        return self.runtime(inputs)
+
+
+def _updates(gm: fx.GraphModule) -> dict[int, list[int]]:
+    """Each optimizer's handle -> the parameters that the program updates with it."""
+    found: dict[int, list[int]] = {}
+    for node in gm.graph.nodes:
+        if node.target is ops.update:
+            found.setdefault(node.args[2], []).append(node.args[3])
+    return found
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:
@@ -163,7 +195,6 @@ class ZeroBackend:
     __name__ = "zero"
 
     def __init__(self) -> None:
-        compat.check_torch_version()
         compat.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()

@@ -109,6 +109,11 @@ def resolve(
     return Options(**values)
 
 
+def environment() -> Mapping[str, str]:
+    """The process's environment, for what is not an option: torchrun's variables."""
+    return os.environ
+
+
 def refuse_mode(mode: object) -> None:
     """Raise ValueError if ``torch.compile`` was given a ``mode``."""
     if mode is None:

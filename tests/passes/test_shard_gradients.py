@@ -230,7 +230,7 @@ def update_only(model, optimizer):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-        return model.weight.sum()
+        return model.weight.detach().sum()
 
     return step
 

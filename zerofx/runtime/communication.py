@@ -120,16 +120,16 @@ def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
 
 
 class LocalTransport:
-    """A world of one: no collective, but fresh memory, so that ``free`` hurts nobody."""
+    """A world of one: no collective and no copy, only a view of what was given."""
 
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        return Started(input.clone(memory_format=torch.contiguous_format))
+        return Started(input.contiguous().view(input.shape))
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        return Started(flat.clone())
+        return Started(flat.view(-1))
 
     def all_gather(self, shard: torch.Tensor) -> Started:
-        return Started(shard.clone())
+        return Started(shard.view(-1))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         return Started(tensor)
@@ -400,12 +400,13 @@ class Communicator:
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
-        """Release a gathered buffer's memory now, under every view of it."""
+        """Count a gathered buffer as released: the program drops its last reference here.
+
+        Resizing the storage instead would crash on any alias that an operator did not declare.
+        """
         if id(gathered) in self._in_flight:
             self.wait(gathered)
-        storage = gathered.untyped_storage()
-        self.traffic.gathered(-storage.nbytes())
-        storage.resize_(0)
+        self.traffic.gathered(-gathered.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
         """Overwrite ``tensor`` with that of one rank of the group; blocks.  For first calls."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
 
 from zerofx import ops
-from zerofx.graph import InputRole
+from zerofx.graph import gradient_outputs, input_role, placeholders
 from zerofx.plan import ParameterTable, shard_bounds
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
@@ -22,45 +23,59 @@ from zerofx.runtime.whole import attach_optimizer
 class StepRuntime:
     """Runs one lowered program for one compiled function.
 
-    ``roles`` has one entry per input of the program, ``gradient_outputs`` the positions of
-    results that become some ``p.grad``; ``optimizers`` maps handles to optimizers.
+    ``graph`` is the program after all passes, ``tensors`` the table's parameters; ``updates``
+    maps each optimizer's handle to the parameters that the program updates with it.
+
+    Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
     """
 
     def __init__(
         self,
         communicator: Communicator,
+        graph: fx.Graph,
         table: ParameterTable,
+        tensors: Sequence[nn.Parameter],
+        buffers: Sequence[torch.Tensor],
         stage: int,
-        roles: Sequence[InputRole],
-        gradient_outputs: dict[int, int],
-        optimizers: dict[int, torch.optim.Optimizer],
+        updates: Mapping[int, Sequence[int]],
+        optimizers: Mapping[int, torch.optim.Optimizer],
     ):
         self.communicator = communicator
         self.table = table
+        self.tensors = tensors
+        self.buffers = buffers
         self.stage = stage
         self.inputs = [
-            (position, role) for position, role in enumerate(roles) if role.parameter is not None
+            (position, input_role(node))
+            for position, node in enumerate(placeholders(graph))
+            if input_role(node).sharded
         ]
-        self.gradient_outputs = gradient_outputs if stage >= 2 else {}
+        self.gradient_outputs = gradient_outputs(graph) if stage >= 2 else {}
         self.optimizers = optimizers
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
-        self.runners: dict[int, OptimizerRunner] = {}
+        parameters = {info.index: (tensors[info.index], info) for info in table}
+        self.runners = {
+            handle: OptimizerRunner(
+                optimizer, parameters, rank=communicator.rank, sharded=stage > 0
+            )
+            for handle, optimizer in optimizers.items()
+        }
+        for handle, indices in updates.items():
+            self.runners[handle].prepare(indices)
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
 
-    def bind(self, tensors: Sequence[torch.nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
+    def bind(self) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
-        self._binding = (tensors, buffers)
         self.bound = REGISTRY.bind(
-            list(zip(tensors, self.table, strict=True)), buffers, self.communicator, self.stage
+            list(zip(self.tensors, self.table, strict=True)),
+            self.buffers,
+            self.communicator,
+            self.stage,
         )
-        parameters = {info.index: (tensors[info.index], info) for info in self.table}
-        for handle, optimizer in self.optimizers.items():
+        for optimizer in self.optimizers.values():
             attach_optimizer(optimizer)
-            self.runners[handle] = OptimizerRunner(
-                optimizer, parameters, rank=self.communicator.rank, sharded=self.stage > 0
-            )
 
     def kernels(self) -> dict[object, Callable]:
         """The function that runs each ``zerofx::`` operator of the program."""
@@ -79,12 +94,10 @@ class StepRuntime:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the program once on Dynamo's inputs; empties the list it is given."""
         if any(bound.retired for bound in self.bound):  # unsharded since: take charge again
-            self.bind(*self._binding)
+            self.bind()
         values = list(inputs)
         inputs.clear()
         for position, role in self.inputs:
-            if not role.sharded:
-                continue
             bound = self.bound[role.parameter]
             if role.kind == "parameter":
                 values[position] = bound.shard

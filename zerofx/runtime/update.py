@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,25 @@ class OptimizerRunner:
             group = _GroupOfStep(values)
             for parameter in values["params"]:
                 self._groups[id(parameter)] = group
+
+    def prepare(self, parameters: Iterable[int]) -> None:
+        """Trace the first update of these parameters without running it.
+
+        An optimizer that cannot be compiled is refused here, before anything has changed.
+        Parameters that have states already are left for their first run.
+
+        Raises: UpdateError if an update cannot be traced, or not run on shards.
+        """
+        optimizer = self._live_optimizer()
+        self.begin()
+        assert self._groups is not None
+        nothing = read_arguments({}, shard_shape=None, inputs=())
+        for parameter in parameters:
+            user_parameter, _ = self._parameters[parameter]
+            group = self._groups.get(id(user_parameter))
+            if group is not None and not optimizer.state.get(user_parameter):
+                self._find(optimizer, parameter, group, nothing)
+        self._groups = None
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
