@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Builder, program_order
+from zerofx.errors import StepError
+from zerofx.graph import Builder, placeholders, program_order
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.uniformity import check_updates_are_uniform
@@ -31,6 +32,12 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     ``accumulate="sharded"`` asks for each micro-batch.
     """
     check_updates_are_uniform(gm.graph, ctx.table)
+    if ctx.options.accumulate == "local" and placeholders(gm.graph, "gradient"):
+        raise StepError(
+            "accumulate='local' keeps unreduced gradients between calls, which this version does "
+            "not do: accumulate in a loop inside one step, where it is the default, or leave the "
+            "option out, and each call adds to the averaged gradient."
+        )
     merged = 0
     if ctx.options.accumulate != "sharded":
         merged = _average_sums_once(gm.graph)

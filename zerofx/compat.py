@@ -20,6 +20,7 @@ import torch._dynamo
 import torch._dynamo.callback
 import torch._dynamo.config
 import torch._dynamo.exc
+import torch._functorch.config
 import torch.fx.traceback
 import torch.utils.checkpoint
 from torch._dynamo.output_graph import OutputGraph
@@ -320,13 +321,25 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
     def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
         raise GraphError("AOTAutograd split the step in two: a result still wants a gradient.")
 
-    return aot_module_simplified(
-        gm,
-        inputs,
-        fw_compiler=compiler,
-        bw_compiler=no_backward_graph,
-        keep_inference_input_mutations=True,
-    )
+    with _own_recomputation():
+        return aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=compiler,
+            bw_compiler=no_backward_graph,
+            keep_inference_input_mutations=True,
+        )
+
+
+def _own_recomputation() -> contextlib.AbstractContextManager[None]:
+    """Keep AOTAutograd from honouring checkpoints itself, where it tries to (from 2.12).
+
+    Its pass takes attention without dropout for a random draw and refuses it.
+    """
+    config = torch._functorch.config
+    if not hasattr(config, "remat_using_tags_for_fwd_loss_bwd_graph"):
+        return contextlib.nullcontext()
+    return config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
 
 
 # A context in which new tensors are real although a compilation is under way.  For 2.11 to 2.15,
