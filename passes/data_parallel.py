@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import StepError
-from zerofx.graph import Builder, placeholders, program_order
+from zerofx.graph import Builder, placeholders
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.uniformity import check_updates_are_uniform
@@ -42,13 +42,12 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     if ctx.options.accumulate != "sharded":
         merged = _average_sums_once(gm.graph)
     pairs = _reduce_gradients(gm, ctx)
-    order = program_order(gm.graph)
     for start, _ in pairs:
         for cast in start.all_input_nodes:
             if cast.meta.get("zerofx") and cast.target is aten._to_copy.default:
-                hoist(cast, order)
-        hoist(start, program_order(gm.graph))
-    stagger_waits(gm.graph, pairs)
+                hoist(cast)
+        hoist(start)
+    stagger_waits(pairs)
     if ctx.options.stage == 0:
         _update_in_place(gm, ctx)
     return {"averaged": len(pairs), "sums averaged once": merged}

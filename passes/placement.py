@@ -6,28 +6,21 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from zerofx.graph import program_order
 
-
-def latest(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
-    return max(nodes, key=order.__getitem__)
-
-
-def stagger_waits(graph: fx.Graph, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     """Let each ``wait`` follow the next start: one transfer overlaps compute at a time.
 
     A started reduction keeps its whole input alive until its wait, so waits must not pile up
     at the end of backward.  ``pairs`` are (start, wait); a wait that is read before the next
     start is moved no later than its first reader.
     """
-    order = program_order(graph)
-    pairs = sorted(pairs, key=lambda pair: order[pair[0]])
+    pairs = sorted(pairs)
     for (start, wait), following in zip(pairs, [*pairs[1:], None]):
-        first_reader = min(wait.users, key=order.__getitem__, default=None)
+        first_reader = min(wait.users, default=None)
         anchor = first_reader
         if following is not None:
             candidate = following[0]
-            if anchor is None or order[candidate] < order[anchor]:
+            if anchor is None or candidate < anchor:
                 anchor = candidate
         if following is None and anchor is None:
             continue
@@ -38,12 +31,12 @@ def stagger_waits(graph: fx.Graph, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> 
         anchor.prepend(wait)
 
 
-def hoist(node: fx.Node, order: dict[fx.Node, int]) -> None:
+def hoist(node: fx.Node) -> None:
     """Move a node to just after the last of its operands."""
     operands = node.all_input_nodes
     if not operands:
         return
-    anchor = latest(operands, order)
+    anchor = max(operands)  # nodes compare by program order
     if anchor.op == "placeholder":
         return
     anchor.append(node)

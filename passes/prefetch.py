@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import program_order, role
+from zerofx.graph import role
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.placement import latest
 
 
 def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -27,7 +26,6 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     At most one gather is in flight ahead of the parameter in use.
     """
     moved = 0
-    order = program_order(gm.graph)
     waits = [
         node
         for node in gm.graph.nodes
@@ -39,11 +37,10 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         while role(chain[-1].args[0]) == "gather_cast":
             chain.append(chain[-1].args[0])
         source = chain[-1].args[0]
-        anchor = latest([previous, source], order) if source.op != "placeholder" else previous
-        if order[anchor] >= order[chain[-1]]:
+        anchor = max(previous, source)
+        if not anchor < chain[-1]:
             continue
         for node in chain:
             anchor.append(node)
         moved += 1
-        order = program_order(gm.graph)
     return {"prefetched": moved}

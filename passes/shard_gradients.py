@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import placeholders, program_order, role
+from zerofx.graph import placeholders, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.shard_optimizer import scatter_gradients
@@ -34,7 +34,7 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
     counts = propagation.run()
     pairs = _hoist_reductions(gm.graph)
-    stagger_waits(gm.graph, pairs)
+    stagger_waits(pairs)
     return {"reduce-scatters": len(pairs), **counts}
 
 
@@ -49,6 +49,6 @@ def _hoist_reductions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         while role(chain[-1].args[0]) in ("flatten", "reduce_cast"):
             chain.append(chain[-1].args[0])
         for node in reversed(chain):
-            hoist(node, program_order(graph))
+            hoist(node)
         pairs.append((start, wait))
     return pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Builder, program_order, role
+from zerofx.graph import role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.gathers import flatten
 from zerofx.passes.placement import stagger_waits
@@ -41,7 +41,7 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     propagation = ShardPropagation(gm, ctx, "shard_optimizer")
     pairs = scatter_gradients(propagation, ctx, updated)
     counts = propagation.run()
-    stagger_waits(gm.graph, pairs)
+    stagger_waits(pairs)
     return {"reduce-scatters": len(pairs), **counts}
 
 
@@ -53,7 +53,6 @@ def scatter_gradients(
     Returns the new (start, wait) pairs, standing where the averaged gradient is first read.
     """
     graph, builder = propagation.graph, propagation.builder
-    order = program_order(graph)
     pairs = []
     for wait in [node for node in graph.nodes if node.target is ops.wait]:
         whole = wait.args[0]
@@ -63,7 +62,7 @@ def scatter_gradients(
         if info.index not in parameters or not wait.users:
             continue
         origin = {"parameter": info.index, "like": whole}
-        with graph.inserting_before(min(wait.users, key=order.__getitem__)):
+        with graph.inserting_before(min(wait.users)):
             flat = flatten(builder, whole.args[0], info, **origin)
             start = builder.call(
                 ops.reduce_scatter_start,

@@ -22,7 +22,6 @@ from zerofx.graph import (
     gradient_outputs,
     input_role,
     mutated_inputs,
-    program_order,
     set_input_role,
     source_line,
 )
@@ -112,11 +111,8 @@ class ShardPropagation:
         self.counts["collectives for norms"] = self.pending.collectives
         self.counts["gathers"] = insert_gathers(self.builder, self.sources, self.ctx)
         kept = {source.node for source in self.sources}
-        order = program_order(self.graph)
         stale = sorted(
-            (node for node in self.values if node not in kept and not node._erased),
-            key=order.__getitem__,
-            reverse=True,
+            (node for node in self.values if node not in kept and not node._erased), reverse=True
         )
         erase_unused(self.graph, [*stale, *(s.node for s in self.sources)])
         return self.counts

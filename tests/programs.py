@@ -216,9 +216,9 @@ def evaluation() -> Captured:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
 
-    @torch.no_grad()
     def evaluate(x):
-        return model(x).sum()
+        with torch.no_grad():
+            return model(x).sum()
 
     return capture(evaluate, torch.randn(2, 5), world_size=2)
 
