@@ -23,10 +23,9 @@ from corpus import (
     source_files,
     split_files,
 )
-from train_gpt import (
+from loop import (
     Launch,
-    add_run_arguments,
-    compiled,
+    argument_parser,
     report_memory,
     resident_peak_bytes,
     save_loss_curve,
@@ -72,10 +71,7 @@ def accuracy(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_run_arguments(parser, steps=300, batch=48, lr=1e-3)
+    parser = argument_parser(__doc__, steps=300, batch=48, lr=1e-3)
     parser.add_argument("--length", type=int, default=64, help="bytes of a line that are read")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
@@ -86,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     baseline_bytes = resident_peak_bytes()
     arguments = parse_arguments()
-    launch = Launch.from_environment(arguments.device, arguments.backend)
+    launch = Launch.from_arguments(arguments)
     # Ranks draw different dropout masks.  Their parameters differ too, until the first
     # call makes all equal to rank 0's.
     torch.manual_seed(arguments.seed + launch.rank)
@@ -108,7 +104,7 @@ def main() -> int:
     num_parameters = sum(p.numel() for p in model.parameters())
     launch.log(
         f"{num_parameters / 1e6:.2f}M parameters, {arguments.batch} lines per step over "
-        f"{launch.world_size} rank(s) on {launch.device.type}, backend {arguments.backend}"
+        f"{launch.world_size} rank(s) on {launch.device.type}, backend {launch.backend}"
     )
 
     def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -130,8 +126,8 @@ def main() -> int:
     )
     evaluation = [on_device(next(held_out)) for _ in range(EVALUATION_BATCHES)]
 
-    compiled_step = compiled(training_step, arguments.backend, arguments.stage)
-    compiled_predict = compiled(predicted_labels, arguments.backend, arguments.stage)
+    compiled_step = torch.compile(training_step, **launch.compile_arguments)
+    compiled_predict = torch.compile(predicted_labels, **launch.compile_arguments)
 
     def predict(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compiled_predict(model, batch, arguments.bf16)
@@ -152,16 +148,15 @@ def main() -> int:
         tokens_per_step=arguments.batch * arguments.length,
         launch=launch,
     )
-    report_memory(launch, baseline_bytes)
+    report_memory(launch, model, optimizer, compiled_step, baseline_bytes=baseline_bytes)
     # Before the collectives below: torchrun ends all ranks when one of them exits with 1.
-    if launch.rank == 0:
-        save_loss_curve(losses, arguments.out / "finetune_bert.png", "BERT on lines of Python")
+    curve = arguments.out / "finetune_bert.png"
+    save_loss_curve(losses, curve, "BERT on lines of Python", launch)
 
     model.eval()
     after, by_label = accuracy(predict, evaluation)
     each = ", ".join(f"{name} {a:.1%}" for name, a in zip(LABELS, by_label, strict=True))
     launch.log(f"accuracy after training {after:.1%} ({each})")
-    launch.log(f"loss curve: {arguments.out / 'finetune_bert.png'}")
     if after >= arguments.target_accuracy:
         return 0
     launch.log(

@@ -14,13 +14,11 @@ import sys
 
 import torch
 from corpus import read_bytes, source_files, split_files, text_batches
-from train_gpt import (
-    VALIDATION_BATCHES,
-    VOCABULARY,
+from loop import (
     Launch,
-    add_run_arguments,
-    compiled,
+    argument_parser,
     exit_status,
+    mean_loss,
     report_memory,
     resident_peak_bytes,
     save_loss_curve,
@@ -28,6 +26,8 @@ from train_gpt import (
     warmup_cosine,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 256
 
 
 def training_step(model, optimizer, ids, accumulate, bf16):
@@ -49,10 +49,7 @@ def validation_loss(model, ids, bf16):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_run_arguments(parser, steps=200, batch=16, lr=1.5e-3)
+    parser = argument_parser(__doc__, steps=200, batch=16, lr=1.5e-3)
     parser.set_defaults(bf16=True)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per row")
@@ -65,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     baseline_bytes = resident_peak_bytes()
     arguments = parse_arguments()
-    launch = Launch.from_environment(arguments.device, arguments.backend)
+    launch = Launch.from_arguments(arguments)
     torch.manual_seed(arguments.seed)
     if arguments.batch % (arguments.accumulate * launch.world_size):
         sys.exit(
@@ -100,7 +97,7 @@ def main() -> int:
     launch.log(
         f"{num_parameters / 1e6:.2f}M parameters, {arguments.batch} x {arguments.seq} bytes per "
         f"step in {arguments.accumulate} micro-batches over {launch.world_size} rank(s) on "
-        f"{launch.device.type}, backend {arguments.backend}"
+        f"{launch.device.type}, backend {launch.backend}"
     )
 
     batches = text_batches(
@@ -111,7 +108,7 @@ def main() -> int:
         world_size=launch.world_size,
         seed=arguments.seed,
     )
-    compiled_step = compiled(training_step, arguments.backend, arguments.stage)
+    compiled_step = torch.compile(training_step, **launch.compile_arguments)
 
     def step() -> torch.Tensor:
         ids = next(batches).to(launch.device)
@@ -125,19 +122,17 @@ def main() -> int:
         tokens_per_step=arguments.batch * arguments.seq,
         launch=launch,
     )
-    report_memory(launch, baseline_bytes)
+    report_memory(launch, model, optimizer, compiled_step, baseline_bytes=baseline_bytes)
     # Before the collectives below: torchrun ends all ranks when one of them exits with 1.
-    if launch.rank == 0:
-        save_loss_curve(losses, arguments.out / "train_llama.png", "Llama on the standard library")
+    curve = arguments.out / "train_llama.png"
+    save_loss_curve(losses, curve, "Llama on the standard library", launch)
 
-    evaluate = compiled(validation_loss, arguments.backend, arguments.stage)
-    held_out = text_batches(read_bytes(validation_files), batch=16, seq=arguments.seq, seed=1)
-    validation = [
-        evaluate(model, next(held_out).to(launch.device), arguments.bf16).item()
-        for _ in range(VALIDATION_BATCHES)
-    ]
-    launch.log(f"validation loss {sum(validation) / len(validation):.3f} nats per byte")
-    launch.log(f"loss curve: {arguments.out / 'train_llama.png'}")
+    evaluate = torch.compile(validation_loss, **launch.compile_arguments)
+    validation = mean_loss(
+        lambda ids: evaluate(model, ids.to(launch.device), arguments.bf16),
+        text_batches(read_bytes(validation_files), batch=16, seq=arguments.seq, seed=1),
+    )
+    launch.log(f"validation loss {validation:.3f} nats per byte")
     return exit_status(losses, arguments.target_loss, launch)
 
 

@@ -92,7 +92,11 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
         with gm.graph.inserting_before(node):
             if reduce_dtype != dtype:
                 gradient = builder.call(
-                    aten._to_copy.default, gradient, dtype=reduce_dtype, role="reduce_cast", **origin
+                    aten._to_copy.default,
+                    gradient,
+                    dtype=reduce_dtype,
+                    role="reduce_cast",
+                    **origin,
                 )
             start = builder.call(
                 ops.all_reduce_start, gradient, "mean", role="reduce_gradient", **origin
@@ -115,7 +119,7 @@ def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
     for step in [node for node in gm.graph.nodes if node.target is ops.optimizer_step]:
         parameters, gradients, optimizer, found_inf, indices = step.args
         results = {user.args[1]: user for user in step.users if user.target is operator.getitem}
-        for position, (parameter, gradient) in enumerate(zip(parameters, gradients)):
+        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             index = indices[position]
             with gm.graph.inserting_before(step):
                 updated = builder.call(

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Builder, aliases, is_backward, last_use, program_order
+from zerofx.graph import Builder, aliases, is_backward, last_use, parameter_of, program_order
 from zerofx.passes.base import PassContext
 from zerofx.plan import ParameterInfo
 
@@ -148,7 +148,7 @@ def insert_gathers(builder: Builder, sources: list[GatherSource], ctx: PassConte
                 ops.free,
                 wait,
                 role="free",
-                parameter=wait.meta["zerofx"].parameter,
+                parameter=parameter_of(wait),
                 like=last,
             )
     return len(gathered)

@@ -50,8 +50,8 @@ def run_pipeline(
         missing = step.requires - facts
         if missing:
             raise GraphError(
-                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it "
-                "provides: the pipeline's order is wrong."
+                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before "
+                "it provides: the pipeline's order is wrong."
             )
         started = time.perf_counter()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import fx
@@ -15,20 +16,11 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     start is moved no later than its first reader.
     """
     pairs = sorted(pairs)
-    for (start, wait), following in zip(pairs, [*pairs[1:], None]):
-        first_reader = min(wait.users, default=None)
-        anchor = first_reader
-        if following is not None:
-            candidate = following[0]
-            if anchor is None or candidate < anchor:
-                anchor = candidate
-        if following is None and anchor is None:
-            continue
-        if following is None:
-            # Nothing else to overlap with: release the input as soon as it has been sent.
-            start.append(wait)
-            continue
-        anchor.prepend(wait)
+    for (_, wait), (following, _) in itertools.pairwise(pairs):
+        min([following, *wait.users]).prepend(wait)  # nodes compare by program order
+    if pairs:
+        start, wait = pairs[-1]
+        start.append(wait)  # nothing left to overlap with
 
 
 def hoist(node: fx.Node) -> None:
@@ -36,7 +28,7 @@ def hoist(node: fx.Node) -> None:
     operands = node.all_input_nodes
     if not operands:
         return
-    anchor = max(operands)  # nodes compare by program order
+    anchor = max(operands)
     if anchor.op == "placeholder":
         return
     anchor.append(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import fx
 
 from zerofx import ops
@@ -31,7 +33,7 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         for node in gm.graph.nodes
         if node.target is ops.wait and node.args[0].target is ops.all_gather_start
     ]
-    for previous, wait in zip(waits, waits[1:]):
+    for previous, wait in itertools.pairwise(waits):
         start = wait.args[0]
         chain = [start]
         while role(chain[-1].args[0]) == "gather_cast":

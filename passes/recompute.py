@@ -52,7 +52,7 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
                     current,
                     lambda source: repeated.get(source, source),
                     role="recompute",
-                    parameter=None,
+                    parameter=-1,
                 )
             duplicate.meta["autograd_backward"] = True
             repeated[current] = duplicate

@@ -176,7 +176,7 @@ class PendingReductions:
         for (reduction, _), nodes in groups.items():
             with self.builder.graph.inserting_before(reader):
                 totals = self._reduce(reduction, nodes)
-                for node, total in zip(nodes, totals):
+                for node, total in zip(nodes, totals, strict=True):
                     result = self.waiting[node][0].finish(self.builder, node, total)
                     node.replace_all_uses_with(result)
             self.collectives += 1

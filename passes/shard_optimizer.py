@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import role
+from zerofx.graph import parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.gathers import flatten
 from zerofx.passes.placement import stagger_waits
@@ -58,7 +58,7 @@ def scatter_gradients(
         whole = wait.args[0]
         if whole.target is not ops.all_reduce_start or role(whole) != "reduce_gradient":
             continue
-        info = ctx.table[whole.meta["zerofx"].parameter]
+        info = ctx.table[parameter_of(whole)]
         if info.index not in parameters or not wait.users:
             continue
         origin = {"parameter": info.index, "like": whole}

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import input_role, placeholders, provenance, role
+from zerofx.graph import input_role, parameter_of, placeholders, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.sharding import ShardPropagation
 
@@ -43,7 +43,7 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
                 cast_to=cast.meta["val"].dtype,
             )
     for whole, shard in gathered:
-        propagation.add_source(whole, provenance(whole).parameter, shard, regather=True)
+        propagation.add_source(whole, parameter_of(whole), shard, regather=True)
     return {"sharded parameters": len(placeholders(gm.graph, "parameter")), **propagation.run()}
 
 

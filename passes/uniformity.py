@@ -47,7 +47,7 @@ def check_updates_are_uniform(graph: fx.Graph, table: ParameterTable) -> None:
             _, gradients, _, found_inf, indices = node.args
             if found_inf in varying:
                 _refuse("found_inf", found_inf)
-            for index, gradient in zip(indices, gradients):
+            for index, gradient in zip(indices, gradients, strict=True):
                 if gradient in varying:
                     _refuse(f"the gradient of {table[index].name!r}", gradient)
         elif node.target is aten.copy_.default and node.args[0].op == "placeholder":

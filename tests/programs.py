@@ -131,9 +131,7 @@ def keeping_result(captured: Captured, position: int) -> Captured:
     return result
 
 
-def context_of(
-    captured: Captured, rank: int = 0, stage: int = 3, **options: object
-) -> PassContext:
+def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
     """The facts that a pass is given."""
     return PassContext(
         resolve({"stage": stage, **options}, {}),
@@ -260,7 +258,7 @@ def listing(captured: Captured) -> str:
         if node.op == "placeholder":
             role = input_role(node)
             what = "shard of " if role.sharded else ""
-            if role.parameter is None:
+            if role.parameter < 0:
                 name = give_name(node, "input" if role.kind == "other" else role.kind)
             else:
                 of = captured.table[role.parameter].name.replace(".", "_")
@@ -437,7 +435,7 @@ class _Machine:
     def _own_optimizers(self) -> dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter]]]:
         """A copy of every optimizer, over parameters that take any shape."""
         stand_ins = [nn.Parameter(torch.zeros(0)) for _ in self.captured.tensors]
-        replaced = {id(p): stand_in for p, stand_in in zip(self.captured.tensors, stand_ins)}
+        replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
         return {
             handle: (copy.deepcopy(traced.optimizer_of(handle), dict(replaced)), stand_ins)
             for handle in self._handles()
@@ -459,7 +457,11 @@ class _Machine:
             for rank, value in enumerate(values):
                 self.memory[rank][node] = value.clone() if role.sharded else value
         for node in self.captured.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "get_attr":
+                constant = getattr(self.captured.gm, node.target)
+                for rank in self.ranks:
+                    self.memory[rank][node] = constant.clone()
+            elif node.op == "call_function":
                 for rank, value in enumerate(self._call(node)):
                     self.memory[rank][node] = value
         return self._harvest(entries)

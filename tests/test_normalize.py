@@ -231,7 +231,9 @@ def test_leaves_other_programs_alone():
     def function(x, w):
         return torch.relu(x @ w.t()).sum()
 
-    gm = trace(function, torch.randn(2, 3), torch.randn(4, 3), roles=[InputRole("other"), PARAMETER])
+    gm = trace(
+        function, torch.randn(2, 3), torch.randn(4, 3), roles=[InputRole("other"), PARAMETER]
+    )
     before = gm.code
     normalize(gm)
     assert gm.code == before

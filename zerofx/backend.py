@@ -115,8 +115,10 @@ class Program:
     _boxed_call = True  # AOTAutograd then hands over its inputs in a list that may be emptied
 
     def __init__(self, function: CompiledFunction, step: CapturedStep):
+        assert function.options is not None, "the environment is read before anything compiles"
         options, communicator = function.options, function.communicator
         self.function = function
+        self.options = options
         self.step = step
         self.gm, self.table = step.gm, step.table
         self.optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
@@ -140,7 +142,7 @@ class Program:
 
         What can be refused is refused before the first of these: nothing has changed then.
         """
-        options, communicator = self.function.options, self.function.communicator
+        options, communicator = self.options, self.function.communicator
         try:
             runtime = StepRuntime(
                 communicator,

@@ -87,7 +87,7 @@ class StepCapture:
 
         sources = [compat.source_name(node) for node in self.placeholders]
         roles = []
-        for source, value in zip(sources, self.inputs):
+        for source, value in zip(sources, self.inputs, strict=True):
             owner = None
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 owner = owners.get(id(value)) or find_parameter(value)
@@ -103,11 +103,11 @@ class StepCapture:
         self.tensors = tuple(tensors)
         self.table = ParameterTable(tuple(infos))
         self.buffers = tuple(
-            value for role, value in zip(roles, self.inputs) if role.kind == "buffer"
+            value for role, value in zip(roles, self.inputs, strict=True) if role.kind == "buffer"
         )
         self.index_of_input = {
             node: role.parameter
-            for node, role in zip(self.placeholders, roles)
+            for node, role in zip(self.placeholders, roles, strict=True)
             if role.kind == "parameter"
         }
 
@@ -123,7 +123,7 @@ class StepCapture:
                 "parameters of a step must be on one device. Move the model with "
                 f"model.to({str(first)!r}) before building the optimizer."
             )
-        for info, parameter in zip(self.table, self.tensors):
+        for info, parameter in zip(self.table, self.tensors, strict=True):
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise StepError(
                     f"parameter {info.name!r} has gradient hooks, which would not run inside the "
@@ -209,7 +209,7 @@ class StepCapture:
                 with graph.inserting_after(item):
                     marker = graph.call_function(ops.gradient, (item, parameter))
                 marker.meta = dict(item.meta)
-                item.replace_all_uses_with(marker, lambda user: user is not marker)
+                item.replace_all_uses_with(marker, lambda user, marker=marker: user is not marker)
 
     def _find_gradient_outputs(self) -> dict[int, int]:
         """Which results Dynamo stores as some parameter's ``.grad``."""
@@ -218,8 +218,8 @@ class StepCapture:
         (results,) = self.gm.graph.output_node().args
         found = {}
         for position, result in enumerate(results):
-            owner = slots.get(getattr(result, "name", None))
-            if owner in index_of:
+            owner = slots.get(result.name) if isinstance(result, fx.Node) else None
+            if owner is not None and owner in index_of:
                 found[position] = index_of[owner]
         return found
 
@@ -229,9 +229,10 @@ class StepCapture:
         def on_aten(gm: fx.GraphModule, _fake_inputs) -> Callable:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
             constants = len(nodes) - len(self.roles)
-            for node, role in zip(nodes, (InputRole("other"),) * constants + self.roles):
+            all_roles = (InputRole("other"),) * constants + self.roles
+            for node, role in zip(nodes, all_roles, strict=True):
                 set_input_role(node, role)
-                if role.parameter is not None:
+                if role.parameter >= 0:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             gm.graph.output_node().meta["zerofx_gradients"] = self.gradient_outputs
             compat.tag_backward_nodes(gm)
@@ -298,10 +299,10 @@ def _describe(index: int, name: str, parameter: nn.Parameter, world_size: int) -
             "Store the real view, torch.view_as_real(p), and make it complex in forward."
         )
     try:
-        info.storage_order
+        _ = info.storage_order
     except ValueError as error:
         raise StepError(
-            f"parameter {name!r}: {error}. Give it memory of its own with p.data = p.data.contiguous()."
+            f"parameter {name!r}: {error}. Give it memory of its own: p.data = p.data.contiguous()."
         ) from None
     return info
 

@@ -50,7 +50,7 @@ class ProgramDump:
         for node in gm.graph.nodes:
             origin = provenance(node)
             if origin is not None:
-                what = "" if origin.parameter is None else f" {self.table[origin.parameter].name}"
+                what = "" if origin.parameter < 0 else f" {self.table[origin.parameter].name}"
                 node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by})"
         return gm.print_readable(print_output=False, include_device=True) + self._origins(gm)
 

@@ -36,7 +36,7 @@ def explain(step: Callable) -> str:
 
 def _describe(function: CompiledFunction, number: int, program: Program) -> str:
     ranks = function.communicator.world_size
-    stage = function.options.stage
+    stage = program.options.stage
     title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)

@@ -26,11 +26,11 @@ class Provenance:
     """Why a node that the user did not write is there.
 
     ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
-    it does it for (None for several), ``inserted_by`` the pass.
+    it does it for (-1 for several), ``inserted_by`` the pass.
     """
 
     role: str
-    parameter: int | None
+    parameter: int
     inserted_by: str
 
 
@@ -38,11 +38,12 @@ class Provenance:
 class InputRole:
     """What an input of a program is: ``parameter``, ``gradient``, ``buffer`` or ``other``.
 
-    ``sharded`` says that the program receives this rank's flat shard of it.
+    ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
+    other kinds.  ``sharded`` says that the program receives this rank's flat shard of it.
     """
 
     kind: str
-    parameter: int | None = None
+    parameter: int = -1
     sharded: bool = False
 
 
@@ -67,6 +68,12 @@ def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
 
 def provenance(node: fx.Node) -> Provenance | None:
     return node.meta.get("zerofx")
+
+
+def parameter_of(node: fx.Node) -> int:
+    """Index of the parameter that an inserted node is for; -1 for several, or none."""
+    origin = provenance(node)
+    return origin.parameter if origin else -1
 
 
 def role(node: fx.Node) -> str | None:
@@ -96,7 +103,7 @@ class Builder:
         target: Callable,
         *args: Any,
         role: str,
-        parameter: int | None = None,
+        parameter: int = -1,
         like: fx.Node | None = None,
         **kwargs: Any,
     ) -> fx.Node:
@@ -114,10 +121,10 @@ class Builder:
         self.refresh(node)
         return node
 
-    def _name(self, target: Callable, role: str, parameter: int | None) -> str:
+    def _name(self, target: Callable, role: str, parameter: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
         stem = f"{role}_start" if target in ops.STARTS else role
-        if parameter is None or self.table is None:
+        if parameter < 0 or self.table is None:
             return stem
         return f"{stem}_{self.table[parameter].name}"
 
@@ -148,7 +155,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = []
+    found: list[fx.Node] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None:
             continue
@@ -161,7 +168,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node writes to."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = []
+    found: list[fx.Node] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -110,7 +110,8 @@ def _call_region(
     outputs = [
         node
         for node in nodes
-        if any(user not in inside for user in node.users) and not isinstance(node.meta["val"], (tuple, list))
+        if any(user not in inside for user in node.users)
+        and not isinstance(node.meta["val"], (tuple, list))
     ]
     body = fx.Graph()
     local = {}

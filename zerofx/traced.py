@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _update(optimizer, found_inf=None):
     gradients = [parameter.grad for parameter in parameters]
     with torch.no_grad():
         updated = ops.optimizer_step(parameters, gradients, handle_of(optimizer), found_inf)
-        for parameter, value in zip(parameters, updated):
+        for parameter, value in zip(parameters, updated, strict=True):
             parameter.copy_(value)
 
 
@@ -172,7 +173,7 @@ def update(self, new_scale=None):
     self._zerofx_found_inf = {}
 
 
-SUBSTITUTES = {
+SUBSTITUTES: dict[type, dict[str, Callable[..., Any]]] = {
     torch.optim.Optimizer: {"step": step, "zero_grad": zero_grad},
     torch.amp.GradScaler: {
         "scale": scale,

@@ -67,8 +67,8 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
             if len(waits) != 1 or len(node.users) != 1:
                 raise _broken(
                     node,
-                    f"a started collective has {len(waits)} waits and {len(node.users)} readers; it "
-                    "must have exactly one wait and no other reader.",
+                    f"a started collective has {len(waits)} waits and {len(node.users)} readers; "
+                    "it must have exactly one wait and no other reader.",
                 )
         elif node.target is ops.wait and node.args[0].target not in ops.STARTS:
             raise _broken(node, "waits for something that was never started.")

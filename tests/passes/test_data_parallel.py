@@ -302,7 +302,9 @@ VARYING = {
 @pytest.mark.parametrize("factor", VARYING.values(), ids=VARYING)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_refuses_an_update_computed_from_the_ranks_own_values(factor, stage):
-    with pytest.raises(StepError, match="the gradient of 'w' is computed from values that differ") as e:
+    with pytest.raises(
+        StepError, match="the gradient of 'w' is computed from values that differ"
+    ) as e:
         averaged(scaled_step(factor), stage=stage)
     assert "w.grad.mul_(factor(w, x, loss))" in str(e.value), "it does not show the user's line"
     assert "in pass 'data_parallel' of zerofx" in e.value.__notes__

@@ -39,7 +39,8 @@ def casts_of(captured):
     return [
         node
         for node in nodes_of(captured, aten._to_copy.default)
-        if node.args[0].op == "placeholder" and node.args[0].meta["zerofx_input"].kind == "parameter"
+        if node.args[0].op == "placeholder"
+        and node.args[0].meta["zerofx_input"].kind == "parameter"
     ]
 
 
@@ -115,8 +116,9 @@ def test_a_wider_cast_stays_behind_the_gather():
 
 def test_a_cast_that_changes_the_layout_is_not_hoisted():
     captured = casting_step(
-        lambda x, w: x.bfloat16()
-        @ w[None, None].to(torch.bfloat16, memory_format=torch.channels_last)[0, 0]
+        lambda x, w: (
+            x.bfloat16() @ w[None, None].to(torch.bfloat16, memory_format=torch.channels_last)[0, 0]
+        )
     )
     program = rewritten(captured)
     assert_same_numerics(execute(captured), execute(program))

@@ -1,5 +1,7 @@
 """prefetch: each gather is in flight while the one before it is used, and only one of them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,8 +127,7 @@ def test_at_most_one_gather_is_in_flight_ahead_of_the_one_in_use(stage):
 def test_every_gather_but_the_first_overlaps_with_what_stands_before_its_wait():
     program = rewritten(mlp_step(4))
     order = program_order(program.graph)
-    pairs = gathers(program)
-    for (_, previous), (start, wait) in zip(pairs, pairs[1:]):
+    for (_, previous), (start, wait) in pairwise(gathers(program)):
         assert order[start] == order[previous] + 1
         assert order[wait] > order[start] + 1
 
@@ -136,7 +137,9 @@ def test_a_gather_of_backward_starts_in_forward_if_it_comes_next():
     program = rewritten(mlp_step(3))
     order = program_order(program.graph)
     (forward, backward) = [
-        start for start, _ in gathers(program) if program.table[start.meta["zerofx"].parameter].name == "2.weight"
+        start
+        for start, _ in gathers(program)
+        if program.table[start.meta["zerofx"].parameter].name == "2.weight"
     ]
     (wait,) = backward.users
     assert order[forward] < order[backward] < order[nodes_of(program, aten.mean.default)[0]]
@@ -178,7 +181,7 @@ def test_a_gather_of_an_updated_value_stays_behind_the_update():
 
 def test_a_cast_moves_with_its_gather():
     program = rewritten(autocast_step())
-    for (_, previous), (start, _) in zip(gathers(program), gathers(program)[1:]):
+    for (_, previous), (start, _) in pairwise(gathers(program)):
         assert start.args[0].target is aten._to_copy.default
         assert start.prev is start.args[0]
         assert start.args[0].prev is previous
@@ -188,7 +191,7 @@ def test_at_stage_1_the_next_parameter_is_gathered_while_one_is_written():
     program = rewritten(mlp_step(2), stage=1)
     order = program_order(program.graph)
     writes = nodes_of(program, aten.copy_.default)
-    for write, (start, wait) in zip(writes, gathers(program)[1:]):
+    for write, (start, wait) in zip(writes, gathers(program)[1:], strict=False):
         assert order[start] < order[write] < order[wait]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -318,7 +319,9 @@ def test_frees_after_the_last_alias_use(forward):
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_views_of_a_padded_weight_are_rebuilt(world_size):
     captured = clone(
-        training_step(parameter(5, 7), forward=lambda x, w: torch.tanh(x @ w[:, 2:].t()), shape=(4, 5)),
+        training_step(
+            parameter(5, 7), forward=lambda x, w: torch.tanh(x @ w[:, 2:].t()), shape=(4, 5)
+        ),
         world_size,
     )
     assert captured.table[0].padded_numel > captured.table[0].numel
@@ -653,7 +656,7 @@ def test_averaged_weights_follow_on_shards():
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters()):
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
 
     captured = capture(step, torch.randn(4, 6), world_size=2)
@@ -662,7 +665,8 @@ def test_averaged_weights_follow_on_shards():
     assert_same_numerics(execute(captured), execute(program))
 
 
-def test_weights_clamped_after_the_update_stay_on_shards():
+@functools.cache
+def clamping_step():
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -672,12 +676,55 @@ def test_weights_clamped_after_the_update_stay_on_shards():
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            model.weight.clamp_(-0.1, 0.1)
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
 
-    captured = capture(step, torch.randn(4, 6), world_size=2)
-    program = sharded(captured)
-    assert len(gathers_of(program, "weight")) == 1
-    assert_same_numerics(execute(captured), execute(program))
+    return capture(step, torch.randn(4, 6), world_size=2)
+
+
+@functools.cache
+def normalizing_step():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        with torch.no_grad():
+            model.weight.div_(model.weight.norm(dim=1, keepdim=True))
+            model.bias.copy_(model.weight[0, :3])
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(4, 6), world_size=2)
+
+
+@functools.cache
+def zeroing_step():
+    torch.manual_seed(0)
+    model = nn.Embedding(7, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(tokens):
+        model(tokens).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.weight[0].zero_()
+
+    return capture(step, torch.arange(6), world_size=2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("step", [clamping_step, normalizing_step, zeroing_step])
+def test_a_parameter_may_be_written_before_and_after_its_update(step, stage):
+    captured = step()
+    program = rewritten(captured, stage=stage)
+    assert_same_numerics(execute(captured), execute(program), bitwise=False)
+
+
+def test_weights_clamped_after_the_update_stay_on_shards():
+    assert len(gathers_of(sharded(clamping_step()), "weight")) == 1
 
 
 def test_a_parameter_overwritten_by_a_view_of_another_is_refused_or_right():
@@ -721,12 +768,11 @@ def gather_units(captured):
         captured.table[start.meta["zerofx"].parameter].name.rpartition(".")[0]
         for start in nodes_of(rewritten(captured, prefetch=False), ops.all_gather_start)
     ]
-    return [sizes[name] for name, before in zip(names, [None, *names]) if name != before]
+    return [sizes[name] for before, name in pairwise([None, *names]) if name != before]
 
 
 def largest_two_consecutive(captured):
-    units = gather_units(captured)
-    return max(a + b for a, b in zip(units, units[1:]))
+    return max(a + b for a, b in pairwise(gather_units(captured)))
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}], ids=["prefetch", "no prefetch"])

@@ -103,6 +103,7 @@ class StepRuntime:
                 values[position] = bound.shard
             else:
                 values[position] = REGISTRY.gradient_shard(bound, values[position])
+        assert self.program is not None, "lowered before it is first called"
         try:
             with torch.no_grad():
                 results = list(self.program(*values))

@@ -1,0 +1,808 @@
+"""What cannot be compiled gets an error that says what, why and what to do; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.exc import Unsupported
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests import models
+from tests.models import Mlp, squared_loss
+from tests.ranks import ranks_fixture  # noqa: F401
+from zerofx import backend, compat
+from zerofx.errors import GraphError, StepError
+from zerofx.runtime.agreement import AgreementError
+from zerofx.runtime.guarded import ShardedParameter
+from zerofx.runtime.whole import full_params, unshard
+
+BATCH = models.features(0, 4)
+SHARDED = "keeps only this rank's shard"
+GRAPH_BREAK = "zerofx compiles the whole step"
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+def zero(step, stage: int = 3, **options):
+    return torch.compile(step, backend="zero", options={"stage": stage, **options})
+
+
+def good_step(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def words(error: BaseException) -> str:
+    """What the user reads: the message and its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters() if not p.is_meta]
+
+
+def assert_untouched(model, optimizer, before: list[torch.Tensor]) -> None:
+    assert not any(isinstance(p, ShardedParameter) for p in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(values(model), before, strict=True))
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Steps that are refused when they are compiled.
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A bad step, and what its error says; ``{line}`` is the file and line of ``# here``."""
+
+    step: Callable
+    says: tuple[str, ...]
+    error: type[Exception] = StepError
+    make_model: Callable[[], nn.Module] = Mlp
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    inputs: tuple = BATCH
+    trains_eagerly: bool = True
+    """Whether the model and the optimizer are fit for an ordinary eager step."""
+
+
+def prints(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    print("loss", loss)  # here
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def reads_a_value(model, optimizer, x, y):
+    loss = good_step(model, optimizer, x, y)
+    return loss.item()  # here
+
+
+def branches_on_a_value(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    if loss.isfinite():  # here
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def raises_if_not_finite(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)  # here
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def steps_a_scheduler(model, optimizer, x, y):
+    loss = good_step(model, optimizer, x, y)
+    model.scheduler[0].step()  # here
+    return loss
+
+
+def with_scheduler() -> nn.Module:
+    model = Mlp()
+    model.scheduler = [torch.optim.lr_scheduler.StepLR(sgd(model), 1)]
+    return model
+
+
+def has_no_backward(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    optimizer.step()  # here
+    return loss.detach()
+
+
+def leaves_backward_outside(model, optimizer, x, y):
+    return squared_loss(model, x, y)
+
+
+def returns_a_row(model, optimizer, x, y):
+    good_step(model, optimizer, x, y)
+    return model.head.weight[0]  # here
+
+
+def returns_detached_weights(model, optimizer, x, y):
+    good_step(model, optimizer, x, y)
+    return [model.head.weight.detach()]  # here
+
+
+def scales_gradients_by_its_own_loss(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    for p in model.parameters():
+        p.grad.mul_(loss.detach())  # here
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def adds_noise_to_gradients(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.1)  # here
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def writes_its_own_batch_into_a_weight(model, optimizer, x, y):
+    loss = good_step(model, optimizer, x, y)
+    with torch.no_grad():
+        model.head.bias.copy_(y.mean(0))  # here
+    return loss
+
+
+def with_gradient_hook() -> nn.Module:
+    model = Mlp()
+    model.head.weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def with_accumulation_hook() -> nn.Module:
+    model = Mlp()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model
+
+
+def with_backward_hook() -> nn.Module:
+    model = Mlp()
+    model.head.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    return model
+
+
+def on_two_devices() -> nn.Module:
+    model = Mlp()
+    model.elsewhere = nn.Parameter(torch.ones(3, device="meta"))
+    return model
+
+
+def uses_both_devices(model, optimizer, x, y):
+    loss = squared_loss(model, x, y) + (2 * model.elsewhere).numel()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+class Sparse(nn.Module):
+    def __init__(self, kind: type[nn.Module]):
+        super().__init__()
+        self.embedding = kind(models.VOCABULARY, 5, sparse=True)
+
+    def forward(self, ids):
+        return self.embedding(ids).flatten(1).mean(1, keepdim=True).expand(-1, 3)
+
+
+IDS = (models.tokens(0, 4)[0], BATCH[1])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(models.FEATURES, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.phase).abs()
+
+
+def of_another_model(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(Mlp())
+
+
+def with_step_hook(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def lbfgs_step(model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+BREAK = ("{line}", GRAPH_BREAK, "Move it out of the step")
+HOOKS = ("'head.weight' has gradient hooks", "Remove them")
+DRIFT = ("{line}", "differ between ranks", "use only averaged gradients")
+
+REFUSALS = {
+    "print": Refusal(prints, BREAK, Unsupported),
+    "item": Refusal(reads_a_value, BREAK, Unsupported),
+    "branch on a value": Refusal(branches_on_a_value, BREAK, Unsupported),
+    "error_if_nonfinite": Refusal(raises_if_not_finite, BREAK, Unsupported),
+    "scheduler inside": Refusal(steps_a_scheduler, BREAK, Unsupported, with_scheduler),
+    "LSTM": Refusal(
+        good_step,
+        ("LSTM", GRAPH_BREAK),
+        Unsupported,
+        lambda: models.Recurrent(nn.LSTM),
+    ),
+    "no backward": Refusal(
+        has_no_backward, ("{line}", "has no backward()", "Call loss.backward()")
+    ),
+    "backward outside": Refusal(
+        leaves_backward_outside, ("has no backward()", "Call loss.backward()", "torch.no_grad()")
+    ),
+    "another model's optimizer": Refusal(
+        good_step,
+        ("not the parameters the loss depends on", "Build the optimizer from this model's"),
+        make_optimizer=of_another_model,
+    ),
+    "two devices": Refusal(
+        uses_both_devices,
+        ("'elsewhere' is on meta and 'body.weight' on cpu", "model.to('cpu')"),
+        make_model=on_two_devices,
+        trains_eagerly=False,
+    ),
+    "sparse embedding": Refusal(
+        good_step,
+        ("sparse=True", "Use sparse=False"),
+        make_model=lambda: Sparse(nn.Embedding),
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        inputs=IDS,
+    ),
+    "sparse embedding bag": Refusal(
+        good_step,
+        ("sparse=True", "Use sparse=False"),
+        make_model=lambda: Sparse(nn.EmbeddingBag),
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        inputs=IDS,
+    ),
+    "complex": Refusal(
+        good_step, ("'phase' is torch.complex64", "torch.view_as_real"), make_model=Complex
+    ),
+    "row of a parameter": Refusal(
+        returns_a_row, ("{line}", "a view of parameter 'head.weight'", ".clone()")
+    ),
+    "detached parameter": Refusal(
+        returns_detached_weights, ("{line}", "a view of parameter 'head.weight'", ".clone()")
+    ),
+    "own loss in gradients": Refusal(scales_gradients_by_its_own_loss, DRIFT),
+    "noise in gradients": Refusal(adds_noise_to_gradients, DRIFT),
+    "own batch in a weight": Refusal(
+        writes_its_own_batch_into_a_weight, ("'head.bias' is computed from", *DRIFT)
+    ),
+    "gradient hook": Refusal(good_step, HOOKS, make_model=with_gradient_hook),
+    "accumulation hook": Refusal(good_step, HOOKS, make_model=with_accumulation_hook),
+    "module backward hook": Refusal(
+        good_step, ("backwards hooks", GRAPH_BREAK), Unsupported, with_backward_hook
+    ),
+    "optimizer step hook": Refusal(good_step, ("hook",), make_optimizer=with_step_hook),
+    "LBFGS": Refusal(
+        lbfgs_step,
+        ("LBFGS", "closure"),
+        error=(ValueError, RuntimeError),
+        make_optimizer=lambda model: torch.optim.LBFGS(model.parameters()),
+    ),
+}
+
+
+def line_of(step: Callable) -> re.Pattern:
+    """Matches the place of the line marked ``# here`` in Dynamo's notation or ours."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(step)
+    number = first + next(n for n, line in enumerate(lines) if line.rstrip().endswith("# here"))
+    return re.compile(rf'test_bad_input\.py(", line |:){number}\b')
+
+
+def assert_says(error: BaseException, refusal: Refusal) -> None:
+    text = words(error)
+    for part in refusal.says:
+        if part == "{line}":
+            assert line_of(refusal.step).search(text), text
+        else:
+            assert part in text, text
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_says_why_it_refuses_and_leaves_everything_as_it_was(name):
+    refusal = REFUSALS[name]
+    torch.manual_seed(0)
+    model = refusal.make_model()
+    optimizer = refusal.make_optimizer(model)
+    before = values(model)
+    with pytest.raises(refusal.error) as caught:
+        zero(refusal.step)(model, optimizer, *refusal.inputs)
+    assert_says(caught.value, refusal)
+    assert_untouched(model, optimizer, before)
+    if refusal.trains_eagerly and refusal.step is not lbfgs_step:
+        good_step(model, optimizer, *refusal.inputs)
+        if refusal.make_optimizer is not of_another_model:
+            assert not torch.equal(values(model)[0], before[0])
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_refused_step_leaves_a_sharded_model_training(stage):
+    def trained(interrupt: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = sgd(model)
+        step = zero(good_step, stage)
+        losses = []
+        for number in range(6):
+            if interrupt and number in (2, 4):
+                for bad, error in ((prints, Unsupported), (returns_a_row, StepError)):
+                    with pytest.raises(error):
+                        zero(bad, stage)(model, optimizer, *BATCH)
+            losses.append(step(model, optimizer, *models.features(number, 4)).item())
+        return losses
+
+    assert trained(interrupt=True) == trained(interrupt=False)
+
+
+def test_the_same_function_compiles_once_its_fault_is_gone():
+    torch.manual_seed(0)
+    model = Mlp()
+    model.loud = True
+
+    def step(model, optimizer, x, y):
+        if model.loud:
+            print(x)
+        return good_step(model, optimizer, x, y)
+
+    compiled, optimizer = zero(step), sgd(model)
+    with pytest.raises(Unsupported):
+        compiled(model, optimizer, *BATCH)
+    expected = good_step(other := copy.deepcopy(model), sgd(other), *BATCH)
+    model.loud = False
+    assert compiled(model, optimizer, *BATCH).item() == expected.item()
+
+
+def test_an_overridden_zero_grad_is_run_or_refused():
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    model = Mlp()
+    optimizer = Counting(model.parameters(), lr=1e-2)
+    try:
+        zero(good_step)(model, optimizer, *BATCH)
+    except (StepError, Unsupported):
+        return
+    assert optimizer.calls == 1
+
+
+def test_hooks_on_an_optimizers_step_run_or_are_refused():
+    model = Mlp()
+    optimizer = sgd(model)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    try:
+        zero(good_step)(model, optimizer, *BATCH)
+    except (StepError, Unsupported):
+        return
+    assert calls == ["before", "after"]
+
+
+# Optimizers that are not elementwise.
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020, without its moments: the step is scaled by two norms of the whole."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm() / p.grad.norm()
+                p.add_(p.grad * ratio, alpha=-group["lr"])
+
+
+class Matrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5, bias=False), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+NOT_ELEMENTWISE = {
+    "Muon": (lambda model: torch.optim.Muon(model.parameters(), lr=1e-2), "norm"),
+    "Lamb": (lambda model: Lamb(model.parameters()), "norm"),
+}
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_an_optimizer_that_is_not_elementwise_is_refused_by_operation(name, stage):
+    make_optimizer, operation = NOT_ELEMENTWISE[name]
+    torch.manual_seed(0)
+    model = Matrices()
+    optimizer = make_optimizer(model)
+    before = values(model)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        zero(good_step, stage)(model, optimizer, *BATCH)
+    text = words(caught.value)
+    assert name in text and "not elementwise" in text and 'options={"stage": 0}' in text
+    assert re.search(rf"`aten\.\S*{operation}\S*` at \S+\.py:\d+", text), text
+    unshard(model, optimizer)
+    assert_untouched(model, optimizer, before)
+    good_step(model, optimizer, *BATCH)
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_an_optimizer_that_is_not_elementwise_works_at_stage_0(name):
+    make_optimizer, _ = NOT_ELEMENTWISE[name]
+    torch.manual_seed(0)
+    model = Matrices()
+    other = copy.deepcopy(model)
+    optimizers = make_optimizer(model), make_optimizer(other)
+    step = zero(good_step, 0)
+    for number in range(3):
+        batch = models.features(number, 4)
+        assert step(model, optimizers[0], *batch) == good_step(other, optimizers[1], *batch)
+
+
+# Options.
+
+
+BAD_OPTIONS = [
+    ({"options": {"stage": 4}}, ValueError, "stage must be one of 0, 1, 2, 3, not 4"),
+    ({"options": {"stage": "3"}}, TypeError, "stage must be one of"),
+    ({"options": {"prefech": True}}, ValueError, "did you mean 'prefetch'"),
+    ({"options": {"offload": True}}, ValueError, "planned but not in this version"),
+    ({"mode": "max-autotune"}, ValueError, "Drop mode="),
+]
+
+
+@pytest.mark.parametrize("arguments, error, says", BAD_OPTIONS)
+def test_bad_options_are_refused_where_they_are_written(arguments, error, says):
+    with pytest.raises(error, match=says):
+        torch.compile(good_step, backend="zero", **arguments)
+
+
+@pytest.mark.parametrize(
+    "variable, value, says",
+    [
+        ("ZEROFX_STAGE", "4", "ZEROFX_STAGE must be one of 0, 1, 2, 3, not '4'"),
+        ("ZEROFX_PREFECH", "0", "did you mean 'ZEROFX_PREFETCH'"),
+        ("ZEROFX_OFFLOAD", "1", "planned but not in this version"),
+    ],
+)
+def test_bad_variables_are_refused_at_the_first_call(monkeypatch, variable, value, says):
+    model = Mlp()
+    optimizer = sgd(model)
+    before = values(model)
+    step = zero(good_step)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        step(model, optimizer, *BATCH)
+    assert_untouched(model, optimizer, before)
+    monkeypatch.delenv(variable)
+    step(model, optimizer, *BATCH)
+
+
+def test_a_variable_wins_over_the_option(monkeypatch):
+    monkeypatch.setenv("ZEROFX_STAGE", "0")
+    model = Mlp()
+    zero(good_step, 3)(model, sgd(model), *BATCH)
+    assert type(model.head.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("version", ("2.10.2", "2.16.0", "3.0.0a0+git1234567", "1.13.1"))
+def test_another_torch_is_refused_with_the_versions_that_work(version):
+    with pytest.raises(RuntimeError, match=re.escape(f"this is torch {version}")) as caught:
+        compat.check_torch_version(version)
+    assert "torch 2.11 to 2.15" in str(caught.value) and "pip install" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ("2.11.0", "2.13.0+cpu", "2.14.0a0+git1234567", "2.15.1"))
+def test_a_torch_in_the_range_is_accepted(version):
+    compat.check_torch_version(version)
+
+
+def test_every_backend_object_checks_the_version(monkeypatch):
+    def refuse():
+        raise RuntimeError("checked")
+
+    monkeypatch.setattr(compat, "check_torch_version", refuse)
+    with pytest.raises(RuntimeError, match="checked"):
+        backend.ZeroBackend()
+
+
+def test_the_backend_is_refused_outside_a_compiled_function():
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(GraphError, match="outside a function compiled"):
+        backend.zero(gm, [torch.ones(1)])
+
+
+# A model that is already bound.
+
+
+def bound(stage: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Callable]:
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = sgd(model)
+    step = zero(good_step, stage)
+    step(model, optimizer, *BATCH)
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("first, second", [(3, 2), (0, 3), (1, 2)])
+def test_another_stage_for_a_bound_model_is_refused(first, second):
+    model, optimizer, step = bound(first)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"bound at ZeRO stage {first}.*asks for stage {second}"):
+        zero(good_step, second)(model, optimizer, *BATCH)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    step(model, optimizer, *BATCH)
+
+
+TOUCHES = {
+    "value": lambda model, optimizer: model.head.weight.sum(),
+    "forward": lambda model, optimizer: model(BATCH[0]),
+    "optimizer.step": lambda model, optimizer: (give_gradients(model), optimizer.step()),
+    "deepcopy": lambda model, optimizer: copy.deepcopy(model),
+    "to": lambda model, optimizer: model.to(torch.float64),
+    "other compiler": lambda model, optimizer: torch.compile(model, backend="eager")(BATCH[0]),
+}
+
+
+def give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_touching_a_sharded_parameter_is_refused_and_harmless(name):
+    model, optimizer, step = bound()
+    other, other_optimizer, other_step = bound()
+    with pytest.raises(RuntimeError, match=SHARDED) as caught:
+        TOUCHES[name](model, optimizer)
+    assert "zerofx.full_params(model)" in words(caught.value)
+    optimizer.zero_grad()
+    for number in range(2):
+        batch = models.features(number, 4)
+        assert step(model, optimizer, *batch) == other_step(other, other_optimizer, *batch)
+
+
+def test_a_step_inside_full_params_is_refused():
+    model, optimizer, step = bound()
+    with full_params(model):
+        with pytest.raises(RuntimeError, match="Call the step after the with block"):
+            step(model, optimizer, *BATCH)
+    step(model, optimizer, *BATCH)
+
+
+# Numbers that are not finite.
+
+
+def losses_with_nan(rank_with_nan: int | None, stage: int = 3) -> tuple[list[float], dict]:
+    torch._dynamo.reset()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = sgd(model)
+    step = zero(good_step, stage) if rank_with_nan is not None else good_step
+    losses = []
+    for number in range(3):
+        x, y = models.features(number, 4)
+        if number == 1 and rank_with_nan in (rank, None):
+            y[0, 0] = float("nan")
+        losses.append(step(model, optimizer, x, y).item())
+    return losses, model.state_dict()
+
+
+def test_nan_in_the_loss_trains_on_as_in_eager():
+    losses, state = losses_with_nan(0)
+    expected, expected_state = losses_with_nan(None)
+    assert str(losses) == str(expected) and "nan" in str(losses)
+    for name, value in expected_state.items():
+        assert torch.equal(state[name].isnan(), value.isnan())
+        assert torch.equal(state[name].nan_to_num(), value.nan_to_num())
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_nan_on_one_rank_reaches_all_of_them(stage, ranks):  # noqa: F811
+    (first, state), (second, other) = ranks(2).run(losses_with_nan, 1, stage)
+    assert [value != value for value in first] == [False, False, True]
+    assert [value != value for value in second] == [False, True, True]
+    assert all(torch.equal(state[name].isnan(), other[name].isnan()) for name in state)
+
+
+# Ranks that differ.
+
+
+def outcome_of(case: str) -> tuple[str, str, bool]:
+    """Compile a step that differs on rank 1; return the error, and whether nothing has changed."""
+    torch._dynamo.reset()
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = Mlp(outputs=4 if case == "model" and rank == 1 else 3)
+    if case == "frozen" and rank == 1:
+        model.body.weight.requires_grad_(False)
+    optimizer = sgd(model)
+    before = values(model)
+    step, stage = good_step, 3
+    if rank == 1:
+        step = {"clipping": clips, "graph break": prints, "view": returns_a_row}.get(case, step)
+        stage = 2 if case == "stage" else 3
+    x, y = BATCH
+    y = y[:, :1].expand(-1, model.head.out_features)
+    own_timeout, backend.AGREEMENT_TIMEOUT_S = backend.AGREEMENT_TIMEOUT_S, 5.0
+    try:
+        zero(step, stage)(model, optimizer, x, y)
+    except Exception as error:
+        assert_untouched(model, optimizer, before)
+        good_step(model, optimizer, x, y)
+        return type(error).__name__, words(error)
+    finally:
+        backend.AGREEMENT_TIMEOUT_S = own_timeout
+    return "", "trained"
+
+
+def clips(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "case, first_difference",
+    [
+        ("model", "`parameter head.weight torch.float32 3x11` on rank 0 and"),
+        ("frozen", "on rank 0 and `parameter body.weight torch.float32 11x6 frozen` on rank 1"),
+        ("clipping", "on rank 0 and `all_reduce"),
+        ("stage", "`stage 3` on rank 0 and `stage 2` on rank 1"),
+    ],
+)
+def test_ranks_that_differ_hear_of_the_first_difference(case, first_difference, ranks):  # noqa: F811
+    for kind, text in ranks(2).run(outcome_of, case, timeout_s=60):
+        assert kind == AgreementError.__name__
+        assert "ranks 0 and 1 compiled different programs" in text and first_difference in text
+        assert "remove from the step" in text
+
+
+def test_a_step_refused_on_one_rank_ends_the_other(ranks):  # noqa: F811
+    (kind, text), (other_kind, _) = ranks(2).run(outcome_of, "view", timeout_s=60)
+    assert (kind, other_kind) == (AgreementError.__name__, StepError.__name__)
+    assert "rank 1 could not compile" in text and "a view of parameter 'head.weight'" in text
+
+
+def test_a_graph_break_on_one_rank_ends_the_other(ranks):  # noqa: F811
+    start = time.monotonic()
+    (kind, text), (other_kind, _) = ranks(2).run(outcome_of, "graph break", timeout_s=60)
+    assert (kind, other_kind) == (AgreementError.__name__, Unsupported.__name__)
+    assert "1" in text and time.monotonic() - start < 40
+
+
+def refused_then_trained() -> tuple[list[str], list[float]]:
+    """A fault of every rank leaves them able to agree on the next function."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = sgd(model)
+    errors = []
+    for bad in (returns_a_row, prints, adds_noise_to_gradients):
+        try:
+            zero(bad)(model, optimizer, *BATCH)
+        except Exception as error:
+            errors.append(type(error).__name__)
+    step = zero(good_step)
+    return errors, [step(model, optimizer, *BATCH).item() for _ in range(3)]
+
+
+def test_ranks_that_were_all_refused_train_on(ranks):  # noqa: F811
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = sgd(model)
+    expected = [good_step(model, optimizer, *BATCH).item() for _ in range(3)]
+    for errors, losses in ranks(2).run(refused_then_trained):
+        assert errors == ["StepError", "Unsupported", "StepError"]
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+# A rank that dies.
+
+GROUP_TIMEOUT_S = 15.0
+
+
+def train_until_rank_1_dies(rank: int, port: int, pipe) -> None:
+    import datetime
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timeout
+    )
+    model = Mlp()
+    optimizer = sgd(model)
+    step = zero(good_step)
+    for number in range(5):
+        if (rank, number) == (1, 3):
+            os._exit(7)
+        start = time.monotonic()
+        try:
+            step(model, optimizer, *BATCH)
+        except Exception as error:
+            pipe.send((number, type(error).__name__, words(error), time.monotonic() - start))
+            break
+    torch.distributed.destroy_process_group()
+
+
+def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    workers = [
+        context.Process(
+            target=train_until_rank_1_dies, args=(rank, store.port, theirs), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        assert ours.poll(90), "rank 0 neither failed nor trained on"
+        number, kind, text, seconds = ours.recv()
+        workers[0].join(2 * GROUP_TIMEOUT_S)
+        workers[1].join(1)
+        assert [worker.exitcode for worker in workers] == [0, 7]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    assert number == 3 and seconds < GROUP_TIMEOUT_S + 5
+    assert kind in ("RuntimeError", "DistBackendError"), text
