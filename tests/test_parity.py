@@ -82,11 +82,14 @@ def trained_by_one(max_norm: float | None, lr: float) -> Trained:
     return train(lambda step, model: (step, model), max_norm, lr, 0, 1, dist.get_world_size())
 
 
-def trained_by_ddp(max_norm: float | None, lr: float) -> Trained:
+def trained_by_ddp(max_norm: float | None, lr: float, lowering: str) -> Trained:
+    """The yardstick.  Compiled kernels round otherwise, so theirs is a model compiled likewise."""
+    torch._dynamo.reset()
     world_size = dist.get_world_size()
 
     def wrap(step, model):
-        return step, DistributedDataParallel(model)
+        called = torch.compile(model) if lowering == "inductor" else model
+        return step, DistributedDataParallel(called)
 
     return train(wrap, max_norm, lr, dist.get_rank(), world_size, world_size)
 
@@ -126,20 +129,19 @@ def distance(mine: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def rounding_of(value: torch.Tensor) -> float:
-    """A unit in the last place of the largest element.
+    """Four units in the last place of the largest element.
 
     The parameter itself is stored rounded, 20 times over.  Where DDP happens to round as the one
-    process does its distance is zero or a fraction of this, and twice that says nothing: on 3
-    ranks DDP adds g0/3 + g1/3 + g2/3 where zerofx divides the sum.
+    process does, its distance is zero or a fraction of a unit and twice that says nothing: alone
+    it does the very same arithmetic, and on 3 ranks it adds g0/3 + g1/3 + g2/3 where zerofx
+    divides the sum.
     """
-    return EPSILON * value.abs().max().item()
+    return 4 * EPSILON * value.abs().max().item()
 
 
-def assert_parity(
-    mine: list[Trained], one: Trained, ddp: Trained, *, relative: float = 1e-6
-) -> None:
+def assert_parity(mine: list[Trained], one: Trained, ddp: Trained) -> None:
     mean_losses = torch.stack([rank.losses for rank in mine]).mean(0)
-    torch.testing.assert_close(mean_losses, one.losses, rtol=relative, atol=0)
+    torch.testing.assert_close(mean_losses, one.losses, rtol=1e-6, atol=0)
     for rank in mine:
         torch.testing.assert_close(rank.norms, one.norms, rtol=1e-5, atol=0)
         assert rank.parameters.keys() == one.parameters.keys()
@@ -153,14 +155,14 @@ def assert_parity(
         allowed = max(2 * ddp_to_one, rounding_of(expected))
         assert mine_to_one <= allowed, (
             f"{name} is {mine_to_one:.2e} from one process, DDP {ddp_to_one:.2e}, "
-            f"one unit in the last place {rounding_of(expected):.2e}"
+            f"four units in the last place {rounding_of(expected):.2e}"
         )
 
 
 def check(trained, world_size, stage, max_norm, *, lr=LR, lowering="eager") -> None:
     mine = trained(world_size, trained_by_zero, stage, max_norm, lr, lowering)
     one = trained(world_size, trained_by_one, max_norm, lr)[0]
-    ddp = trained(world_size, trained_by_ddp, max_norm, lr)[0]
+    ddp = trained(world_size, trained_by_ddp, max_norm, lr, lowering)[0]
     if max_norm == CLIPPED:
         assert (one.norms > CLIPPED).all(), "nothing was clipped"
     assert one.losses[-1] != one.losses[0]

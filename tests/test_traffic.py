@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -232,10 +231,6 @@ def measure(stage: int) -> Counted:
     )
 
 
-def settled(of: Callable[[], list[Counted]]) -> list[Counted]:
-    return of()
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="the kernel's counts are Linux's")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_kernel_counts_the_same_bytes_within_5_percent(ranks, stage):
@@ -245,5 +240,4 @@ def test_the_kernel_counts_the_same_bytes_within_5_percent(ranks, stage):
     # Other programs on this machine can only add to the loopback: the quietest step is ours.
     per_step = sum(rank.by_zerofx for rank in counted) / 20
     quietest = min(min(rank.on_loopback) for rank in counted)
-    print(stage, per_step, [(r.by_zerofx, r.by_sockets) for r in counted], sorted(counted[0].on_loopback))
     assert quietest == pytest.approx(per_step, rel=0.05)

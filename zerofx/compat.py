@@ -114,7 +114,9 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
         stack = contextlib.ExitStack()
         stack.enter_context(
             torch._dynamo.config.patch(
-                trace_autograd_ops=True, ignore_logging_functions=_logging_functions()
+                trace_autograd_ops=True,
+                allow_rnn=True,
+                ignore_logging_functions=_logging_functions(),
             )
         )
         for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
