@@ -42,7 +42,10 @@ def rule_for(node: fx.Node) -> ReductionRule | None:
         return _norm_rule(node)
     if not _reduces_everything(node):
         return None
-    return _SIMPLE.get(node.target)
+    rule = _SIMPLE.get(node.target)
+    if rule in (_LARGEST, _SMALLEST) and not value.dtype.is_floating_point:
+        return None  # whole numbers have no infinity to pad with: gathered instead
+    return rule
 
 
 def _reduces_everything(node: fx.Node) -> bool:
@@ -56,8 +59,11 @@ def _reduces_everything(node: fx.Node) -> bool:
 
 
 def _accumulation_dtype(node: fx.Node) -> torch.dtype:
-    dtype = node.args[0].meta["val"].dtype
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Whole numbers are counted exactly; doubles stay doubles; all else sums in float32."""
+    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    if not result.is_floating_point and result != torch.bool:
+        return torch.int64
+    return torch.float64 if torch.float64 in (source, result) else torch.float32
 
 
 def _cast(builder: Builder, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -168,9 +168,9 @@ class ShardPropagation:
                     return False
                 if value.parameter.storage_order != first.parameter.storage_order:
                     return False
-            elif is_scalar(source.meta.get("val")):
-                continue
-            elif source in self.varying or tuple(source.meta["val"].shape) != shape:
+            elif source in self.varying:
+                return False  # each rank's own number would scale its own shard
+            elif not is_scalar(source.meta["val"]) and tuple(source.meta["val"].shape) != shape:
                 return False
         sources = {id(self.values[s].source): self.values[s].source for s in sharded}
         only_numbers_else = all(

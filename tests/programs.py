@@ -40,11 +40,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Captured(CapturedStep):
-    """A captured step and what capture saw as its inputs.  ``live`` keeps optimizers alive."""
+    """A captured step and what capture saw as its inputs.
+
+    ``live`` keeps optimizers alive, ``after_passes`` what ``rewritten`` has made of this step.
+    """
 
     inputs: tuple[Any, ...] = ()
     world_size: int = 1
     live: Any = None
+    after_passes: dict[str, Captured] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -119,6 +123,7 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
         gm=fx.GraphModule(captured.gm, graph),
         table=ParameterTable(tuple(infos)),
         world_size=world_size,
+        after_passes={},
     )
 
 
@@ -165,9 +170,12 @@ def run_passes(
 
 def rewritten(captured: Captured, world_size: int | None = None, **arguments) -> Captured:
     """A copy of the captured step after its passes; takes what ``run_passes`` takes."""
-    result = clone(captured, world_size)
-    run_passes(result, **arguments)
-    return result
+    key = f"{world_size or captured.world_size} {sorted(arguments.items())}"
+    if key not in captured.after_passes:
+        result = clone(captured, world_size)
+        run_passes(result, **arguments)
+        captured.after_passes[key] = result
+    return clone(captured.after_passes[key])
 
 
 # Steps that several tests look at
@@ -411,11 +419,11 @@ def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-def _poison(value: torch.Tensor) -> None:
-    if value.is_floating_point():
-        value.fill_(math.nan)
-    else:
-        value.fill_(torch.iinfo(value.dtype).min if value.dtype != torch.bool else True)
+def _poison(dtype: torch.dtype) -> float:
+    """What memory holds that no correct program looks at: freed, or still in flight."""
+    if dtype.is_floating_point:
+        return math.nan
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 class _Machine:
@@ -486,7 +494,7 @@ class _Machine:
             return special[node.target](node)
         if node.target in ops.STARTS:
             self.started[node] = self._collective(node)
-            return [torch.full_like(result, math.nan) for result in self.started[node]]
+            return [torch.full_like(result, _poison(result.dtype)) for result in self.started[node]]
         assert not ops.is_ours(node.target), f"nobody runs {node.target}"
         return [self._call_on(rank, node) for rank in self.ranks]
 
@@ -524,7 +532,7 @@ class _Machine:
 
     def _free(self, node: fx.Node) -> list[None]:
         for value in self._everywhere(node.args[0]):
-            _poison(value)
+            value.fill_(_poison(value.dtype))
         return [None for _ in self.ranks]
 
     def _take_shard(self, node: fx.Node) -> list[torch.Tensor]:

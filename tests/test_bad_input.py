@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
@@ -238,12 +237,6 @@ def of_another_model(model: nn.Module) -> torch.optim.Optimizer:
     return sgd(Mlp())
 
 
-def with_step_hook(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = sgd(model)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
 def lbfgs_step(model, optimizer, x, y):
     def closure():
         optimizer.zero_grad()
@@ -265,10 +258,7 @@ REFUSALS = {
     "error_if_nonfinite": Refusal(raises_if_not_finite, BREAK, Unsupported),
     "scheduler inside": Refusal(steps_a_scheduler, BREAK, Unsupported, with_scheduler),
     "LSTM": Refusal(
-        good_step,
-        ("LSTM", GRAPH_BREAK),
-        Unsupported,
-        lambda: models.Recurrent(nn.LSTM),
+        good_step, ("LSTM",), RuntimeError, make_model=lambda: models.Recurrent(nn.LSTM)
     ),
     "no backward": Refusal(
         has_no_backward, ("{line}", "has no backward()", "Call loss.backward()")
@@ -320,7 +310,6 @@ REFUSALS = {
     "module backward hook": Refusal(
         good_step, ("backwards hooks", GRAPH_BREAK), Unsupported, with_backward_hook
     ),
-    "optimizer step hook": Refusal(good_step, ("hook",), make_optimizer=with_step_hook),
     "LBFGS": Refusal(
         lbfgs_step,
         ("LBFGS", "closure"),

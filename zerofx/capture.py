@@ -90,7 +90,7 @@ class StepCapture:
         for source, value in zip(sources, self.inputs, strict=True):
             owner = None
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                owner = owners.get(id(value)) or find_parameter(value)
+                owner = owners[id(value)] if id(value) in owners else find_parameter(value)
             if isinstance(value, nn.Parameter):
                 roles.append(InputRole("parameter", index(value, source)))
             elif owner is not None:

@@ -6,6 +6,7 @@ Each name says which versions it is for and when it can go.  Supported: torch 2.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import sys
@@ -329,8 +330,35 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
             inputs,
             fw_compiler=compiler,
             bw_compiler=no_backward_graph,
+            decompositions=_list_operators(),
             keep_inference_input_mutations=True,
         )
+
+
+@functools.cache
+def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Decompositions of the functional ``_foreach_*`` operators into one operator per tensor.
+
+    Each has a kernel that does just that, for tensors no fast kernel takes.  For 2.11 to 2.15;
+    can go when torch's own decomposition tables cover them.
+    """
+    slow = torch._C.DispatchKey.CompositeExplicitAutograd
+    table: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+    for name in _list_operator_names():
+        if name.endswith("_"):
+            continue  # functionalisation has replaced those that write in place
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            operator_ = getattr(packet, overload)
+            if "out" not in overload and operator_.has_kernel_for_dispatch_key(slow):
+                table[operator_] = functools.partial(operator_._op_dk, slow)
+    return table
+
+
+def _list_operator_names() -> list[str]:
+    schemas = torch._C._jit_get_all_schemas()
+    names = {schema.name.removeprefix("aten::") for schema in schemas}
+    return sorted(name for name in names if name.startswith("_foreach_"))
 
 
 def _own_recomputation() -> contextlib.AbstractContextManager[None]:
@@ -373,7 +401,8 @@ def pass_through_dynamo(error: Exception) -> Exception:
     if isinstance(error, shorten):
         return error
     kind = type(error)
-    both: Any = type(kind.__name__, (kind, shorten), {"__module__": kind.__module__})
+    bases = (shorten,) if issubclass(shorten, kind) else (kind, shorten)
+    both: Any = type(kind.__name__, bases, {"__module__": kind.__module__})
     try:
         copy = both.__new__(both)
         kind.__init__(copy, *error.args)

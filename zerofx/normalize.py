@@ -1,7 +1,7 @@
 """Put a captured program into the form that passes expect, without changing what it computes.
 
-Functionalisation leaves ``copy`` where the user wrote in place, reads parameters only for
-their shape, and keeps ``_foreach_*`` lists whole.  Passes would have to see through each.
+Functionalisation leaves ``copy`` where the user wrote in place, and reads parameters only for
+their shape.  Passes would have to see through each.
 """
 
 from __future__ import annotations
@@ -17,61 +17,11 @@ aten = torch.ops.aten
 
 
 def normalize(gm: fx.GraphModule) -> None:
-    """Rewrite in place: split foreach operators, drop copies into fresh memory and no-ops."""
-    _split_foreach(gm)
+    """Rewrite in place: drop copies into fresh memory, no-ops and reads of a mere shape."""
     _detach_shapes_from_parameters(gm)
     _drop_copies(gm)
     gm.graph.lint()
     gm.recompile()
-
-
-def _split_foreach(gm: fx.GraphModule) -> None:
-    """``_foreach_mul([a, b], s)[0]`` -> ``mul(a, s)``, from the operator's own decomposition."""
-    for node in list(gm.graph.nodes):
-        name = getattr(getattr(node.target, "_schema", None), "name", "")
-        if not name.startswith("aten::_foreach_"):
-            continue
-        single = _single_tensor_overload(node.target)
-        builder = Builder(gm, "capture")
-        for item in list(node.users):
-            with gm.graph.inserting_before(node):
-                replacement = gm.graph.call_function(
-                    single,
-                    tuple(_pick(argument, item.args[1]) for argument in node.args),
-                    {key: _pick(value, item.args[1]) for key, value in node.kwargs.items()},
-                )
-            replacement.meta = dict(item.meta)
-            builder.refresh(replacement)
-            item.replace_all_uses_with(replacement)
-            gm.graph.erase_node(item)
-        gm.graph.erase_node(node)
-
-
-def _pick(argument, position: int):
-    return argument[position] if isinstance(argument, (list, tuple)) else argument
-
-
-# foreach overloads whose single-tensor operator has another name or overload.
-_FOREACH = {
-    "norm.Scalar": aten.linalg_vector_norm.default,
-    "clamp_max.Scalar": aten.clamp_max.default,
-    "clamp_min.Scalar": aten.clamp_min.default,
-    "pow.Scalar": aten.pow.Tensor_Scalar,
-    "pow.ScalarList": aten.pow.Tensor_Scalar,
-    "zero.default": aten.zeros_like.default,
-}
-
-
-def _single_tensor_overload(target) -> torch._ops.OpOverload:
-    name = target._schema.name.removeprefix("aten::_foreach_")
-    overload = target._overloadname
-    if (known := _FOREACH.get(f"{name}.{overload}")) is not None:
-        return known
-    packet = getattr(aten, name)
-    for candidate in (overload, "Tensor" if overload in ("Scalar", "ScalarList", "List") else ""):
-        if candidate in packet.overloads():
-            return getattr(packet, candidate)
-    return packet.default
 
 
 def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
