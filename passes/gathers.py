@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -59,10 +60,11 @@ def plan_spans(
     with a gather to spare within the two that stage 3 pays for; it is spent where the whole
     value would sit through most bytes of others (a tied embedding between its two ends).
     """
+    regions = _regions(sources, order)
     spans = {}
     for source in sources:
         uses = sorted(source.uses, key=lambda use: order[use[0]])
-        spans[source] = _split_by_direction(uses, order) if source.regather else _one(uses, order)
+        spans[source] = _by_region(uses, order, regions) if source.regather else _one(uses, order)
     passing = [(span, source) for source, planned in spans.items() for span in planned]
 
     def bytes_between(source: GatherSource, start: int, stop: int) -> int:
@@ -89,15 +91,22 @@ def _one(uses, order) -> list[GatherSpan]:
     return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
 
 
-def _split_by_direction(uses, order) -> list[GatherSpan]:
-    spans: list[GatherSpan] = []
-    direction = None
-    for use in uses:
-        if direction != is_backward(use[0]):
-            direction = is_backward(use[0])
-            spans.append(GatherSpan(order[use[0]], order[use[0]], []))
-        spans[-1].uses.append(use)
-        spans[-1].last = order[use[0]]
+def _regions(sources: list[GatherSource], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Number the stretches of forward and backward that the readers of all sources lie in."""
+    readers = sorted({use[0] for source in sources for use in source.uses}, key=order.__getitem__)
+    regions: dict[fx.Node, int] = {}
+    region = 0
+    for previous, reader in zip([None, *readers], readers, strict=False):
+        if previous is not None and is_backward(previous) != is_backward(reader):
+            region += 1
+        regions[reader] = region
+    return regions
+
+
+def _by_region(uses, order, regions) -> list[GatherSpan]:
+    spans = []
+    for _, group in itertools.groupby(uses, key=lambda use: regions[use[0]]):
+        spans += _one(list(group), order)
     return spans
 
 

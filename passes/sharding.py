@@ -22,6 +22,7 @@ from zerofx.graph import (
     gradient_outputs,
     input_role,
     mutated_inputs,
+    rank_varying,
     set_input_role,
     source_line,
 )
@@ -29,7 +30,6 @@ from zerofx.passes.base import PassContext
 from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.gathers import GatherSource, insert_gathers
 from zerofx.passes.reductions import PendingReductions, rule_for
-from zerofx.passes.uniformity import rank_varying
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten

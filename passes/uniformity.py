@@ -1,4 +1,4 @@
-"""Which values are the same on every rank, and which each rank computes from its own batch."""
+"""Refuse an update that would differ between ranks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,10 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import StepError
-from zerofx.graph import input_role, mutated_inputs, source_line
+from zerofx.graph import input_role, rank_varying, source_line
 from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
-
-
-def rank_varying(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value may differ between ranks.
-
-    Batches, buffers and random draws differ; so does all that is computed from them, until a
-    gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be the same
-    on all ranks, as a Python number would be.
-    """
-    varying: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
-            kind = input_role(node).kind
-            if kind == "buffer" or (kind == "other" and not is_scalar):
-                varying.add(node)
-        elif node.target is ops.gradient or node.target in ops.STARTS:
-            continue  # the same on all ranks once it has been averaged or gathered
-        elif _is_random(node) or any(source in varying for source in node.all_input_nodes):
-            varying.add(node)
-    return varying
 
 
 def check_updates_are_uniform(graph: fx.Graph, table: ParameterTable) -> None:
@@ -64,12 +42,4 @@ def _refuse(what: str, node: fx.Node) -> None:
         "a random draw), so the ranks' parameters would drift apart. Between backward() and "
         "optimizer.step() use only averaged gradients, parameters and numbers that are the same "
         f"on every rank.{chr(10) + '  at ' + line if line else ''}"
-    )
-
-
-def _is_random(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
-        and not mutated_inputs(node)
     )

@@ -7,6 +7,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.programs import assert_same_numerics, capture, evaluation, execute, listing, mlp_step
+from zerofx import compat
 from zerofx.graph import InputRole, placeholders, set_input_role
 from zerofx.normalize import normalize
 
@@ -19,6 +20,20 @@ def trace(function, *inputs, roles=()):
     for position, node in enumerate(placeholders(gm.graph)):
         set_input_role(node, roles[position] if position < len(roles) else InputRole("other"))
     return gm
+
+
+def lowered(function, *inputs):
+    """``function`` after AOTAutograd, with the decompositions that capture asks for."""
+    programs = []
+
+    def keep(gm, _inputs):
+        programs.append(gm)
+        return gm
+
+    recorded = make_fx(function)(*inputs)
+    assert any(map(is_foreach, targets(recorded)))
+    compat.trace_to_aten(recorded, list(inputs), keep)
+    return programs[0]
 
 
 def targets(gm):
@@ -87,9 +102,7 @@ def test_a_foreach_operator_becomes_one_operator_per_tensor(function):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3), (4,)] * 3 + [()]
     inputs = [torch.rand(shape, generator=generator) * 0.8 + 0.1 for shape in shapes]
-    gm = trace(of_inputs, *inputs)
-    assert any(map(is_foreach, targets(gm)))
-    normalize(gm)
+    gm = lowered(of_inputs, *inputs)
     assert not any(map(is_foreach, targets(gm)))
     for actual, expected in zip(gm(*inputs), of_inputs(*inputs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -103,8 +116,7 @@ def test_metadata_of_the_single_operators_is_their_own():
     def function(a, b):
         return torch._foreach_norm([a, b], 2)
 
-    gm = trace(function, torch.randn(2, 3), torch.randn(4))
-    normalize(gm)
+    gm = lowered(function, torch.randn(2, 3), torch.randn(4))
     norms = [node for node in gm.graph.nodes if node.target is aten.linalg_vector_norm.default]
     assert len(norms) == 2
     assert all(node.meta["val"].shape == () for node in norms)

@@ -34,6 +34,7 @@ from zerofx.graph import (
     provenance,
     role,
     set_input_role,
+    updates,
 )
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline
@@ -281,6 +282,9 @@ def test_an_updated_value_may_be_read_and_updated_again(program):
     with program.graph.inserting_after(update):
         again = program.graph.node_copy(update, lambda n: update if n is update.args[0] else n)
     again.meta = dict(update.meta)
+    with pytest.raises(GraphError, match="too many"):
+        check(program)
+    program.graph.output_node().meta["zerofx_updates"] = updates(program.graph)
     check(program)
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat, ops, traced
+from zerofx import compat, traced
 from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError
+from zerofx.graph import updates
 from zerofx.lower import lower
 from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
@@ -151,7 +152,7 @@ class Program:
                 self.step.tensors,
                 self.step.buffers,
                 options.stage,
-                _updates(self.gm),
+                updates(self.gm.graph),
                 self.optimizers,
             )
         except Exception as error:
@@ -174,15 +175,6 @@ class Program:
         if self.runtime is None:
             self.runtime = self._make_ready()
         return self.runtime(inputs)
-
-
-def _updates(gm: fx.GraphModule) -> dict[int, list[int]]:
-    """Each optimizer's handle -> the parameters that the program updates with it."""
-    found: dict[int, list[int]] = {}
-    for node in gm.graph.nodes:
-        if node.target is ops.update:
-            found.setdefault(node.args[2], []).append(node.args[3])
-    return found
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

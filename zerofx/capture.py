@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from zerofx import compat, ops
 from zerofx.errors import StepError
-from zerofx.graph import InputRole, set_input_role, source_line
+from zerofx.graph import InputRole, set_input_role, source_line, updates
 from zerofx.normalize import normalize
 from zerofx.plan import ParameterInfo, ParameterTable
 
@@ -236,6 +236,7 @@ class StepCapture:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             gm.graph.output_node().meta["zerofx_gradients"] = self.gradient_outputs
             compat.tag_backward_nodes(gm)
+            gm.graph.output_node().meta["zerofx_updates"] = updates(gm.graph)
             normalize(gm)
             return compiler(
                 CapturedStep(

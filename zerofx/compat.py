@@ -352,6 +352,11 @@ def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
             operator_ = getattr(packet, overload)
             if "out" not in overload and operator_.has_kernel_for_dispatch_key(slow):
                 table[operator_] = functools.partial(operator_._op_dk, slow)
+    # These two kernels write in place and read a number, which tracing forbids.
+    table[torch.ops.aten._foreach_zero.default] = lambda tensors: [*map(torch.zeros_like, tensors)]
+    table[torch.ops.aten._foreach_add.Tensor] = lambda tensors, other, alpha=1: [
+        torch.add(tensor, other, alpha=alpha) for tensor in tensors
+    ]
     return table
 
 

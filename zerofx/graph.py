@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,22 @@ def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
 def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
     """Positions of results that become some ``p.grad`` -> that parameter's index."""
     return graph.output_node().meta.get("zerofx_gradients", {})
+
+
+def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
+    """How often the program updates what: (optimizer, parameter) -> count."""
+    found: Counter[tuple[int, int]] = Counter()
+    for node in graph.nodes:
+        if node.target is ops.update:
+            found[node.args[2], node.args[3]] += 1
+        elif node.target is ops.optimizer_step:
+            found.update((node.args[2], parameter) for parameter in node.args[4])
+    return found
+
+
+def captured_updates(graph: fx.Graph) -> Counter[tuple[int, int]] | None:
+    """The updates that the program had when it was captured; None if nobody recorded them."""
+    return graph.output_node().meta.get("zerofx_updates")
 
 
 def provenance(node: fx.Node) -> Provenance | None:
@@ -202,6 +219,36 @@ def program_order(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("autograd_backward"))
+
+
+def rank_varying(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose value may differ between ranks.
+
+    Batches, buffers and random draws differ; so does all that is computed from them, until a
+    gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be the same
+    on all ranks, as a Python number would be.
+    """
+    varying: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+            kind = input_role(node).kind
+            if kind == "buffer" or (kind == "other" and not is_scalar):
+                varying.add(node)
+        elif node.target is ops.gradient or node.target in ops.STARTS:
+            continue  # the same on all ranks once it has been averaged or gathered
+        elif _is_random(node) or any(source in varying for source in node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def _is_random(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+        and not mutated_inputs(node)
+    )
 
 
 def value_bytes(node: fx.Node) -> int:

@@ -35,15 +35,14 @@ def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
             value = node.meta["val"]
             options = {"dtype": value.dtype, "device": value.device}
             with gm.graph.inserting_before(node):
-                if node.target is aten.empty_like.default:
+                replacement = gm.graph.call_function(
+                    aten.empty_strided.default, (list(value.shape), list(value.stride())), options
+                )
+                replacement.meta = dict(node.meta)
+                builder.refresh(replacement)
+                if node.target in fills:
                     replacement = gm.graph.call_function(
-                        aten.empty_strided.default,
-                        (list(value.shape), list(value.stride())),
-                        options,
-                    )
-                else:
-                    replacement = gm.graph.call_function(
-                        aten.full.default, (list(value.shape), fills[node.target]), options
+                        aten.fill.Scalar, (replacement, fills[node.target])
                     )
             replacement.meta = dict(node.meta)
             builder.refresh(replacement)

@@ -14,13 +14,16 @@ from zerofx import ops
 from zerofx.errors import GraphError
 from zerofx.graph import (
     aliases,
+    captured_updates,
     input_role,
     mutated_inputs,
     placeholders,
     program_order,
     provenance,
+    rank_varying,
     role,
     source_line,
+    updates,
 )
 from zerofx.plan import ParameterTable
 
@@ -47,6 +50,7 @@ def verify(
     _nothing_reads_what_was_overwritten(gm.graph, order)
     _metadata_is_fresh(gm.graph, {} if checked is None else checked)
     _sharded_inputs_are_read_as_shards(gm.graph)
+    _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         _updates_read_averaged_gradients(gm.graph, table)
 
@@ -113,9 +117,9 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 
 
 def _metadata_is_fresh(graph: fx.Graph, checked: dict[fx.Node, tuple[int, ...]]) -> None:
-    """Shapes and dtypes of inserted nodes are those that their operator gives them."""
+    """Shapes and dtypes of inserted nodes, and of who reads one, are what operators compute."""
     for node in graph.nodes:
-        if node.op != "call_function" or provenance(node) is None:
+        if node.op != "call_function" or not _is_touched(node):
             continue
         recorded = node.meta["val"]
         made_from = (id(recorded), *(id(source.meta["val"]) for source in node.all_input_nodes))
@@ -124,16 +128,28 @@ def _metadata_is_fresh(graph: fx.Graph, checked: dict[fx.Node, tuple[int, ...]])
         checked[node] = made_from
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         mode = getattr(recorded, "fake_mode", None)
-        if mode is None:
+        if mode is None or _is_symbolic(recorded):
             continue
-        with mode, torch.no_grad():
-            actual = node.target(*args, **kwargs)
+        try:
+            with mode, torch.no_grad():
+                actual = node.target(*args, **kwargs)
+        except Exception as error:
+            raise _broken(node, f"refuses its operands: {error}") from error
         if actual.shape != recorded.shape or actual.dtype != recorded.dtype:
             raise _broken(
                 node,
                 f"is recorded as {recorded.dtype}{list(recorded.shape)} but computes "
                 f"{actual.dtype}{list(actual.shape)}.",
             )
+
+
+def _is_touched(node: fx.Node) -> bool:
+    return any(provenance(n) is not None for n in (node, *node.all_input_nodes))
+
+
+def _is_symbolic(value: torch.Tensor) -> bool:
+    """Comparing symbolic sizes would make guards of the comparison."""
+    return any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
@@ -146,9 +162,26 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
                 raise _broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
 
 
+def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
+    """No pass loses or adds an update."""
+    expected = captured_updates(graph)
+    if expected is None:
+        return
+    found = updates(graph)
+    for (optimizer, parameter), count in (expected - found).items():
+        raise GraphError(
+            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} are missing."
+        )
+    for (optimizer, parameter), count in (found - expected).items():
+        raise GraphError(
+            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} too many."
+        )
+
+
 def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> None:
     """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
     written: dict[fx.Node, fx.Node] = {}
+    varying = rank_varying(graph)
     for node in graph.nodes:
         if node.target is ops.gradient:
             raise _broken(node, "is a gradient that nobody averages over the ranks.")
@@ -167,6 +200,12 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
                     node,
                     f"updates {table[parameter].name!r} with {gradient.name}, which is not "
                     "computed from the average of its gradient.",
+                )
+            if gradient in varying:
+                raise _broken(
+                    node,
+                    f"updates {table[parameter].name!r} with {gradient.name}, which differs "
+                    "between ranks.",
                 )
 
 

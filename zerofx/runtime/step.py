@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class StepRuntime:
     """Runs one lowered program for one compiled function.
 
     ``graph`` is the program after all passes, ``tensors`` the table's parameters; ``updates``
-    maps each optimizer's handle to the parameters that the program updates with it.
+    are the (optimizer, parameter) pairs that it updates.
 
     Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
     """
@@ -37,7 +37,7 @@ class StepRuntime:
         tensors: Sequence[nn.Parameter],
         buffers: Sequence[torch.Tensor],
         stage: int,
-        updates: Mapping[int, Sequence[int]],
+        updates: Iterable[tuple[int, int]],
         optimizers: Mapping[int, torch.optim.Optimizer],
     ):
         self.communicator = communicator
@@ -61,8 +61,8 @@ class StepRuntime:
             )
             for handle, optimizer in optimizers.items()
         }
-        for handle, indices in updates.items():
-            self.runners[handle].prepare(indices)
+        for handle, runner in self.runners.items():
+            runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
 
