@@ -1354,12 +1354,11 @@ def unsharded_after_five_steps(name: str, stage: int) -> tuple:
     torch._dynamo.reset()
     rank, world_size = rank_and_world_size()
     training = built(name, zero(stage), rank)
+    (model,), (optimizer,) = training.models, training.optimizers
     run(name, training, range(5), world_size, rank)
-    unshard(training.models[0], training.optimizers[0])
-    plain = FORMS[name].build(eager)
-    plain.step.args[0].__dict__.update(training.models[0].__dict__)
-    step = functools.partial(plain.step.func, training.models[0], training.optimizers[0])
-    continuing = Training(step, training.models, training.optimizers)
+    unshard(model, optimizer)
+    eager_step = functools.partial(step_with(), model, optimizer)
+    continuing = Training(eager_step, [model], [optimizer])
     return run(name, continuing, range(5, STEPS), world_size, None), state_of(continuing)
 
 
