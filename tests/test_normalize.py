@@ -30,7 +30,7 @@ def lowered(function, *inputs):
         programs.append(gm)
         return gm
 
-    recorded = make_fx(function, tracing_mode="fake")(*inputs)
+    recorded = trace(function, *inputs)
     assert any(map(is_foreach, targets(recorded)))
     compat.trace_to_aten(recorded, list(inputs), keep)
     return programs[0]
