@@ -193,9 +193,9 @@ def main() -> None:
     print(f"GiB of resident memory per rank above {found[first].baseline / GIB:.2f} after imports")
     print("stage   formula   kept between steps   peak of a later step   peak of all")
     for stage, growth in found.items():
-        formula = formula_bytes(stage, growth.num_parameters, arguments.ranks)
-        figures = [value / GIB for value in (growth.kept, growth.in_step, growth.at_most)]
-        print(f"{stage:5}{formula / GIB:10.2f}{figures[0]:21.2f}{figures[1]:23.2f}{figures[2]:14.2f}")
+        formula = formula_bytes(stage, growth.num_parameters, arguments.ranks) / GIB
+        kept, in_step, at_most = growth.kept / GIB, growth.in_step / GIB, growth.at_most / GIB
+        print(f"{stage:5}{formula:10.2f}{kept:21.2f}{in_step:23.2f}{at_most:14.2f}")
     ratio = found[last].kept / found[first].kept
     peaks = found[last].in_step / found[first].in_step
     print(f"stage {last} to stage {first}: kept {ratio:.2f}x, peak of a later step {peaks:.2f}x")

@@ -65,9 +65,10 @@ FOREACH |= {
 }
 FOREACH |= {
     f"{name}, tensor": lambda a, b, c, s, f=f"_foreach_{name}": getattr(torch, f)(a, s)
-    for name in ("add", "mul", "div")
+    for name in ("mul", "div")  # Python gives add's tensor as a number, which needs its value
 }
 FOREACH |= {
+    "add, tensor": lambda a, b, c, s: aten._foreach_add.Tensor(a, s),
     "add, alpha": lambda a, b, c, s: torch._foreach_add(a, b, alpha=0.3),
     "sub, alpha": lambda a, b, c, s: torch._foreach_sub(a, b, alpha=0.3),
     "add, tensor and alpha": lambda a, b, c, s: torch._foreach_add(a, s, alpha=0.3),

@@ -69,10 +69,10 @@ def train_for_all_ranks(world_size: int, steps: int) -> list[Run]:
             loss = language_loss(model, *rows(number, rank, world_size))
             losses[rank].append(loss.item())
             gradients.append(torch.autograd.grad(loss, parameters))
-        for parameter, (first, *others) in zip(parameters, zip(*gradients), strict=True):
-            total = first
-            for other in others:
-                total = total + other
+        for index, parameter in enumerate(parameters):
+            total = gradients[0][index]
+            for rank in range(1, world_size):
+                total = total + gradients[rank][index]
             parameter.grad = total / world_size
         optimizer.step()
     return [(losses[rank], model.state_dict()) for rank in range(world_size)]
@@ -99,9 +99,8 @@ def soak(world_size: int, steps: int) -> None:
     for rank, ((losses, state), (expected_losses, expected_state)) in enumerate(
         zip(runs, expected, strict=True)
     ):
-        wrong = [n for n, pair in enumerate(zip(losses, expected_losses)) if pair[0] != pair[1]]
-        assert not wrong, f"rank {rank}: first wrong loss at step {wrong[0]}"
-        assert len(losses) == steps
+        wrong = [number for number in range(steps) if losses[number] != expected_losses[number]]
+        assert not wrong, f"rank {rank}: {len(wrong)} wrong losses, the first at step {wrong[0]}"
         assert state.keys() == expected_state.keys()
         for name, value in expected_state.items():
             assert torch.equal(state[name], value), f"{name} on rank {rank}"
