@@ -32,7 +32,7 @@ from tests import models
 from tests.models import Mlp, squared_loss
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 60
+WAIT_S = 30
 PATCHED_CLASSES = (
     OptimizerVariable,
     UserDefinedObjectVariable,

@@ -10,6 +10,7 @@ import functools
 import logging
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
@@ -29,7 +30,9 @@ from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE, ConstantVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import (
@@ -111,7 +114,11 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
 
+    thread = threading.get_ident()
+
     def on_start(_args: Any) -> None:
+        if threading.get_ident() != thread:
+            return  # another thread's compilation, of a function that may not be ours
         stack = contextlib.ExitStack()
         stack.enter_context(
             torch._dynamo.config.patch(
@@ -123,10 +130,11 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
         for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
             stack.enter_context(_substituting(variable_class, backend, substitutes))
         stack.enter_context(_undetached_outputs(backend))
+        stack.enter_context(_own_none())
         undo.append(stack)
 
     def on_end(_args: Any) -> None:
-        if undo:
+        if undo and threading.get_ident() == thread:
             undo.pop().close()
 
     handler.start_callbacks.append(on_start)
@@ -170,6 +178,8 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
         value = getattr(self, "value", None)
         for owner, methods in substitutes.items():
             if attribute in methods and isinstance(value, owner):
+                if _is_overridden(type(value), owner, attribute):
+                    break  # the user's own method says what happens
                 if backend_in_use(tx) is not backend:
                     break
                 function = methods[attribute]
@@ -187,6 +197,40 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
             delattr(variable_class, name)
         else:
             setattr(variable_class, name, original)
+
+
+def _is_overridden(kind: type, owner: type, attribute: str) -> bool:
+    """Whether a subclass has its own version of a method that ``owner`` implements."""
+    if owner is torch.optim.Optimizer and attribute == "step":
+        return False  # every optimizer has its own; ``update`` runs it
+    return getattr(kind, attribute) is not getattr(owner, attribute)
+
+
+@contextlib.contextmanager
+def _own_none() -> Iterator[None]:
+    """Give each ``p.grad`` that is None a constant of its own.
+
+    Dynamo writes where ``p.grad`` came from onto the one None that all share; the end of the
+    function then restores other parameters' gradients from there.  For 2.11 to 2.14; from 2.15
+    attributes are looked up elsewhere, and copied.
+    """
+    original = TensorVariable.__dict__.get("var_getattr")
+    if original is None:
+        yield
+        return
+
+    def var_getattr(self, tx, name):
+        result = original(self, tx, name)
+        if result is CONSTANT_VARIABLE_NONE:
+            source, result.source = result.source, None
+            return ConstantVariable(None, source=source)
+        return result
+
+    TensorVariable.var_getattr = var_getattr
+    try:
+        yield
+    finally:
+        TensorVariable.var_getattr = original
 
 
 @contextlib.contextmanager

@@ -623,6 +623,23 @@ def test_two_optimizer_steps_in_one_program_read_what_the_first_wrote():
     assert_same_numerics(execute(captured), execute(program))
 
 
+def test_a_step_with_two_backwards_does_not_disturb_the_next_capture():
+    """torch up to 2.14 remembers, for all later compilations, whose ``.grad`` was last None."""
+    first, second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def step_twice(x):
+        for _ in range(2):
+            first(x).sum().backward()
+            first.zero_grad()
+
+    def step_once(x):
+        second(x).sum().backward()
+        second.zero_grad()
+
+    capture(step_twice, torch.randn(4, 6))
+    assert len(nodes_of(capture(step_once, torch.randn(4, 6)), ops.gradient)) == 2
+
+
 def test_a_hand_written_update_writes_the_shard():
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
