@@ -115,8 +115,11 @@ def trace_update(
         except (UpdateError, ChangingIntegers):
             raise
         except Exception as error:
-            error.add_note(f"while zerofx traced {name}.step for parameter '{info.name}'")
-            raise
+            raise UpdateError(
+                f"{name}.step cannot be traced for parameter '{info.name}': it raised "
+                f"{type(error).__name__}: {error}. It must be callable without a closure, for one "
+                "parameter at a time."
+            ) from error
     _refuse_changing_conversions(env, name, shadow_step.changing)
     _tidy(gm)
     if sharded:

@@ -48,20 +48,30 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
 
 def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Whole updated parameters and the shards they were gathered from; drops their ``free``."""
+    """Whole new values of parameters and the shards they were gathered from; drops their ``free``.
+
+    By an optimizer's update, or by arithmetic that the step writes to the parameter itself.
+    """
     found = []
     for wait in [node for node in graph.nodes if node.target is ops.wait]:
         start = wait.args[0]
-        if start.target is not ops.all_gather_start or start.args[0].target is not ops.update:
+        if start.target is not ops.all_gather_start:
+            continue
+        whole = wait
+        while parts := [user for user in whole.users if role(user) == "whole"]:
+            (whole,) = parts
+        if start.args[0].target is not ops.update and not any(map(_writes_parameter, whole.users)):
             continue
         for user in list(wait.users):
             if user.target is ops.free:
                 graph.erase_node(user)
-        whole = wait
-        while True:
-            (following,) = [user for user in whole.users if role(user) == "whole"] or [None]
-            if following is None:
-                break
-            whole = following
         found.append((whole, start.args[0]))
     return found
+
+
+def _writes_parameter(node: fx.Node) -> bool:
+    return (
+        node.target is aten.copy_.default
+        and node.args[0].op == "placeholder"
+        and input_role(node.args[0]).kind == "parameter"
+    )

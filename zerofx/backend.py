@@ -18,7 +18,7 @@ from zerofx import compat, traced
 from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
-from zerofx.errors import GraphError
+from zerofx.errors import GraphError, StepError
 from zerofx.graph import updates
 from zerofx.lower import lower
 from zerofx.options import Options, environment, refuse_mode, resolve
@@ -29,6 +29,7 @@ from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.step import StepRuntime
+from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
 
 logger = logging.getLogger("zerofx")
@@ -97,13 +98,7 @@ class CompiledFunction:
         self.communicator = Communicator.of(group)
         self.code = compat.code_being_compiled()
         self.name = f"{self.code.co_name}{next(_function_numbers)}"
-        self.agreement = Agreement(
-            compat.agreement_store(self.communicator.group) if self.communicator.group else None,
-            self.communicator.rank,
-            self.communicator.world_size,
-            self.name,
-            traffic=self.communicator.traffic,
-        )
+        self.agreement = self.backend.agreement_of(self.communicator)
 
 
 class Program:
@@ -123,6 +118,12 @@ class Program:
         self.step = step
         self.gm, self.table = step.gm, step.table
         self.optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
+        for optimizer in self.optimizers.values():
+            if has_step_hooks(optimizer):
+                raise StepError(
+                    f"{type(optimizer).__name__} has step hooks, which would not run inside the "
+                    "compiled step. Remove them, and do their work in the step or after the call."
+                )
         ctx = PassContext(
             options, step.table, communicator.rank, communicator.world_size, step.num_backwards
         )
@@ -192,6 +193,22 @@ class ZeroBackend:
         compat.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
+        self.agreements: weakref.WeakKeyDictionary[Communicator, Agreement] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def agreement_of(self, communicator: Communicator) -> Agreement:
+        """What the ranks of a group have agreed on, for all functions that run on it."""
+        if communicator not in self.agreements:
+            group = communicator.group
+            self.agreements[communicator] = Agreement(
+                compat.agreement_store(group) if group is not None else None,
+                communicator.rank,
+                communicator.world_size,
+                "schedules",
+                traffic=communicator.traffic,
+            )
+        return self.agreements[communicator]
 
     @property
     def function(self) -> CompiledFunction | None:

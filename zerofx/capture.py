@@ -130,7 +130,12 @@ class StepCapture:
                     "compiled step. Remove them, and do their work on p.grad after backward()."
                 )
         for node in self.gm.graph.nodes:
-            if node.target is torch.nn.functional.embedding and _argument(node, 6, "sparse"):
+            if "lstm" in str(node.target) and any(d.type == "cpu" for d in devices):
+                raise StepError(
+                    "nn.LSTM on a CPU cannot be traced by torch: its kernel returns a workspace "
+                    f"that tracing does not know. Use nn.GRU, or a GPU.{_location(node)}"
+                )
+            if _makes_sparse_gradients(node):
                 raise StepError(
                     "an embedding with sparse=True makes sparse gradients, which cannot be "
                     f"averaged or sharded. Use sparse=False.{_location(node)}"
@@ -316,6 +321,15 @@ def _argument(node: fx.Node, position: int, name: str) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name)
+
+
+def _makes_sparse_gradients(node: fx.Node) -> bool:
+    functional = torch.nn.functional
+    return bool(
+        (node.target is functional.embedding and _argument(node, 6, "sparse"))
+        or (node.target is functional.embedding_bag and _argument(node, 7, "sparse"))
+        or (node.target is torch.embedding_bag and _argument(node, 5, "sparse"))
+    )
 
 
 def _location(node: fx.Node) -> str:

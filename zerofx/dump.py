@@ -64,6 +64,6 @@ class ProgramDump:
     def _write(self, name: str, text: str) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text)
+            (self.folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             logger.warning("zerofx cannot write %s: %s", self.folder / name, error)

@@ -110,10 +110,16 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
             for alias in aliases(target) - renewed:
                 for reader in alias.users:
                     late = reader not in renewed and order[reader] > order[writer]
-                    if late and reader is not output:
+                    if late and reader is not output and not _only_overwrites(reader, alias):
                         raise _broken(
                             reader, f"reads {alias.name} after {writer.name} has overwritten it."
                         )
+
+
+def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
+    return (
+        node.target is aten.copy_.default and node.args[0] is target and node.args[1] is not target
+    )
 
 
 def _metadata_is_fresh(graph: fx.Graph, checked: dict[fx.Node, tuple[int, ...]]) -> None:

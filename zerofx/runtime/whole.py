@@ -119,6 +119,14 @@ def _lookup_in(owners: Mapping[int, BoundParameter]) -> Lookup:
     return lookup
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the user has registered hooks around this optimizer's ``step``."""
+    ours = REGISTRY.attached.get(optimizer)
+    before = optimizer._optimizer_step_pre_hooks.values()
+    before = [hook for hook in before if ours is None or hook != ours.on_step]
+    return bool(before or optimizer._optimizer_step_post_hooks)
+
+
 class OptimizerAttachment:
     """The hooks on one optimizer, and which parameters' states in it are shards."""
 
