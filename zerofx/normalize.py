@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from zerofx.graph import Builder, aliases, erase_unused, input_role, placeholders
+from zerofx.graph import Builder, aliased_inputs, aliases, erase_unused, input_role, placeholders
 
 aten = torch.ops.aten
 
@@ -61,6 +61,10 @@ def _drop_copies(gm: fx.GraphModule) -> None:
             continue
         if any(source in aliases(node) for node in kept):
             continue  # a copy of a parameter or gradient must not become its alias
+        if into in kept and _is_view(source):
+            # The new value of a parameter, which will be updated in place: not a view of another.
+            node.target, node.args = aten.clone.default, (source,)
+            continue
         node.replace_all_uses_with(source)
         gm.graph.erase_node(node)
         erase_unused(gm.graph, [into])
@@ -74,6 +78,12 @@ def _drop_identity_writes(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
         elif node.target is operator.getitem and not node.users:
             gm.graph.erase_node(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])
+    return bool(aliased_inputs(node))
 
 
 def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -634,7 +634,9 @@ def test_a_step_with_two_backwards_does_not_disturb_the_next_capture():
 
     def step_once(x):
         second(x).sum().backward()
+        seen = second.weight.grad.sum(), second.bias.grad.sum()
         second.zero_grad()
+        return seen
 
     capture(step_twice, torch.randn(4, 6))
     assert len(nodes_of(capture(step_once, torch.randn(4, 6)), ops.gradient)) == 2
