@@ -254,6 +254,8 @@ class LiveGathers:
         counted = self.communicator.traffic.gathered_bytes
         deadline = time.monotonic() + self.PATIENCE_S
         while (alive := self._alive_bytes()) > counted and time.monotonic() < deadline:
+            if self.differences:
+                break  # patient once
             time.sleep(1e-3)
         if alive != counted:
             self.differences.append((counted, alive))

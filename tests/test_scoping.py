@@ -310,23 +310,6 @@ def test_a_step_moves_between_threads():
     assert losses == train(train_step)
 
 
-def test_threads_train_their_own_models_at_once():
-    expected = [train(train_step, seed) for seed in range(3)]
-    trainings = [built(seed) for seed in range(3)]  # here: threads share the random generator
-    start = threading.Barrier(3)
-    before = state_of_torch()
-
-    def own(training):
-        step = zero(train_step)
-        start.wait(WAIT_S)
-        return [step(*training, *models.features(number, 4)).item() for number in range(4)]
-
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(own, trainings))
-    assert results == expected
-    assert differences(before, state_of_torch()) == []
-
-
 # A step that stops in the middle, running or being compiled, until the test lets it go on.
 paused, go_on = threading.Event(), threading.Event()
 
@@ -364,26 +347,6 @@ def pausing():
     go_on.clear()
     yield
     go_on.set()
-
-
-def test_another_backend_sees_plain_torch_while_a_call_runs_in_another_thread(pausing):
-    alone, losses, breaks = observed()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    step = zero(pausing_step)
-    model, optimizer = built()
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(step, model, optimizer, *models.features(0, 4))
-        try:
-            assert paused.wait(WAIT_S)
-            watcher = Watcher()
-            other_losses = train(torch.compile(train_step, backend=watcher))
-        finally:
-            go_on.set()
-        call.result(WAIT_S)
-    assert watcher.graphs == alone.graphs and other_losses == losses
-    names = [name for one in watcher.seen for name in differences(alone.seen[0], one)]
-    assert [name for name in names if "callbacks" not in name] == []
 
 
 def test_a_call_that_ends_while_another_thread_compiles_takes_nothing_from_it(pausing):

@@ -52,6 +52,8 @@ class CompiledFunction:
     def __init__(self, backend: ZeroBackend, arguments: Mapping[str, Any]):
         refuse_mode(arguments.get("mode"))
         self.backend = backend
+        # Ranks call torch.compile alike, even if one of them then fails to compile.
+        self.number = next(_function_numbers)
         self.user_options = arguments.get("options")
         resolve(self.user_options, {})  # what the user wrote is checked where it is written
         self.options: Options | None = None
@@ -97,8 +99,15 @@ class CompiledFunction:
             group = default_group(environment())
         self.communicator = Communicator.of(group)
         self.code = compat.code_being_compiled()
-        self.name = f"{self.code.co_name}{next(_function_numbers)}"
-        self.agreement = self.backend.agreement_of(self.communicator)
+        self.name = f"{self.code.co_name}{self.number}"
+        group = self.communicator.group
+        self.agreement = Agreement(
+            compat.agreement_store(group) if group is not None else None,
+            self.communicator.rank,
+            self.communicator.world_size,
+            f"function {self.number}",
+            traffic=self.communicator.traffic,
+        )
 
 
 class Program:
@@ -193,22 +202,6 @@ class ZeroBackend:
         compat.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
-        self.agreements: weakref.WeakKeyDictionary[Communicator, Agreement] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def agreement_of(self, communicator: Communicator) -> Agreement:
-        """What the ranks of a group have agreed on, for all functions that run on it."""
-        if communicator not in self.agreements:
-            group = communicator.group
-            self.agreements[communicator] = Agreement(
-                compat.agreement_store(group) if group is not None else None,
-                communicator.rank,
-                communicator.world_size,
-                "schedules",
-                traffic=communicator.traffic,
-            )
-        return self.agreements[communicator]
 
     @property
     def function(self) -> CompiledFunction | None:

@@ -6,7 +6,7 @@ so that passes never guess which tensor is a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,7 +264,7 @@ def _names_in_scope(inputs: set[int]) -> dict[int, tuple[str, nn.Parameter]]:
     """
     used: dict[str, dict[str, nn.Parameter]] = {}
     seen: set[int] = set()
-    for variable, value in compat.locals_being_compiled().items():
+    for variable, value in _with_items(compat.locals_being_compiled()):
         if not isinstance(value, nn.Module) or id(value) in seen:
             continue
         seen.add(id(value))
@@ -277,6 +277,16 @@ def _names_in_scope(inputs: set[int]) -> dict[int, tuple[str, nn.Parameter]]:
             qualified = f"{variable}.{name}" if len(used) > 1 else name
             names.setdefault(id(parameter), (qualified, parameter))
     return names
+
+
+def _with_items(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Variables, and what those that are lists, tuples or dicts hold."""
+    for variable, value in variables.items():
+        yield variable, value
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{variable}[{i}]", item) for i, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((f"{variable}[{key!r}]", item) for key, item in value.items())
 
 
 def _readable(source: str) -> str:

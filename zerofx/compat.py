@@ -25,6 +25,7 @@ import torch._dynamo.exc
 import torch._functorch.config
 import torch.fx.traceback
 import torch.utils.checkpoint
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import ConstantSource
@@ -594,8 +595,9 @@ def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> tor
     ``make_fx`` by this path, and ``_allow_non_fake_inputs``, are for 2.11 to 2.15; can go when
     torch exports a tracer of operations.
     """
-    with torch.fx.traceback.preserve_node_meta():
-        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
+        with torch.fx.traceback.preserve_node_meta():
+            return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
 def set_source_line(text: str) -> None:
