@@ -62,6 +62,10 @@ class ShardPropagation:
         self.pending = PendingReductions(self.builder)
         self.values: dict[fx.Node, ShardedValue] = {}
         self.sources: list[GatherSource] = []
+        # Results that an earlier pass has already turned into shards stay so.
+        self.sharded_results: set[int] = gm.graph.output_node().meta.setdefault(
+            "zerofx_sharded_results", set()
+        )
         self.varying = rank_varying(gm.graph)
         self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
 
@@ -106,8 +110,10 @@ class ShardPropagation:
                 continue
             if any(source in self.pending.waiting for source in node.all_input_nodes):
                 self.pending.complete_before(node)
-            if any(source in self.values for source in inputs):
+            # An optimizer's step is lowered even if all it reads came in whole.
+            if node.target is ops.optimizer_step or any(s in self.values for s in inputs):
                 self._visit(node)
+        self._shard_gradient_results()
         self.counts["collectives for norms"] = self.pending.collectives
         self.counts["gathers"] = insert_gathers(self.builder, self.sources, self.ctx)
         kept = {source.node for source in self.sources}
@@ -267,11 +273,26 @@ class ShardPropagation:
             if is_input or (position in slots and self.values[result].can_shard):
                 with self.graph.inserting_before(node):
                     results[position] = self.shard_of(result)
+                self.sharded_results.add(position)
             else:
                 whole.add(result)
         for result in whole:
             self._use_whole(node, only=result)
         node.args = (tuple(results),)
+
+    def _shard_gradient_results(self) -> None:
+        """A gradient that is no one's shard (zeros, say) leaves as this rank's range of it."""
+        if self.ctx.options.stage < 2 or self.builder.inserted_by != "shard_gradients":
+            return
+        output = self.graph.output_node()
+        results = list(output.args[0])
+        for position, index in gradient_outputs(self.graph).items():
+            if position in self.sharded_results or results[position].op == "placeholder":
+                continue
+            with self.graph.inserting_before(output):
+                info = self.ctx.table[index]
+                results[position] = self._shard_operand(results[position], info, output)
+        output.args = (tuple(results),)
 
     def _use_whole(self, node: fx.Node, only: fx.Node | None = None) -> None:
         for source in node.all_input_nodes:

@@ -406,6 +406,25 @@ def test_an_overridden_zero_grad_is_run_or_refused():
     assert optimizer.calls == 1
 
 
+def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped_or_refused():
+    # Dynamo takes what ``p -= ...`` assigns for another tensor than the parameter.
+    def step(model, x, y):
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+                p.grad = None
+        return loss
+
+    model = Mlp()
+    try:
+        zero(step)(model, *BATCH)
+    except (StepError, Unsupported):
+        return
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_hooks_on_an_optimizers_step_run_or_are_refused():
     model = Mlp()
     optimizer = sgd(model)
@@ -820,3 +839,21 @@ def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
             worker.join()
     assert number == 3 and seconds < GROUP_TIMEOUT_S + 5
     assert kind in ("RuntimeError", "DistBackendError"), text
+
+
+def test_writing_a_parameter_through_data_is_refused():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        for p in model.parameters():
+            p.data.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with pytest.raises(StepError, match=r"through \.data.*torch\.no_grad"):
+        torch.compile(step, backend="zero")(torch.ones(2, 3))
+    assert type(model.weight) is torch.nn.Parameter

@@ -6,7 +6,6 @@ reference, nothing at all.  The reference is one eager process on the concatenat
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -62,7 +61,6 @@ class Form:
     """Whether every rank gets the same rows, because statistics are not averaged over ranks."""
     only_alone: bool = False
     """Whether more ranks would compute something else: random draws, a sum over micro-batches."""
-    may_crash: bool = False
     """Whether a fault would take the process with it."""
     only_long: bool = False
 
@@ -935,41 +933,6 @@ def weights_written_after_the_update(zero):
     return simple(zero, step)
 
 
-@form(may_crash=True)
-def weights_written_through_data(zero):
-    def step(model, optimizer, *batch):
-        loss = squared_loss(model, *batch)
-        loss.backward()
-        for p in model.parameters():
-            p.data.mul_(0.999)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return simple(zero, step)
-
-
-@form(may_crash=True)
-def averaged_weights_through_data(zero):
-    model = Mlp()
-    average = copy.deepcopy(model)
-    optimizer = adamw(model.parameters())
-
-    @zero
-    def step(model, average, optimizer, *batch):
-        loss = squared_loss(model, *batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
-        return loss
-
-    return Training(
-        functools.partial(step, model, average, optimizer), [model, average], [optimizer]
-    )
-
-
 @form(sums_over_shards=True)
 def penalty_in_the_loss(zero):
     def loss_of(model, *batch):
@@ -1151,8 +1114,7 @@ for name, make_optimizer in OPTIMIZERS.items():
         functools.partial(with_optimizer, make_optimizer=make_optimizer)
     )
 
-IN_PROCESS = [name for name in FORMS if not FORMS[name].may_crash]
-CRASHING = [name for name in FORMS if FORMS[name].may_crash]
+IN_PROCESS = list(FORMS)
 SHARED = [name for name in IN_PROCESS if not FORMS[name].only_alone]
 QUICK = [name for name in IN_PROCESS if not FORMS[name].only_long]
 # One form for each way a stage changes a program: tied weights, gradients that outlive a call or
@@ -1185,13 +1147,6 @@ def test_alone_a_step_is_the_eager_one(name):
 @pytest.mark.parametrize("name", [name for name in QUICK if name in SHARED])
 def test_two_ranks_train_as_one_process_on_both_batches(name, on_two_ranks):
     assert_trains_alike(name, 3, on_two_ranks(name, 3))
-
-
-@pytest.mark.parametrize("name", CRASHING)
-def test_two_ranks_write_parameters_through_data_as_one_process(name):
-    with contextlib.closing(Ranks(2)) as ranks_of_its_own:
-        results = ranks_of_its_own.run(trained, name, 3)
-    assert_trains_alike(name, 3, results)
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2))

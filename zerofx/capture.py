@@ -6,6 +6,7 @@ so that passes never guess which tensor is a gradient.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,8 @@ class StepCapture:
                     "nn.LSTM on a CPU cannot be traced by torch: its kernel returns a workspace "
                     f"that tracing does not know. Use nn.GRU, or a GPU.{_location(node)}"
                 )
+            if "_get_data_attr" in str(node.target) and node.args[0] in self.index_of_input:
+                self._check_data(node)
             if _makes_sparse_gradients(node):
                 raise StepError(
                     "an embedding with sparse=True makes sparse gradients, which cannot be "
@@ -146,6 +149,18 @@ class StepCapture:
             ):
                 self._check_optimizer(node)
         self._check_results()
+
+    def _check_data(self, node: fx.Node) -> None:
+        """Refuse writing through ``p.data``: the write would reach freed memory."""
+        for user in node.users:
+            in_place = user.op == "call_method" and str(user.target).endswith("_")
+            if in_place or user.target is operator.setitem:
+                name = self.table[self.index_of_input[node.args[0]]].name
+                raise StepError(
+                    f"the step writes to parameter {name!r} through .data, which tracing cannot "
+                    "see as a write to the parameter. Write to the parameter itself under "
+                    f"torch.no_grad().{_location(user)}"
+                )
 
     def _check_results(self) -> None:
         """Refuse a result that shares memory with a parameter, which may be freed between steps."""
