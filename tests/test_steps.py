@@ -61,7 +61,6 @@ class Form:
     """Whether every rank gets the same rows, because statistics are not averaged over ranks."""
     only_alone: bool = False
     """Whether more ranks would compute something else: random draws, a sum over micro-batches."""
-    """Whether a fault would take the process with it."""
     only_long: bool = False
 
 
@@ -1114,9 +1113,8 @@ for name, make_optimizer in OPTIMIZERS.items():
         functools.partial(with_optimizer, make_optimizer=make_optimizer)
     )
 
-IN_PROCESS = list(FORMS)
-SHARED = [name for name in IN_PROCESS if not FORMS[name].only_alone]
-QUICK = [name for name in IN_PROCESS if not FORMS[name].only_long]
+SHARED = [name for name in FORMS if not FORMS[name].only_alone]
+QUICK = [name for name in FORMS if not FORMS[name].only_long]
 # One form for each way a stage changes a program: tied weights, gradients that outlive a call or
 # are never reduced in it, norms, writes between gradient and update.
 AT_EVERY_STAGE = (
@@ -1169,7 +1167,7 @@ def test_stages_agree_bitwise_on_two_ranks(name, on_two_ranks):
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", IN_PROCESS)
+@pytest.mark.parametrize("name", FORMS)
 def test_alone_every_form_is_the_eager_one_at_every_stage(name, stage):
     assert_trains_alike(name, stage, [trained(name, stage)])
 
