@@ -406,8 +406,8 @@ def test_an_overridden_zero_grad_is_run_or_refused():
     assert optimizer.calls == 1
 
 
-def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped_or_refused():
-    # Dynamo takes what ``p -= ...`` assigns for another tensor than the parameter.
+def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped():
+    # Dynamo alone takes what ``p -= ...`` assigns for another tensor than the parameter.
     def step(model, x, y):
         loss = squared_loss(model, x, y)
         loss.backward()
@@ -417,12 +417,14 @@ def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped_or_refused(
                 p.grad = None
         return loss
 
-    model = Mlp()
-    try:
-        zero(step)(model, *BATCH)
-    except (StepError, Unsupported):
-        return
+    eager, model = Mlp(), Mlp()
+    model.load_state_dict(eager.state_dict())
+    step(eager, *BATCH)
+    zero(step)(model, *BATCH)
     assert all(p.grad is None for p in model.parameters())
+    trained = model.state_dict()
+    for name, expected in eager.state_dict().items():
+        assert torch.equal(expected, trained[name]), name
 
 
 def test_hooks_on_an_optimizers_step_run_or_are_refused():
@@ -815,8 +817,6 @@ def train_until_rank_1_dies(rank: int, port: int, pipe) -> None:
     torch.distributed.destroy_process_group()
 
 
-# Long: gloo aborts the survivor at its exit about one time in five, after the error was seen.
-@pytest.mark.long
 def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")

@@ -31,6 +31,7 @@ from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE, ConstantVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -132,6 +133,7 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
             stack.enter_context(_substituting(variable_class, backend, substitutes))
         stack.enter_context(_undetached_outputs(backend))
         stack.enter_context(_own_none())
+        stack.enter_context(_own_augmented_assignment())
         undo.append(stack)
 
     def on_end(_args: Any) -> None:
@@ -232,6 +234,40 @@ def _own_none() -> Iterator[None]:
         yield
     finally:
         TensorVariable.var_getattr = original
+
+
+_AUGMENTED_ASSIGNMENTS = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
+@contextlib.contextmanager
+def _own_augmented_assignment() -> Iterator[None]:
+    """Let ``p -= x`` leave ``p`` the input that it is.
+
+    Dynamo takes its result for another tensor, and loses what is then stored as its ``grad``.
+    For 2.11 to 2.15; can go when Dynamo knows that ``p.__isub__`` returns ``p``.
+    """
+    original = BuiltinVariable.call_function
+
+    def call_function(self, tx, args, kwargs):
+        result = original(self, tx, args, kwargs)
+        if self.fn in _AUGMENTED_ASSIGNMENTS and type(result) is TensorVariable:
+            target = args[0].realize()
+            if (
+                type(target) is TensorVariable
+                and target.as_proxy().node.op == "placeholder"
+                and target.requires_grad == result.requires_grad
+            ):
+                return target
+        return result
+
+    BuiltinVariable.call_function = call_function
+    try:
+        yield
+    finally:
+        BuiltinVariable.call_function = original
 
 
 @contextlib.contextmanager
@@ -487,6 +523,17 @@ def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.
     """
     ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
     return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
+
+
+# For tensors that gloo's threads read and write: runtime/communication.py.
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether C++ code holds this very tensor too.
+
+    ``_use_count`` is for 2.11 to 2.15; can go when gloo drops its tensors without the GIL.
+    """
+    return tensor._use_count() > 1
 
 
 # For updates traced from optimizers: codegen/.

@@ -8,6 +8,7 @@ does not depend on how gradients are cut into buffers.  NCCL makes its own order
 from __future__ import annotations
 
 import atexit
+import ctypes
 import time
 import weakref
 from collections import Counter
@@ -18,6 +19,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx import compat
 
 # 2.13 renames both and warns at the old names; for 2.11 and 2.12, which have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,22 +99,39 @@ class Started:
     kind: str = ""
 
 
-# Process-wide, like the hazard: when gloo's thread holds the last reference to a buffer, it takes
-# the GIL to drop it, and in an interpreter that is shutting down that kills the process
-# ("terminate called without an active exception": 1 exit in 4 with a work no peer joined, on a
-# busy machine, torch 2.13).  So what is in flight is held here, and waited for at exit.
-_unfinished: dict[int, tuple[dist.Work, Started]] = {}
+# Process-wide, like the hazard: when gloo's thread is the last to hold a tensor, it takes the GIL to
+# drop it, and in an interpreter that is shutting down that kills the process ("terminate called
+# without an active exception": 1 exit in 8 on a busy machine, torch 2.13).  So what gloo has been
+# given is held here until gloo has let go of it, which is a little after its work is done.
+_given_to_gloo: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
 
 SETTLE_S = 5.0
 """How long exit waits for works in flight; a peer that never joins must not hold it up."""
 
 
+def _hold(work: dist.Work, *buffers: torch.Tensor) -> dist.Work:
+    _drop_released()
+    _given_to_gloo.append((work, buffers))
+    return work
+
+
+def _drop_released() -> None:
+    _given_to_gloo[:] = [
+        (work, buffers)
+        for work, buffers in _given_to_gloo
+        if not work.is_completed() or any(map(compat.is_held_elsewhere, buffers))
+    ]
+
+
 @atexit.register
 def _settle() -> None:
     deadline = time.monotonic() + SETTLE_S
-    for work, _ in _unfinished.values():
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(1e-3)
+    while _given_to_gloo and time.monotonic() < deadline:
+        _drop_released()
+        time.sleep(1e-3)
+    for _, buffers in _given_to_gloo:
+        for buffer in buffers:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # never dropped by anyone
 
 
 def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
@@ -215,26 +235,33 @@ class GlooTransport:
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         received = torch.empty_like(flat)
         result = flat.new_empty(flat.numel() // self.world_size)
-        work = dist.all_to_all_single(
-            _as_bytes(received), _as_bytes(flat), group=self.group, async_op=True
-        )
+        work = self._all_to_all(received, flat)
         finish = partial(self._reduce, received.chunk(self.world_size), reduction, result)
         return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
 
     def all_gather(self, shard: torch.Tensor) -> Started:
         result = shard.new_empty(shard.numel() * self.world_size)
-        work = _all_gather(_as_bytes(result), _as_bytes(shard), group=self.group, async_op=True)
-        return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
+        return Started(
+            result, self._gather(result, shard), sent_bytes=(self.world_size - 1) * shard.nbytes
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
-        work = dist.broadcast(
-            _as_bytes(tensor.view(-1)), group=self.group, group_src=src, async_op=True
-        )
+        buffer = _as_bytes(tensor.view(-1))
+        work = _hold(dist.broadcast(buffer, group=self.group, group_src=src, async_op=True), buffer)
         sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
         return Started(tensor, work, sent_bytes=sent_bytes)
 
     def forget(self, work: dist.Work) -> None:
         pass  # gloo's queue holds the buffers of what it still runs
+
+    def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+        buffers = _as_bytes(out), _as_bytes(shard)
+        return _hold(_all_gather(*buffers, group=self.group, async_op=True), *buffers)
+
+    def _all_to_all(self, out: torch.Tensor, flat: torch.Tensor, *splits: list[int]) -> dist.Work:
+        buffers = _as_bytes(out), _as_bytes(flat)
+        work = dist.all_to_all_single(*buffers, *splits, group=self.group, async_op=True)
+        return _hold(work, *buffers)
 
     def _reduce(self, pieces: Iterable[torch.Tensor], reduction: str, out: torch.Tensor) -> None:
         """Reduce one piece per rank into ``out``: ((r0 + r1) + r2) + ..."""
@@ -262,9 +289,7 @@ class GlooTransport:
         own = _padded(flat, 2)
         received, result = torch.empty_like(own), torch.empty_like(own)
         splits = [0, own.nbytes] if self.rank == 0 else [own.nbytes, 0]
-        work = dist.all_to_all_single(
-            _as_bytes(received), _as_bytes(own), splits, splits, group=self.group, async_op=True
-        )
+        work = self._all_to_all(received, own, splits, splits)
         pieces = (own, received) if self.rank == 0 else (received, own)
         return Started(result, work, partial(self._reduce, pieces, reduction, result), own.nbytes)
 
@@ -275,7 +300,7 @@ class GlooTransport:
 
         def finish() -> None:
             scattered.finish()
-            _all_gather(_as_bytes(result), _as_bytes(scattered.result), group=self.group)
+            self._gather(result, scattered.result).wait()
 
         return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
 
@@ -392,7 +417,7 @@ class Communicator:
         try:
             if pending.work is not None:
                 pending.work.wait()
-                _unfinished.pop(id(started), None)
+                _drop_released()
             pending.finish()
         except Exception as error:
             self._explain(error, pending.kind, started.nbytes)
@@ -429,9 +454,7 @@ class Communicator:
             if started.work is not None:
                 self._transport(started.result).forget(started.work)
         self._in_flight.clear()
-        for key, (work, _) in list(_unfinished.items()):
-            if work.is_completed():
-                del _unfinished[key]
+        _drop_released()
         self.traffic.gathered_bytes = 0
 
     def _start(
@@ -444,7 +467,6 @@ class Communicator:
             raise
         started.kind = kind
         if started.work is not None:
-            _unfinished[id(started.result)] = started.work, started
             self.traffic.count(kind, category, started.sent_bytes)
         self._in_flight[id(started.result)] = started
         return started.result
