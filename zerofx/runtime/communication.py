@@ -99,8 +99,8 @@ class Started:
     kind: str = ""
 
 
-# Process-wide, like the hazard: when gloo's thread is the last to hold a tensor, it takes the GIL to
-# drop it, and in an interpreter that is shutting down that kills the process ("terminate called
+# Process-wide, like the hazard: when gloo's thread is the last to hold a tensor, it takes the GIL
+# to drop it, and in an interpreter that is shutting down that kills the process ("terminate called
 # without an active exception": 1 exit in 8 on a busy machine, torch 2.13).  So what gloo has been
 # given is held here until gloo has let go of it, which is a little after its work is done.
 _given_to_gloo: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
