@@ -103,7 +103,7 @@ class Started:
 # to drop it, and in an interpreter that is shutting down that kills the process ("terminate called
 # without an active exception": 1 exit in 8 on a busy machine, torch 2.13).  So what gloo has been
 # given is held here until gloo has let go of it, which is a little after its work is done.
-_given_to_gloo: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
+_given_to_gloo: list[torch.Tensor] = []
 
 SETTLE_S = 5.0
 """How long exit waits for works in flight; a peer that never joins must not hold it up."""
@@ -111,16 +111,13 @@ SETTLE_S = 5.0
 
 def _hold(work: dist.Work, *buffers: torch.Tensor) -> dist.Work:
     _drop_released()
-    _given_to_gloo.append((work, buffers))
+    _given_to_gloo.extend(buffers)
     return work
 
 
 def _drop_released() -> None:
-    _given_to_gloo[:] = [
-        (work, buffers)
-        for work, buffers in _given_to_gloo
-        if not work.is_completed() or any(map(compat.is_held_elsewhere, buffers))
-    ]
+    # A work holds its tensors, and gloo its works.
+    _given_to_gloo[:] = filter(compat.is_held_elsewhere, _given_to_gloo)
 
 
 @atexit.register
@@ -129,9 +126,8 @@ def _settle() -> None:
     while _given_to_gloo and time.monotonic() < deadline:
         _drop_released()
         time.sleep(1e-3)
-    for _, buffers in _given_to_gloo:
-        for buffer in buffers:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # never dropped by anyone
+    for buffer in _given_to_gloo:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # never dropped by anyone
 
 
 def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
