@@ -36,7 +36,8 @@ class Update:
 
     ``guard`` says whether the branches taken while tracing hold for other scalars (None: they
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
-    which is why another value of it needs another trace.
+    which is why another value of it needs another trace.  ``writes_gradient`` says that the step
+    changes ``p.grad``: here, a copy of it.
     """
 
     graph_module: fx.GraphModule
@@ -44,6 +45,7 @@ class Update:
     state: tuple[tuple[str, Any], ...]
     group: tuple[tuple[str, Any], ...]
     clones_gradient: bool
+    writes_gradient: bool
     conversions: tuple[str, ...]
 
     def __call__(
@@ -137,6 +139,7 @@ def trace_update(
         state=shadow_step.new_state,
         group=shadow_step.new_group,
         clones_gradient=shadow_step.uses_up_gradient,
+        writes_gradient=shadow_step.writes_gradient,
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
     )
 
@@ -158,7 +161,7 @@ class _ShadowStep:
         self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
         self.new_group: tuple[tuple[str, Any], ...] = ()
-        self.uses_up_gradient = False
+        self.uses_up_gradient = self.writes_gradient = False
         self.changing: set[Any] = set()
 
     def __call__(self, parameter: Tensor, gradient: Tensor, *inputs: Any) -> list[Any]:
@@ -185,7 +188,8 @@ class _ShadowStep:
         new_state = shadow.state.get(parameter, {})
         self.new_state = tuple((name, _store(value, results)) for name, value in new_state.items())
         kept = {compat.storage_key(item) for item in results if isinstance(item, Tensor)}
-        self.uses_up_gradient = keys[1] in kept | self.follower.mutated
+        self.writes_gradient = keys[1] in self.follower.mutated
+        self.uses_up_gradient = self.writes_gradient or keys[1] in kept
         changed = {
             name: value
             for name, value in shadow.param_groups[0].items()

@@ -31,7 +31,7 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Gradients that a loop adds up inside the step are averaged once, after the sum, unless
     ``accumulate="sharded"`` asks for each micro-batch.
     """
-    check_updates_are_uniform(gm.graph, ctx.table)
+    check_updates_are_uniform(gm.graph, ctx.table, ctx.world_size)
     if ctx.options.accumulate == "local" and placeholders(gm.graph, "gradient"):
         raise StepError(
             "accumulate='local' keeps unreduced gradients between calls, which this version does "

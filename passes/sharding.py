@@ -66,7 +66,7 @@ class ShardPropagation:
         self.sharded_results: set[int] = gm.graph.output_node().meta.setdefault(
             "zerofx_sharded_results", set()
         )
-        self.varying = rank_varying(gm.graph)
+        self.varying = rank_varying(gm.graph, ctx.world_size)
         self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
 
     def add_source(

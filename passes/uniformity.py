@@ -13,13 +13,13 @@ from zerofx.plan import ParameterTable
 aten = torch.ops.aten
 
 
-def check_updates_are_uniform(graph: fx.Graph, table: ParameterTable) -> None:
+def check_updates_are_uniform(graph: fx.Graph, table: ParameterTable, world_size: int) -> None:
     """Refuse an update that each rank would compute from its own batch.
 
     Under plain data parallelism the ranks' parameters would drift apart in silence.
     Raises: StepError naming the parameter and the line.
     """
-    varying = rank_varying(graph)
+    varying = rank_varying(graph, world_size)
     for node in graph.nodes:
         if node.target is ops.optimizer_step:
             _, gradients, _, found_inf, indices = node.args
@@ -38,8 +38,8 @@ def check_updates_are_uniform(graph: fx.Graph, table: ParameterTable) -> None:
 def _refuse(what: str, node: fx.Node) -> None:
     line = source_line(node)
     raise StepError(
-        f"{what} is computed from values that differ between ranks (this rank's batch, a buffer or "
-        "a random draw), so the ranks' parameters would drift apart. Between backward() and "
-        "optimizer.step() use only averaged gradients, parameters and numbers that are the same "
-        f"on every rank.{chr(10) + '  at ' + line if line else ''}"
+        f"{what} is computed from values that differ between ranks (this rank's batch or its size, "
+        "a buffer or a random draw), so the ranks' parameters would drift apart. Between "
+        "backward() and optimizer.step() use only averaged gradients, parameters and numbers that "
+        f"are the same on every rank.{chr(10) + '  at ' + line if line else ''}"
     )

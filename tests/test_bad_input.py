@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
@@ -841,6 +842,128 @@ def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
             worker.join()
     assert number == 3 and seconds < GROUP_TIMEOUT_S + 5
     assert kind in ("RuntimeError", "DistBackendError"), text
+
+
+# What makes torch run the function eagerly, or behind the program's back.
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize(
+    "context",
+    [Watching, lambda: torch.compiler.set_stance("force_eager")],
+    ids=["dispatch_mode", "force_eager"],
+)
+def test_a_call_that_torch_would_run_eagerly_is_refused_and_the_next_one_trains(context, stage):
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    optimizer, reference = sgd(model), sgd(eager)
+    step = zero(good_step, stage)
+    step(model, optimizer, *BATCH)
+    with context(), pytest.raises(StepError, match="run this function eagerly"):
+        step(model, optimizer, *BATCH)
+    step(model, optimizer, *BATCH)
+    for _ in range(2):
+        good_step(eager, reference, *BATCH)
+    trained = model.state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
+
+
+def test_hooks_on_every_optimizers_step_are_refused():
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    model = Mlp()
+    try:
+        with pytest.raises(StepError, match="step hooks .*global"):
+            zero(good_step)(model, sgd(model), *BATCH)
+    finally:
+        handle.remove()
+
+
+def test_setting_a_learning_rate_inside_the_step_is_refused_and_leaves_the_optimizer_alone():
+    def step(model, optimizer, x, y):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        return good_step(model, optimizer, x, y)
+
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(StepError, match="sets a hyperparameter .* before the call"):
+        zero(step)(model, optimizer, *BATCH)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["capturable"]) == (
+        0.1,
+        False,
+    )
+
+
+def test_a_buffer_in_a_parameters_memory_is_refused():
+    model = Mlp()
+    model.register_buffer("view", model.body.weight.detach())
+
+    def step(model, optimizer, x, y):
+        loss = squared_loss(model, x, y) + model.view.sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(StepError, match="'model.view' shares memory with parameter 'body.weight'"):
+        zero(step)(model, sgd(model), *BATCH)
+
+
+class Signed(torch.optim.Optimizer):
+    """Writes to ``p.grad``."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign_(), alpha=group["lr"])
+
+
+def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them():
+    def step(model, optimizer, x, y):
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    with pytest.raises(StepError, match=r"writes to p\.grad.*read after it"):
+        zero(step)(model, Signed(model.parameters()), *BATCH)
+    zero(good_step)(model, Signed(model.parameters()), *BATCH)
+    good_step(eager, Signed(eager.parameters()), *BATCH)
+    trained = model.state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
+
+
+def update_after_an_eager_backward(stage: int) -> str:
+    torch._dynamo.reset()
+
+    def update(model, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Mlp()
+    optimizer = sgd(model)
+    squared_loss(model, *models.features(torch.distributed.get_rank(), 4)).backward()
+    try:
+        zero(update, stage)(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_gradients_that_a_rank_computed_for_itself_are_refused(ranks, stage):
+    for answer in ranks(2).run(update_after_an_eager_backward, stage):
+        assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)
 
 
 def test_writing_a_parameter_through_data_is_refused():

@@ -423,3 +423,12 @@ def test_an_installed_backend_is_found_without_importing_it(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ShardedParameter"]
+
+
+def test_a_default_device_changes_nothing():
+    expected = train(train_step)
+    torch.set_default_device("cpu")
+    try:
+        assert train(zero(train_step)) == expected
+    finally:
+        torch.set_default_device(None)

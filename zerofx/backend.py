@@ -64,6 +64,13 @@ class CompiledFunction:
     @contextlib.contextmanager
     def call_context(self) -> Iterator[None]:
         """Surround one call: parameters are plain, and Dynamo traces whole steps."""
+        reason = compat.why_not_compiled()
+        if reason is not None:
+            raise StepError(
+                f"{reason}, so torch would run this function eagerly, on shards and without "
+                "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
+                "a step does."
+            )
         previous, self.backend.active.function = self.backend.function, self
         REGISTRY.enter_call()
         try:
@@ -124,14 +131,15 @@ class Program:
         options, communicator = function.options, function.communicator
         self.function = function
         self.options = options
-        self.step = step
+        self.step: CapturedStep | None = step  # until it is ready
         self.gm, self.table = step.gm, step.table
-        self.optimizers = {handle: traced.optimizer_of(handle) for handle in step.optimizers}
-        for optimizer in self.optimizers.values():
+        self.optimizers = step.optimizers
+        for optimizer in map(traced.optimizer_of, self.optimizers):
             if has_step_hooks(optimizer):
                 raise StepError(
-                    f"{type(optimizer).__name__} has step hooks, which would not run inside the "
-                    "compiled step. Remove them, and do their work in the step or after the call."
+                    f"{type(optimizer).__name__} has step hooks (its own or global), which would "
+                    "not run inside the compiled step. Remove them, and do their work in the step "
+                    "or after the call."
                 )
         ctx = PassContext(
             options, step.table, communicator.rank, communicator.world_size, step.num_backwards
@@ -153,17 +161,18 @@ class Program:
 
         What can be refused is refused before the first of these: nothing has changed then.
         """
-        options, communicator = self.options, self.function.communicator
+        options, communicator, step = self.options, self.function.communicator, self.step
+        assert step is not None, "a program is made ready once"
         try:
             runtime = StepRuntime(
                 communicator,
                 self.gm.graph,
                 self.table,
-                self.step.tensors,
-                self.step.buffers,
+                step.tensors,
+                step.buffers,
                 options.stage,
                 updates(self.gm.graph),
-                self.optimizers,
+                {handle: traced.optimizer_of(handle) for handle in self.optimizers},
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
@@ -179,6 +188,7 @@ class Program:
             wire_bytes(self.gm, communicator.world_size).num_collectives,
             ", ".join(report.name for report in self.reports if not report.skipped),
         )
+        self.step = None  # which holds the model
         return runtime
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

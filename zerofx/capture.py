@@ -86,18 +86,21 @@ class StepCapture:
                 tensors.append(parameter)
             return index_of[id(parameter)]
 
-        sources = [compat.source_name(node) for node in self.placeholders]
         roles = []
-        for source, value in zip(sources, self.inputs, strict=True):
+        for node, value in zip(self.placeholders, self.inputs, strict=True):
+            source = compat.source_name(node)
             owner = None
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 owner = owners[id(value)] if id(value) in owners else find_parameter(value)
             if isinstance(value, nn.Parameter):
+                compat.guard_identity(node)
                 roles.append(InputRole("parameter", index(value, source)))
             elif owner is not None:
                 roles.append(InputRole("gradient", index(owner, source)))
             elif isinstance(value, torch.Tensor) and "._buffers[" in source:
                 roles.append(InputRole("buffer"))
+            elif not isinstance(value, torch.Tensor) and ".size()" not in source:
+                roles.append(InputRole("number"))
             else:
                 roles.append(InputRole("other"))
         self.roles = tuple(roles)
@@ -130,6 +133,14 @@ class StepCapture:
                     f"parameter {info.name!r} has gradient hooks, which would not run inside the "
                     "compiled step. Remove them, and do their work on p.grad after backward()."
                 )
+        self._check_memory_is_own()
+        written = [_readable(name) for name in compat.modified_sources()]
+        if any("param_groups" in name and ".params[" not in name for name in written):
+            raise StepError(
+                "the step sets a hyperparameter in optimizer.param_groups, but Python's writes "
+                "happen after the compiled program, which has updated with the old value by then. "
+                "Set it before the call, or call a learning-rate scheduler after it."
+            )
         for node in self.gm.graph.nodes:
             if "lstm" in str(node.target) and any(d.type == "cpu" for d in devices):
                 raise StepError(
@@ -188,6 +199,24 @@ class StepCapture:
                     f"compiled step. Return a copy: .clone().{_location(result)}"
                 )
 
+    def _check_memory_is_own(self) -> None:
+        """Refuse an input that looks into a parameter's memory: it would not see it sharded."""
+        owners = {
+            parameter.untyped_storage().data_ptr(): info
+            for info, parameter in zip(self.table, self.tensors, strict=True)
+            if parameter.untyped_storage().nbytes()
+        }
+        for node, role, value in zip(self.placeholders, self.roles, self.inputs, strict=True):
+            if role.kind not in ("buffer", "other") or not isinstance(value, torch.Tensor):
+                continue
+            info = owners.get(value.untyped_storage().data_ptr()) if value.numel() else None
+            if info is not None:
+                raise StepError(
+                    f"{_readable(compat.source_name(node))!r} shares memory with parameter "
+                    f"{info.name!r}, which will be sharded or updated on its own. Give it memory "
+                    "of its own with clone(), or use the parameter itself."
+                )
+
     def _check_optimizer(self, node: fx.Node) -> None:
         parameters = node.args[0]
         if not parameters and self.num_backwards == 0:
@@ -243,12 +272,31 @@ class StepCapture:
                 found[position] = index_of[owner]
         return found
 
+    def _check_positions(self, nodes: list[fx.Node]) -> None:
+        """AOTAutograd passes inputs that share memory as one, if one is written: roles shift."""
+        for node, value in zip(nodes, self.inputs, strict=False):
+            fake = node.meta.get("val")
+            if isinstance(value, torch.Tensor) != isinstance(fake, torch.Tensor):
+                break
+            if isinstance(value, torch.Tensor) and (
+                value.dtype != fake.dtype or value.dim() != fake.dim()
+            ):
+                break
+        else:
+            if len(nodes) == len(self.inputs):
+                return
+        raise StepError(
+            "two tensors that the step is called with share memory, and the step writes to one of "
+            "them. Pass a clone() of one."
+        )
+
     def lower(self, compiler: Callable[[CapturedStep], Callable]) -> Callable:
         """Lower to aten and give the captured step to ``compiler``; return AOT's callable."""
 
         def on_aten(gm: fx.GraphModule, _fake_inputs) -> Callable:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
             constants = len(nodes) - len(self.roles)
+            self._check_positions(nodes[constants:] if constants >= 0 else [])
             all_roles = (InputRole("other"),) * constants + self.roles
             for node, role in zip(nodes, all_roles, strict=True):
                 set_input_role(node, role)
@@ -306,7 +354,7 @@ def _with_items(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _readable(source: str) -> str:
     """``L['self'].model._modules['head']._parameters['weight']`` -> ``self.model.head.weight``."""
-    for noise in ("._modules", "._parameters", ".__dict__"):
+    for noise in ("._modules", "._parameters", "._buffers", ".__dict__"):
         source = source.replace(noise, "")
     if source.startswith(("L['", "G['")):
         source = source[3:].replace("']", "", 1)

@@ -26,6 +26,7 @@ import torch._functorch.config
 import torch.fx.traceback
 import torch.utils.checkpoint
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import ConstantSource
@@ -51,6 +52,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -134,6 +136,7 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
         stack.enter_context(_undetached_outputs(backend))
         stack.enter_context(_own_none())
         stack.enter_context(_own_augmented_assignment())
+        stack.enter_context(_backward_past_modes())
         undo.append(stack)
 
     def on_end(_args: Any) -> None:
@@ -179,6 +182,9 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
 
     def look_up(self, tx, attribute):
         value = getattr(self, "value", None)
+        if attribute == "param_groups" and variable_class is OptimizerVariable:
+            if backend_in_use(tx) is backend:  # its own way turns the user's `capturable` on
+                return getattr(super(variable_class, self), name)(tx, attribute)
         for owner, methods in substitutes.items():
             if attribute in methods and isinstance(value, owner):
                 if _is_overridden(type(value), owner, attribute):
@@ -271,6 +277,47 @@ def _own_augmented_assignment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _backward_past_modes() -> Iterator[None]:
+    """Trace ``loss.backward()`` though a torch-function mode is on, as for a default device.
+
+    Dynamo then traces Python's ``Tensor.backward``, which it refuses, and forgets its own rule.
+    For 2.11 to 2.15; can go when ``trace_autograd_ops`` works under ``torch.set_default_device``.
+    """
+    original = TensorVariable.call_method
+
+    def call_method(self, tx, name, args, kwargs):
+        if name != "backward":
+            return original(self, tx, name, args, kwargs)
+        modes = tx.symbolic_torch_function_state
+        enabled, modes.torch_function_mode_enabled = modes.torch_function_mode_enabled, False
+        try:
+            return original(self, tx, name, args, kwargs)
+        finally:
+            modes.torch_function_mode_enabled = enabled
+
+    TensorVariable.call_method = call_method
+    try:
+        yield
+    finally:
+        TensorVariable.call_method = original
+
+
+def why_not_compiled() -> str | None:
+    """What would make Dynamo run a compiled function eagerly right now; None if nothing does.
+
+    The stack of dispatch modes and the stance are for 2.11 to 2.15; can go when torch can be
+    asked whether it would compile.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
+        return f"a dispatch mode ({type(mode).__name__}) is active"
+    stance = torch._dynamo.eval_frame._stance.stance
+    if stance not in ("default", "fail_on_recompile"):
+        return f"torch.compiler.set_stance({stance!r}) is in force"
+    return None
+
+
+@contextlib.contextmanager
 def _undetached_outputs(backend: Any) -> Iterator[None]:
     """Allow ``return loss``: capture detaches the outputs.
 
@@ -319,6 +366,40 @@ def source_name(placeholder: torch.fx.Node) -> str:
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
     return getattr(source, "name", placeholder.name)
+
+
+def modified_sources() -> list[str]:
+    """Dynamo's expressions for the objects that the function being compiled writes to.
+
+    For 2.11 to 2.15; can go when Dynamo tells a backend of writes outside the graph.
+    """
+    side_effects = InstructionTranslator.current_tx().output.side_effects
+    return [
+        getattr(variable.source, "name", "")
+        for variable in side_effects.id_to_variable.values()
+        if variable.source is not None and side_effects.is_modified(variable)
+    ]
+
+
+def _ID_MATCH(builder: GuardBuilder, guard: Any) -> None:  # noqa: N802 - guards go by this name
+    """``GuardBuilder.ID_MATCH``, which on 2.11 prints the object: freed memory would be read."""
+    printed = torch.nn.Parameter.__repr__
+    torch.nn.Parameter.__repr__ = object.__repr__
+    try:
+        builder.ID_MATCH(guard)
+    finally:
+        torch.nn.Parameter.__repr__ = printed
+
+
+def guard_identity(placeholder: torch.fx.Node) -> None:
+    """Let the code being compiled hold only for this very object, and not for one like it.
+
+    Dynamo guards a module's parameters by shape and dtype.  For 2.11 to 2.15; can go when a
+    backend may ask for a guard.
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if source is not None:
+        install_guard(source.make_guard(_ID_MATCH))
 
 
 def gradient_assignments() -> dict[str, str]:
@@ -523,6 +604,17 @@ def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.
     """
     ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
     return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
+
+
+# For optimizers' hooks: runtime/whole.py.
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Whether hooks are registered around every optimizer's step of the process.
+
+    For 2.11 to 2.15; can go when torch can be asked.
+    """
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 # For tensors that gloo's threads read and write: runtime/communication.py.

@@ -18,7 +18,7 @@ def explain(step: Callable) -> str:
 
     Raises: ValueError if ``step`` has not been compiled by this backend.
     """
-    function = getattr(step, "_torchdynamo_orig_callable", step)
+    function = getattr(step, "_torchdynamo_orig_callable", None)
     code = getattr(function, "__code__", None)
     compiled = [known for known in zero.functions if known.code is code and known.programs]
     if code is None or not compiled:

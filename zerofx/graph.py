@@ -37,7 +37,9 @@ class Provenance:
 
 @dataclass(frozen=True)
 class InputRole:
-    """What an input of a program is: ``parameter``, ``gradient``, ``buffer`` or ``other``.
+    """What an input is: ``parameter``, ``gradient``, ``buffer``, ``number`` or ``other``.
+
+    A ``number`` is one that the user passes, and not a size of some tensor.
 
     ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
     other kinds.  ``sharded`` says that the program receives this rank's flat shard of it.
@@ -221,14 +223,16 @@ def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("autograd_backward"))
 
 
-def rank_varying(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value may differ between ranks.
+def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
+    """Nodes whose value may differ between ranks; none if there is only one.
 
     Batches, buffers and random draws differ; so does all that is computed from them, until a
     gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be the same
-    on all ranks, as a Python number would be.
+    on all ranks, as a Python number is; the size of a batch is not.
     """
     varying: set[fx.Node] = set()
+    if world_size == 1:
+        return varying
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")

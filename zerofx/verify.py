@@ -187,7 +187,7 @@ def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
 def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> None:
     """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
     written: dict[fx.Node, fx.Node] = {}
-    varying = rank_varying(graph)
+    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
     for node in graph.nodes:
         if node.target is ops.gradient:
             raise _broken(node, "is a gradient that nobody averages over the ranks.")

@@ -105,12 +105,14 @@ class Started:
 # given is held here until gloo has let go of it, which is a little after its work is done.
 _given_to_gloo: list[torch.Tensor] = []
 
-SETTLE_S = 5.0
+STEP_END_S = 0.1
+"""How long a step's end waits for gloo to let go of buffers, which takes microseconds."""
+
+EXIT_S = 5.0
 """How long exit waits for works in flight; a peer that never joins must not hold it up."""
 
 
 def _hold(work: dist.Work, *buffers: torch.Tensor) -> dist.Work:
-    _drop_released()
     _given_to_gloo.extend(buffers)
     return work
 
@@ -120,12 +122,18 @@ def _drop_released() -> None:
     _given_to_gloo[:] = filter(compat.is_held_elsewhere, _given_to_gloo)
 
 
-@atexit.register
-def _settle() -> None:
-    deadline = time.monotonic() + SETTLE_S
+def _settle(seconds: float) -> None:
+    """Wait until gloo has let go of everything, but not longer than this."""
+    _drop_released()
+    deadline = time.monotonic() + seconds
     while _given_to_gloo and time.monotonic() < deadline:
+        time.sleep(1e-5)
         _drop_released()
-        time.sleep(1e-3)
+
+
+@atexit.register
+def _settle_at_exit() -> None:
+    _settle(EXIT_S)
     for buffer in _given_to_gloo:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # never dropped by anyone
 
@@ -427,6 +435,7 @@ class Communicator:
         """
         if id(gathered) in self._in_flight:
             self.wait(gathered)
+        _drop_released()
         self.traffic.gathered(-gathered.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
@@ -444,6 +453,10 @@ class Communicator:
         nbytes = shard.nbytes * self.world_size
         return self.wait(self._start("all_gather", "setup", nbytes, launch))
 
+    def settle(self) -> None:
+        """Let go of what gloo may still hold of a step that is over."""
+        _settle(STEP_END_S)
+
     def abandon(self) -> None:
         """Forget what is in flight, after a step that failed between a start and its wait."""
         for started in self._in_flight.values():
@@ -456,6 +469,7 @@ class Communicator:
     def _start(
         self, kind: str, category: str, nbytes: int, launch: Callable[[], Started]
     ) -> torch.Tensor:
+        _drop_released()
         try:
             started = launch()
         except Exception as error:

@@ -267,8 +267,25 @@ class ParameterRegistry:
                 "that has been released or belongs to that parameter: it was taken off p.grad and "
                 "put back. Leave p.grad to backward() and zero_grad()."
             )
+        self.check_averaged(bound, gradient)
         with ordinary_tensors():
             return take_shard(gradient, bound.info, bound.communicator.rank)
+
+    def mark_averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks."""
+        gradient._zerofx_averaged = True
+        return gradient
+
+    def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Raise RuntimeError for a whole gradient that one rank computed for itself."""
+        if bound.communicator.world_size == 1 or hasattr(gradient, "_zerofx_averaged"):
+            return
+        raise RuntimeError(
+            f"the gradient of parameter {bound.name!r} was not computed by a zero-compiled "
+            "function: it is this rank's own, and the update needs the mean over all ranks. Call "
+            "backward() in a function compiled with torch.compile(..., backend='zero'), or set "
+            "p.grad = None before the step."
+        )
 
     def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps, padding included, by kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from zerofx import ops
-from zerofx.graph import gradient_outputs, input_role, placeholders
+from zerofx.errors import StepError
+from zerofx.graph import aliases, gradient_outputs, input_role, placeholders
 from zerofx.plan import ParameterTable, shard_bounds
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
@@ -42,22 +44,35 @@ class StepRuntime:
     ):
         self.communicator = communicator
         self.table = table
-        self.tensors = tensors
-        self.buffers = buffers
+        # Weakly: a compiled function outlives the models that it has trained.
+        self.tensors = [weakref.ref(tensor) for tensor in tensors]
+        self.buffers = [weakref.ref(buffer) for buffer in buffers]
         self.stage = stage
-        self.inputs = [
-            (position, input_role(node))
-            for position, node in enumerate(placeholders(graph))
-            if input_role(node).sharded
+        roles = list(enumerate(map(input_role, placeholders(graph))))
+        self.inputs = [(position, role) for position, role in roles if role.sharded]
+        self.parameter_inputs = [
+            (position, self.tensors[role.parameter])
+            for position, role in roles
+            if role.kind == "parameter"
         ]
-        self.gradient_outputs = gradient_outputs(graph) if stage >= 2 else {}
-        self.optimizers = optimizers
+        self.whole_gradients = [
+            (position, role.parameter)
+            for position, role in roles
+            if role.kind == "gradient" and not role.sharded
+        ]
+        self.gradient_outputs = gradient_outputs(graph)
+        self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers.values()]
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
         parameters = {info.index: (tensors[info.index], info) for info in table}
+        read_later = _gradients_read_after_update(graph)
         self.runners = {
             handle: OptimizerRunner(
-                optimizer, parameters, rank=communicator.rank, sharded=stage > 0
+                optimizer,
+                parameters,
+                rank=communicator.rank,
+                sharded=stage > 0,
+                gradients_read_later=read_later,
             )
             for handle, optimizer in optimizers.items()
         }
@@ -69,12 +84,12 @@ class StepRuntime:
     def bind(self) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
         self.bound = REGISTRY.bind(
-            list(zip(self.tensors, self.table, strict=True)),
-            self.buffers,
+            list(zip(map(_alive, self.tensors), self.table, strict=True)),
+            list(map(_alive, self.buffers)),
             self.communicator,
             self.stage,
         )
-        for optimizer in self.optimizers.values():
+        for optimizer in map(_alive, self.optimizers):
             attach_optimizer(optimizer)
 
     def kernels(self) -> dict[object, Callable]:
@@ -97,6 +112,14 @@ class StepRuntime:
             self.bind()
         values = list(inputs)
         inputs.clear()
+        for position, parameter in self.parameter_inputs:
+            if values[position] is not parameter():
+                raise StepError(
+                    "this program was compiled for another model than the one it is called with. "
+                    "Compile the step once per model: torch.compile(step, backend='zero')."
+                )
+        for position, index in self.whole_gradients:
+            REGISTRY.check_averaged(self.bound[index], values[position])
         for position, role in self.inputs:
             bound = self.bound[role.parameter]
             if role.kind == "parameter":
@@ -108,14 +131,19 @@ class StepRuntime:
             with torch.no_grad():
                 results = list(self.program(*values))
             self._finish_updates()
+            self.communicator.settle()
         except BaseException:
             self.communicator.abandon()
             raise
         finally:
             self._updated.clear()
             self._found_inf.clear()
-        for position, parameter in self.gradient_outputs.items():
-            results[position] = REGISTRY.store_gradient(self.bound[parameter], results[position])
+        for position, index in self.gradient_outputs.items():
+            gradient = results[position]
+            if self.stage >= 2:
+                results[position] = REGISTRY.store_gradient(self.bound[index], gradient)
+            elif gradient is not None:
+                REGISTRY.mark_averaged(gradient)
         return results
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
@@ -158,3 +186,20 @@ class StepRuntime:
     def _finish_updates(self) -> None:
         for optimizer in self._updated:
             self.runners[optimizer].end()
+
+
+def _alive(reference: weakref.ref) -> Any:
+    value = reference()
+    assert value is not None, "whoever calls the step holds what it was compiled for"
+    return value
+
+
+def _gradients_read_after_update(graph: fx.Graph) -> set[int]:
+    """The parameters whose gradient has a reader behind the update that reads it."""
+    return {
+        node.args[3]
+        for node in graph.nodes
+        if node.target is ops.update
+        for alias in aliases(node.args[1])
+        if any(reader > node for reader in alias.users)
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from zerofx.codegen.arguments import (
     read_arguments,
 )
 from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.independence import check_independent
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.plan import ParameterInfo
 
@@ -33,7 +34,8 @@ class OptimizerRunner:
     ``optimizer.param_groups`` once per step and group.
 
     ``parameters`` maps the index that the program uses to the user's parameter and its layout;
-    ``rank`` is named in errors.  ``trace_count`` counts the traces of the optimizer's Python.
+    ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
+    somebody reads after the update.  ``trace_count`` counts the traces of the optimizer's Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -45,16 +47,20 @@ class OptimizerRunner:
         *,
         rank: int,
         sharded: bool,
+        gradients_read_later: Collection[int] = (),
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._optimizer_name = type(optimizer).__name__
-        self._parameters = dict(parameters)
+        self._parameters = {
+            index: (weakref.ref(parameter), info) for index, (parameter, info) in parameters.items()
+        }
         self._layouts = {
             index: (info.shape, info.stride, info.dtype, info.device)
-            for index, (_, info) in self._parameters.items()
+            for index, (_, info) in parameters.items()
         }
         self._rank = rank
         self._sharded = sharded
+        self._gradients_read_later = gradients_read_later
         self._updates: dict[Hashable, list[Update]] = {}
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
@@ -81,11 +87,12 @@ class OptimizerRunner:
         Raises: UpdateError if an update cannot be traced, or not run on shards.
         """
         optimizer = self._live_optimizer()
+        check_independent(optimizer)
         self.begin()
         assert self._groups is not None
         nothing = read_arguments({}, shard_shape=None, inputs=())
         for parameter in parameters:
-            user_parameter, _ = self._parameters[parameter]
+            user_parameter = self._parameters[parameter][0]()
             group = self._groups.get(id(user_parameter))
             if group is not None and not optimizer.state.get(user_parameter):
                 self._find(optimizer, parameter, group, nothing)
@@ -106,7 +113,8 @@ class OptimizerRunner:
                 "the step's first run() and end() after its last"
             )
         optimizer = self._live_optimizer()
-        user_parameter, info = self._parameters[parameter]
+        reference, info = self._parameters[parameter]
+        user_parameter = reference()
         group = self._groups.get(id(user_parameter))
         if group is None:
             raise UpdateError(
@@ -173,6 +181,7 @@ class OptimizerRunner:
         scalars = (*arguments.scalars, *state.scalars)
         for update in known:
             if update.guard is None or update.guard(scalars):
+                self._check_gradient(update, parameter)
                 return update, arguments
         self.trace_count += 1
         info = self._parameters[parameter][1]
@@ -184,6 +193,7 @@ class OptimizerRunner:
             self._changing_integers |= changing.names
             group.arguments = None
             return self._find(optimizer, parameter, group, state)
+        self._check_gradient(update, parameter)
         known.append(update)
         if len(known) == _MANY_SPECIALISATIONS + 1:
             lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]
@@ -194,6 +204,16 @@ class OptimizerRunner:
                 stacklevel=2,
             )
         return update, arguments
+
+    def _check_gradient(self, update: Update, parameter: int) -> None:
+        if update.writes_gradient and parameter in self._gradients_read_later:
+            name = self._parameters[parameter][1].name
+            raise UpdateError(
+                f"{self._optimizer_name}.step writes to p.grad, and the gradient of '{name}' is "
+                "read after it, in the step or as p.grad once the step is over: zerofx's update "
+                "works on a copy. Write `grad = p.grad.clone()` in the optimizer, or call "
+                "optimizer.zero_grad() right after optimizer.step()."
+            )
 
     def _check_shards(self, values: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
         """Refuse a state that is neither this rank's shard nor a number."""

@@ -120,7 +120,9 @@ def _lookup_in(owners: Mapping[int, BoundParameter]) -> Lookup:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the user has registered hooks around this optimizer's ``step``."""
+    """Whether the user has registered hooks around this optimizer's ``step``, or around all."""
+    if compat.has_global_optimizer_hooks():
+        return True
     ours = REGISTRY.attached.get(optimizer)
     before = optimizer._optimizer_step_pre_hooks.values()
     before = [hook for hook in before if ours is None or hook != ours.on_step]
@@ -297,7 +299,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
         if bound.gradient is not None and parameter.grad is bound.stub:
             with ordinary_tensors():
                 whole = gather(bound.gradient, bound.info, bound.communicator)
-            parameter.grad = whole.to(parameter.dtype)
+            parameter.grad = REGISTRY.mark_averaged(whole.to(parameter.dtype))
         elif parameter.grad is bound.stub:
             parameter.grad = None
         REGISTRY.retire(bound)

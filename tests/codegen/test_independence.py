@@ -1,0 +1,96 @@
+"""Optimizers that do not update each parameter by itself are found out before they train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.independence import check_independent
+
+
+def optimizer_of(update):
+    """An optimizer whose step is ``update(self)``, over two groups of one parameter each."""
+
+    class Custom(torch.optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            update(self)
+
+    Custom.__name__ = update.__name__
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    return Custom([{"params": [p]} for p in parameters])
+
+
+def by_position(self):
+    for group in self.param_groups:
+        for i, p in enumerate(group["params"]):
+            p.add_(p.grad, alpha=-group["lr"] * (i + 1))
+
+
+def by_number(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-group["lr"] / len(group["params"]))
+
+
+def by_first_group(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+def by_global_norm(self):
+    gradients = [p.grad for group in self.param_groups for p in group["params"]]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.add_(p.grad / norm, alpha=-group["lr"])
+
+
+def by_chance(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    "update", [by_position, by_number, by_first_group, by_global_norm, by_chance]
+)
+def test_an_update_that_looks_elsewhere_is_refused(update):
+    with pytest.raises(UpdateError, match=f"{update.__name__}.step does not update each parameter"):
+        check_independent(optimizer_of(update))
+
+
+def sign(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            p.add_(torch.sign(momentum.lerp(p.grad, 0.1)), alpha=-group["lr"])
+            momentum.lerp_(p.grad, 0.01)
+
+
+def wants_one_dimension(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            (length,) = p.shape
+            p.sub_(p.grad, alpha=group["lr"] / length)
+
+
+@pytest.mark.parametrize("update", [sign, wants_one_dimension])
+def test_others_pass_or_are_left_for_tracing(update):
+    check_independent(optimizer_of(update))
+
+
+def test_nothing_is_left_behind():
+    optimizer = optimizer_of(sign)
+    before = torch.get_rng_state()
+    groups = [dict(group) for group in optimizer.param_groups]
+    check_independent(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state and [dict(group) for group in optimizer.param_groups] == groups
+    assert all(p.grad is None for group in groups for p in group["params"])
