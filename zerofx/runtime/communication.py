@@ -1,44 +1,30 @@
 """The collectives behind the ``zerofx::`` operators, and a count of what they send.
 
-Each backend has its own way to run them (a transport).  All keep one promise: a reduction adds
-the ranks' values in rank order, element by element, in the tensor's own dtype, so the result
-does not depend on how gradients are cut into buffers.  NCCL makes its own order instead.
+Each backend has its own way to run them: ``zerofx.runtime.transport``.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import compat
-
-# 2.13 renames both and warns at the old names; for 2.11 and 2.12, which have only those.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-SCALAR_BYTES = 4096
-"""A sum or maximum up to this size is latency, not bandwidth: norms, found-inf flags.
-
-It takes one phase instead of two (0.3 ms each on gloo) and is counted apart.  A mean is a
-gradient whatever its size: it always costs the 2(N-1)/N that the traffic formula says.
-"""
-
-REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "mean": torch.add,
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+from zerofx.runtime.transport import (
+    REDUCTIONS,
+    SCALAR_BYTES,
+    GlooTransport,
+    LocalTransport,
+    NativeTransport,
+    Started,
+    Transport,
+    is_exact,
+)
 
 
 class Traffic:
@@ -82,247 +68,6 @@ class Traffic:
             "gathered_bytes": self.gathered_bytes,
             "peak_gathered_bytes": self.peak_gathered_bytes,
         }
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(slots=True)
-class Started:
-    """A collective in flight: its result buffer, and what is left to do once it has run."""
-
-    result: torch.Tensor
-    work: dist.Work | None = None
-    finish: Callable[[], None] = _nothing
-    sent_bytes: int = 0
-    kind: str = ""
-
-
-# Process-wide, like the hazard: when gloo's thread is the last to hold a tensor, it takes the GIL
-# to drop it, and in an interpreter that is shutting down that kills the process ("terminate called
-# without an active exception": 1 exit in 8 on a busy machine, torch 2.13).  So what gloo has been
-# given is held here until gloo has let go of it, which is a little after its work is done.
-_given_to_gloo: list[torch.Tensor] = []
-
-STEP_END_S = 0.1
-"""How long a step's end waits for gloo to let go of buffers, which takes microseconds."""
-
-EXIT_S = 5.0
-"""How long exit waits for works in flight; a peer that never joins must not hold it up."""
-
-
-def _hold(work: dist.Work, *buffers: torch.Tensor) -> dist.Work:
-    _given_to_gloo.extend(buffers)
-    return work
-
-
-def _drop_released() -> None:
-    # A work holds its tensors, and gloo its works.
-    _given_to_gloo[:] = filter(compat.is_held_elsewhere, _given_to_gloo)
-
-
-def _settle(seconds: float) -> None:
-    """Wait until gloo has let go of everything, but not longer than this."""
-    _drop_released()
-    deadline = time.monotonic() + seconds
-    while _given_to_gloo and time.monotonic() < deadline:
-        time.sleep(1e-5)
-        _drop_released()
-
-
-@atexit.register
-def _settle_at_exit() -> None:
-    _settle(EXIT_S)
-    for buffer in _given_to_gloo:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # never dropped by anyone
-
-
-def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
-    if reduction == "mean":
-        result.div_(world_size)
-
-
-class LocalTransport:
-    """A world of one: no collective and no copy, only a view of what was given."""
-
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        return Started(input.contiguous().view(input.shape))
-
-    def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        return Started(flat.view(-1))
-
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        return Started(shard.view(-1))
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
-        return Started(tensor)
-
-    def forget(self, work: dist.Work) -> None:
-        pass
-
-
-class NativeTransport:
-    """The backend's own collectives: NCCL, and any other that needs no detour.
-
-    Waiting makes the current stream wait, not the host; the division is enqueued behind it.
-    """
-
-    OPERATIONS = {
-        "mean": dist.ReduceOp.SUM,
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-    }
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.world_size = group.size()
-
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        result = input.clone(memory_format=torch.contiguous_format)
-        operation = self.OPERATIONS[reduction]
-        work = dist.all_reduce(result, operation, group=self.group, async_op=True)
-        sent_bytes = 2 * (self.world_size - 1) * result.nbytes // self.world_size
-        finish = partial(_divide, result, reduction, self.world_size)
-        return Started(result, work, finish, sent_bytes)
-
-    def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        result = flat.new_empty(flat.numel() // self.world_size)
-        operation = self.OPERATIONS[reduction]
-        work = _reduce_scatter(result, flat, operation, group=self.group, async_op=True)
-        finish = partial(_divide, result, reduction, self.world_size)
-        return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
-
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        result = shard.new_empty(shard.numel() * self.world_size)
-        work = _all_gather(result, shard, group=self.group, async_op=True)
-        return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
-        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
-        return Started(tensor, work, sent_bytes=sent_bytes)
-
-    def forget(self, work: dist.Work) -> None:
-        # Until the current stream waits, the allocator may hand out memory a kernel writes.
-        work.wait()
-
-
-class GlooTransport:
-    """gloo moves bytes; this process does the arithmetic, in rank order.
-
-    gloo's own reduce_scatter sends as much as an all-reduce and takes 1.2 to 4 times as long as
-    an all-to-all and a local sum (4 KiB to 64 MiB, 2 and 4 ranks on 2 cores).  Bytes, because
-    gloo knows few dtypes.  Never the functional ``all_gather_into_tensor``: several of them in
-    flight corrupt the heap (torch 2.13, 2.15).
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.world_size = group.size()
-
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        flat = input.reshape(-1)
-        is_scalar = reduction != "mean" and flat.nbytes <= SCALAR_BYTES
-        adds_floats = reduction in ("mean", "sum") and not _is_exact(flat.dtype)
-        if is_scalar or not adds_floats:
-            started = self._gather_and_reduce(flat, reduction)
-        elif self.world_size == 2:
-            started = self._exchange(flat, reduction)
-        else:
-            started = self._scatter_and_gather(flat, reduction)
-        started.result = started.result[: flat.numel()].view(input.shape)
-        return started
-
-    def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        received = torch.empty_like(flat)
-        result = flat.new_empty(flat.numel() // self.world_size)
-        work = self._all_to_all(received, flat)
-        finish = partial(self._reduce, received.chunk(self.world_size), reduction, result)
-        return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
-
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        result = shard.new_empty(shard.numel() * self.world_size)
-        return Started(
-            result, self._gather(result, shard), sent_bytes=(self.world_size - 1) * shard.nbytes
-        )
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
-        buffer = _as_bytes(tensor.view(-1))
-        work = _hold(dist.broadcast(buffer, group=self.group, group_src=src, async_op=True), buffer)
-        sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
-        return Started(tensor, work, sent_bytes=sent_bytes)
-
-    def forget(self, work: dist.Work) -> None:
-        pass  # gloo's queue holds the buffers of what it still runs
-
-    def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-        buffers = _as_bytes(out), _as_bytes(shard)
-        return _hold(_all_gather(*buffers, group=self.group, async_op=True), *buffers)
-
-    def _all_to_all(self, out: torch.Tensor, flat: torch.Tensor, *splits: list[int]) -> dist.Work:
-        buffers = _as_bytes(out), _as_bytes(flat)
-        work = dist.all_to_all_single(*buffers, *splits, group=self.group, async_op=True)
-        return _hold(work, *buffers)
-
-    def _reduce(self, pieces: Iterable[torch.Tensor], reduction: str, out: torch.Tensor) -> None:
-        """Reduce one piece per rank into ``out``: ((r0 + r1) + r2) + ..."""
-        combine = REDUCTIONS[reduction]
-        first, second, *rest = pieces
-        combine(first, second, out=out)
-        for piece in rest:
-            combine(out, piece, out=out)
-        _divide(out, reduction, self.world_size)
-
-    def _gather_and_reduce(self, flat: torch.Tensor, reduction: str) -> Started:
-        """Gather everything and reduce at the wait: one phase, N-1 times the bytes."""
-        started = self.all_gather(flat)
-        pieces = started.result.chunk(self.world_size)
-        result = torch.empty_like(flat)
-        return Started(
-            result,
-            started.work,
-            partial(self._reduce, pieces, reduction, result),
-            started.sent_bytes,
-        )
-
-    def _exchange(self, flat: torch.Tensor, reduction: str) -> Started:
-        """Swap whole buffers between two ranks: the bytes of two phases, in one."""
-        own = _padded(flat, 2)
-        received, result = torch.empty_like(own), torch.empty_like(own)
-        splits = [0, own.nbytes] if self.rank == 0 else [own.nbytes, 0]
-        work = self._all_to_all(received, own, splits, splits)
-        pieces = (own, received) if self.rank == 0 else (received, own)
-        return Started(result, work, partial(self._reduce, pieces, reduction, result), own.nbytes)
-
-    def _scatter_and_gather(self, flat: torch.Tensor, reduction: str) -> Started:
-        """Reduce-scatter now, all-gather at the wait: every rank must wait in the same order."""
-        scattered = self.reduce_scatter(_padded(flat, self.world_size), reduction)
-        result = scattered.result.new_empty(scattered.result.numel() * self.world_size)
-
-        def finish() -> None:
-            scattered.finish()
-            self._gather(result, scattered.result).wait()
-
-        return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
-
-
-Transport = LocalTransport | NativeTransport | GlooTransport
-
-
-def _is_exact(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
-
-
-def _padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
-    missing = -flat.numel() % multiple
-    return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
 
 
 class Communicator:
@@ -421,7 +166,6 @@ class Communicator:
         try:
             if pending.work is not None:
                 pending.work.wait()
-                _drop_released()
             pending.finish()
         except Exception as error:
             self._explain(error, pending.kind, started.nbytes)
@@ -435,7 +179,6 @@ class Communicator:
         """
         if id(gathered) in self._in_flight:
             self.wait(gathered)
-        _drop_released()
         self.traffic.gathered(-gathered.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
@@ -453,23 +196,16 @@ class Communicator:
         nbytes = shard.nbytes * self.world_size
         return self.wait(self._start("all_gather", "setup", nbytes, launch))
 
-    def settle(self) -> None:
-        """Let go of what gloo may still hold of a step that is over."""
-        _settle(STEP_END_S)
-
     def abandon(self) -> None:
         """Forget what is in flight, after a step that failed between a start and its wait."""
         for started in self._in_flight.values():
-            if started.work is not None:
-                self._transport(started.result).forget(started.work)
+            started.abandon()
         self._in_flight.clear()
-        _drop_released()
         self.traffic.gathered_bytes = 0
 
     def _start(
         self, kind: str, category: str, nbytes: int, launch: Callable[[], Started]
     ) -> torch.Tensor:
-        _drop_released()
         try:
             started = launch()
         except Exception as error:
@@ -498,7 +234,7 @@ class Communicator:
     def _check_reduction(self, reduction: str, dtype: torch.dtype) -> None:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction {reduction!r} is unknown; known: {', '.join(REDUCTIONS)}")
-        if reduction == "mean" and _is_exact(dtype):
+        if reduction == "mean" and is_exact(dtype):
             raise ValueError(f"the mean of {dtype} over ranks is no {dtype}: convert it to a float")
         if reduction in ("max", "min") and dtype.is_complex:
             raise ValueError(f"{reduction} of {dtype} has no meaning: reduce its absolute value")

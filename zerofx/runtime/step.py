@@ -131,7 +131,6 @@ class StepRuntime:
             with torch.no_grad():
                 results = list(self.program(*values))
             self._finish_updates()
-            self.communicator.settle()
         except BaseException:
             self.communicator.abandon()
             raise
