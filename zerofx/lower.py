@@ -37,20 +37,44 @@ class CompiledRegion(nn.Module):
     """The compute between two zerofx operators, compiled by Inductor when it first runs.
 
     Compiling with the values at hand needs no tracing context of the step's own compilation.
-    A region with symbolic sizes is compiled once for each set of them.
+    Equal regions, as those of equal layers, share what has been compiled.  A region with
+    symbolic sizes is compiled once for each set of them.
     """
+
+    _known: dict[str, dict[tuple, Callable]] = {}  # by what a region computes
 
     def __init__(self, gm: fx.GraphModule, is_dynamic: bool):
         super().__init__()
         self.gm = gm
         self.is_dynamic = is_dynamic
-        self.compiled: dict[tuple, Callable] = {}
+        self.compiled = self._known.setdefault(_computation(gm.graph), {})
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         sizes = tuple(map(_size, values)) if self.is_dynamic else ()
         if sizes not in self.compiled:
             self.compiled[sizes] = compat.compile_with_inductor(self.gm, list(values))
         return self.compiled[sizes](*values)
+
+
+def _computation(graph: fx.Graph) -> str:
+    """Everything that compiling a region depends on, without names: equal for equal regions."""
+    number = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Text(number[n]))
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")
+    return "\n".join(lines)
+
+
+class _Text(str):
+    __repr__ = str.__str__
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+    return repr(value)
 
 
 def _size(value: Any) -> Any:
