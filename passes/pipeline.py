@@ -10,6 +10,7 @@ from zerofx.passes.recompute import recompute
 from zerofx.passes.shard_gradients import shard_gradients
 from zerofx.passes.shard_optimizer import shard_optimizer
 from zerofx.passes.shard_parameters import shard_parameters
+from zerofx.passes.update_in_backward import update_in_backward
 
 PIPELINE = (
     Pass(
@@ -51,6 +52,12 @@ PIPELINE = (
         requires=frozenset({"sharded_gradients"}),
         provides=frozenset({"sharded_parameters"}),
         smallest_stage=3,
+    ),
+    Pass(
+        "update_in_backward",
+        update_in_backward,
+        requires=frozenset({"averaged_gradients"}),
+        optional=True,
     ),
     Pass(
         "prefetch",

@@ -139,7 +139,7 @@ def keeping_result(captured: Captured, position: int) -> Captured:
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
     """The facts that a pass is given."""
     return PassContext(
-        resolve({"stage": stage, **options}, {}),
+        resolve({"stage": stage, "update_in_backward": False, **options}, {}),
         captured.table,
         rank,
         captured.world_size,

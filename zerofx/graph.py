@@ -196,13 +196,19 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def aliases(node: fx.Node) -> set[fx.Node]:
-    """``node`` and every later node that may share its memory."""
+def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
+    """``node`` and every later node that may share its memory.
+
+    ``through_gathers`` takes what is gathered from a shard for the shard's memory too.
+    """
     found = {node}
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if user not in found and any(source in found for source in aliased_inputs(user)):
+            sources = aliased_inputs(user)
+            if through_gathers and user.target is ops.all_gather_start:
+                sources = user.all_input_nodes
+            if user not in found and any(source in found for source in sources):
                 found.add(user)
                 pending.append(user)
     return found

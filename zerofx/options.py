@@ -13,7 +13,7 @@ import torch
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
 # Each of these is also a boolean field of Options: a pass is turned off by its own name.
-OPTIONAL_PASSES = ("recompute", "hoist_casts", "prefetch")
+OPTIONAL_PASSES = ("recompute", "hoist_casts", "update_in_backward", "prefetch")
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
@@ -24,7 +24,6 @@ PLANNED = (
     "offload_dir",
     "validate",
     "bucket",
-    "update_in_backward",
     "fuse_optimizer",
     "prefetch_across_steps",
     "clip",
@@ -54,6 +53,7 @@ class Options:
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
     hoist_casts: bool = True
+    update_in_backward: bool = True
     prefetch: bool = True
 
     def __eq__(self, other: object) -> bool:

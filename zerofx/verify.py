@@ -102,12 +102,15 @@ def _gathers_are_freed(graph: fx.Graph) -> None:
 
 
 def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    """Whoever wants the old value reads it before; the new value is the writer's result."""
+    """Whoever wants the old value reads it before; the new value is the writer's result.
+
+    A gathered buffer counts as the shard's memory, which it is in a world of one.
+    """
     output = graph.output_node()
     for writer in graph.nodes:
         for target in mutated_inputs(writer):
-            renewed = aliases(writer)
-            for alias in aliases(target) - renewed:
+            renewed = aliases(writer, through_gathers=True)
+            for alias in aliases(target, through_gathers=True) - renewed:
                 for reader in alias.users:
                     late = reader not in renewed and order[reader] > order[writer]
                     if late and reader is not output and not _only_overwrites(reader, alias):
