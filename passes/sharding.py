@@ -29,7 +29,7 @@ from zerofx.graph import (
 from zerofx.passes.base import PassContext
 from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.gathers import GatherSource, insert_gathers
-from zerofx.passes.reductions import PendingReductions, rule_for
+from zerofx.passes.reductions import PendingReductions, ReductionRule, rule_for
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten
@@ -205,7 +205,7 @@ class ShardPropagation:
             return False
         with self.graph.inserting_before(node):
             shard = self.shard_of(node.args[0])
-            if value.parameter.padded_numel != value.parameter.numel:
+            if _may_hold_padding(value.parameter, rule):
                 shard = self.builder.call(
                     ops.mask_padding,
                     shard,
@@ -354,6 +354,12 @@ class ShardPropagation:
 
 
 _UNCHANGED = (aten.detach.default, aten.alias.default)
+
+
+def _may_hold_padding(info: ParameterInfo, rule: ReductionRule) -> bool:
+    """The same on all ranks: whether some rank's shard has padding, or nothing to reduce."""
+    empty_counts = rule.reduction in ("max", "min") and info.shares_bucket
+    return info.place.extent != info.numel or empty_counts
 
 
 def _written_in_place(shard: fx.Node) -> fx.Node:

@@ -89,7 +89,7 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, self.world_size, lambda tensor: None)
+            capture = StepCapture(gm, inputs, 0, self.world_size, lambda tensor: None)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.pass_through_dynamo(error) from error.__cause__
@@ -137,9 +137,9 @@ def keeping_result(captured: Captured, position: int) -> Captured:
 
 
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
-    """The facts that a pass is given."""
+    """The facts that a pass is given.  Without buckets unless asked for: one story at a time."""
     return PassContext(
-        resolve({"stage": stage, **options}, {}),
+        resolve({"stage": stage, "bucket": False, **options}, {}),
         captured.table,
         rank,
         captured.world_size,
@@ -396,7 +396,7 @@ def execute(captured: Captured, inputs: Sequence[Sequence[Any]] | None = None) -
 def shards_of(whole: torch.Tensor, info: ParameterInfo, padding: float) -> list[torch.Tensor]:
     """Every rank's flat shard, cut from the definition: flatten in storage order, pad, chunk."""
     flat = whole.permute(info.storage_order).reshape(-1)
-    fill = flat.new_full((info.padded_numel - info.numel,), padding)
+    fill = flat.new_full((info.place.extent - info.numel,), padding)
     return [shard.clone() for shard in torch.cat([flat, fill]).chunk(info.world_size)]
 
 

@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from zerofx.graph import Builder, program_order
-from zerofx.passes.gathers import GatherSource, flatten, plan_spans, unflatten
+from zerofx.passes.gathers import GatherSource, GatherUnit, flatten, plan_spans, unflatten
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten
@@ -54,16 +54,18 @@ def plan(program, num_backwards=None, regather=True, **elements):
         reader.meta["autograd_backward"] = backward
         source.uses.append((reader, source.node))
     order = program_order(graph)
-    spans = plan_spans(list(sources.values()), order, num_backwards or backwards)
-    for source, planned in spans.items():
+    units = {name: GatherUnit([source]) for name, source in sources.items()}
+    spans = plan_spans(list(units.values()), order, num_backwards or backwards)
+    for unit, planned in spans.items():
         served = [use for span in planned for use in span.uses]
+        (source,) = unit.sources
         assert sorted(served, key=lambda u: order[u[0]]) == source.uses, "a reader is left out"
         for span in planned:
             assert span.first == order[span.uses[0][0]]
             assert span.last == order[span.uses[-1][0]]
     return {
-        name: " ".join(f"{s.first - first}-{s.last - first}" for s in spans[source])
-        for name, source in sources.items()
+        name: " ".join(f"{s.first - first}-{s.last - first}" for s in spans[unit])
+        for name, unit in units.items()
     }
 
 
@@ -184,7 +186,7 @@ def test_flattening_and_unflattening_are_inverse(shape, stride, world_size):
     whole = torch.empty_strided(info.shape, info.stride)
     whole.copy_(torch.arange(1.0, info.numel + 1).reshape(shape))
     flat = in_program(whole, lambda b, n: flatten(b, n, info, parameter=0))(whole)
-    assert flat.shape == (info.padded_numel,)
+    assert flat.shape == (info.place.extent,)
     assert flat[info.numel :].eq(0).all()
     memory = whole.as_strided((info.numel,), (1,))
     torch.testing.assert_close(flat[: info.numel], memory, rtol=0, atol=0)

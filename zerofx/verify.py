@@ -25,7 +25,7 @@ from zerofx.graph import (
     source_line,
     updates,
 )
-from zerofx.plan import ParameterTable
+from zerofx.plan import ParameterInfo, ParameterTable
 
 aten = torch.ops.aten
 
@@ -201,7 +201,7 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
         else:
             continue
         for gradient, parameter in operands:
-            if not _is_average_of(gradient, parameter):
+            if not _is_average_of(gradient, table[parameter]):
                 raise _broken(
                     node,
                     f"updates {table[parameter].name!r} with {gradient.name}, which is not "
@@ -215,8 +215,24 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
                 )
 
 
-def _is_average_of(gradient: fx.Node, parameter: int) -> bool:
+def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
+    """Whether a node is the parameter's range of its bucket's averaged gradients."""
+    reduced, dim, start, stop = node.args
+    if reduced.target is not ops.wait or reduced.args[0].target is not ops.reduce_scatter_start:
+        return False
+    flat, reduction = reduced.args[0].args[:2]
+    return (
+        reduction == "mean"
+        and flat.target is ops.flatten_bucket
+        and info.index in flat.args[1]
+        and (dim, start) == (0, info.position_in_shard)
+        and stop - start == info.shard_numel
+    )
+
+
+def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
     """Whether the parameter's averaged gradient is among what ``gradient`` is computed from."""
+    parameter = info.index
     pending, seen = [gradient], set()
     while pending:
         node = pending.pop()
@@ -230,6 +246,10 @@ def _is_average_of(gradient: fx.Node, parameter: int) -> bool:
         origin = provenance(node)
         if origin and origin.role == "reduce_gradient" and node.target is ops.wait:
             if origin.parameter == parameter and node.args[0].args[1] == "mean":
+                return True
+            continue
+        if origin and origin.role == "reduced_gradient":
+            if origin.parameter == parameter and _is_own_range(node, info):
                 return True
             continue
         pending.extend(node.all_input_nodes)

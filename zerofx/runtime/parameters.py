@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.plan import ParameterInfo
+from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
@@ -84,13 +85,25 @@ class ParameterRegistry:
                     new[id(parameter)] = (parameter, info)
             new_buffers = self._unseen(buffers)
             make_equal([p for p, _ in new.values()] + new_buffers, communicator)
+            buckets: dict[int, object] = {}
+            memory: dict[int, torch.Tensor] = {}
             for parameter, info in new.values():
-                self._add(parameter, info, communicator, stage)
+                bound = self._add(parameter, info, communicator, stage)
+                number = info.place.bucket
+                if info.shares_bucket:
+                    bound.bucket = buckets.setdefault(number, object())
+                if stage == 3:
+                    if info.shares_bucket:
+                        if number not in memory:
+                            memory[number] = _empty_bucket(info)
+                        bound.live_in(memory[number])
+                    bound.free()
+                    self._guard_again(bound)
             return [self._bound[id(parameter)] for parameter, _ in parameters]
 
     def _add(
         self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
-    ) -> None:
+    ) -> BoundParameter:
         key = id(parameter)
 
         def forget(reference: Any) -> None:
@@ -100,11 +113,28 @@ class ParameterRegistry:
         own = type(parameter)
         guarded = guarded_class(own)  # type: ignore[arg-type]
         reference = weakref.ref(parameter, forget)
-        bound = BoundParameter(reference, info, stage, communicator, own, guarded)
-        self._bound[key] = bound
-        if stage == 3:
-            bound.free()
-            self._guard_again(bound)
+        bound = self._bound[key] = BoundParameter(
+            reference, info, stage, communicator, own, guarded
+        )
+        return bound
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> dict[int, Place | None]:
+        """Where those of ``parameters`` that are bound already lie, by position among them.
+
+        None is a bucket of its own.  A bucket goes by the first of its parameters here.
+        """
+        found: dict[int, Place | None] = {}
+        numbers: dict[tuple[int, torch.dtype], int] = {}
+        for index, parameter in enumerate(parameters):
+            bound = self.lookup(parameter)
+            if bound is None:
+                continue
+            place = bound.info.assigned
+            if place is not None:
+                number = numbers.setdefault((id(bound.bucket), bound.info.dtype), index)
+                place = replace(place, bucket=number)
+            found[index] = place
+        return found
 
     def _drop(self, bound: BoundParameter, key: int) -> None:
         self._bound.pop(key, None)
@@ -291,6 +321,10 @@ class ParameterRegistry:
             if isinstance(value, torch.Tensor)
         )
         return {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
+
+
+def _empty_bucket(info: ParameterInfo) -> torch.Tensor:
+    return torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
 
 
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
