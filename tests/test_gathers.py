@@ -1,5 +1,6 @@
 """When parameters are gathered, and for how long: span planning on programs of a few letters."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from zerofx.graph import Builder, program_order
 from zerofx.passes.gathers import GatherSource, GatherUnit, flatten, plan_spans, unflatten
-from zerofx.plan import ParameterInfo
+from zerofx.plan import ParameterInfo, Place
 
 aten = torch.ops.aten
 
@@ -141,8 +142,8 @@ def test_a_value_that_may_not_be_gathered_again_lives_from_first_to_last():
 
 def test_a_source_without_readers_has_no_span():
     node = fx.Graph().placeholder("a")
-    source = GatherSource(node, describe(0, "a", (4,)), node, regather=True)
-    assert plan_spans([source], {node: 0}, 1) == {source: []}
+    unit = GatherUnit([GatherSource(node, describe(0, "a", (4,)), node, regather=True)])
+    assert plan_spans([unit], {node: 0}, 1) == {unit: []}
 
 
 def test_padding_and_the_cast_count_into_a_gathers_bytes():
@@ -150,8 +151,19 @@ def test_padding_and_the_cast_count_into_a_gathers_bytes():
     node = graph.placeholder("a")
     node.meta["val"] = torch.empty(3)
     info = describe(0, "a", (5,), world_size=2)
-    assert GatherSource(node, info, node).nbytes == 24
-    assert GatherSource(node, info, node, cast_to=torch.bfloat16).nbytes == 12
+    assert GatherUnit([GatherSource(node, info, node)]).nbytes == 24
+    cast = GatherSource(node, info, node, cast_to=torch.bfloat16)
+    assert GatherUnit([cast]).nbytes == 12
+
+
+def test_a_units_bytes_are_its_buckets():
+    """Whole, whichever of its parameters are read."""
+    graph = fx.Graph()
+    node = graph.placeholder("a")
+    node.meta["val"] = torch.empty(3)
+    place = Place(bucket=0, offset=0, extent=8, shard_numel=12)
+    info = dataclasses.replace(describe(0, "a", (5,), world_size=2), assigned=place)
+    assert GatherUnit([GatherSource(node, info, node)]).nbytes == 96
 
 
 # Flat and whole

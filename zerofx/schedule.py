@@ -10,7 +10,7 @@ from zerofx.plan import ParameterTable
 
 
 def served(node: fx.Node, table: ParameterTable) -> str:
-    """Names of the parameters that a collective serves."""
+    """Names of the parameters that an inserted node serves."""
     if parameter_of(node) >= 0:
         return table[parameter_of(node)].name
     members = table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
