@@ -10,8 +10,8 @@ from tabulate import tabulate
 from torch import fx
 
 from zerofx.graph import provenance
-from zerofx.schedule import served
 from zerofx.plan import ParameterTable
+from zerofx.schedule import served
 
 logger = logging.getLogger("zerofx")
 
