@@ -104,6 +104,16 @@ class ParameterInfo:
         before = self.place.offset - self.rank * self.place.shard_numel
         return min(max(before, 0), self.place.shard_numel - self.shard_numel)
 
+    def lies_like(self, other: ParameterInfo) -> bool:
+        """Whether every rank's shards of the two hold the same elements of tensors of one shape.
+
+        What is computed element by element from both can then be computed on their shards.
+        """
+        mine, its = self.place, other.place
+        return (mine.offset, mine.extent, mine.shard_numel, self.storage_order) == (
+            (its.offset, its.extent, its.shard_numel, other.storage_order)
+        )
+
     @property
     def shares_bucket(self) -> bool:
         """Whether its bucket is laid out for several parameters."""
