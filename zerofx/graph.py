@@ -69,6 +69,16 @@ def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
     return graph.output_node().meta.get("zerofx_gradients", {})
 
 
+def mark_gradient(node: fx.Node, parameter: int) -> None:
+    """Record that a node is a parameter's local gradient, one of those that become its average."""
+    node.meta["zerofx_gradient_of"] = gradient_of(node) | {parameter}
+
+
+def gradient_of(node: fx.Node) -> frozenset[int]:
+    """The parameters whose local gradient a node is; none if nobody knows."""
+    return node.meta.get("zerofx_gradient_of", frozenset())
+
+
 def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """How often the program updates what: (optimizer, parameter) -> count."""
     found: Counter[tuple[int, int]] = Counter()

@@ -15,8 +15,10 @@ from zerofx.errors import GraphError
 from zerofx.graph import (
     aliases,
     captured_updates,
+    gradient_of,
     input_role,
     mutated_inputs,
+    parameter_of,
     placeholders,
     program_order,
     provenance,
@@ -50,6 +52,7 @@ def verify(
     _nothing_reads_what_was_overwritten(gm.graph, order)
     _metadata_is_fresh(gm.graph, {} if checked is None else checked)
     _sharded_inputs_are_read_as_shards(gm.graph)
+    _buckets_hold_what_they_say(gm.graph, table)
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         _updates_read_averaged_gradients(gm.graph, table)
@@ -166,6 +169,66 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
             understands = provenance(reader) is not None or reader.target is aten.copy_.default
             if not understands and reader.op != "output":
                 raise _broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
+
+
+def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+    """What is put into a bucket as a parameter's is that, and is read from where it lies."""
+    for node in graph.nodes:
+        if node.target is ops.pack:
+            for part, info in _members(node, table, num_shards=1):
+                if _shard_of(part) != info.index:
+                    raise _broken(
+                        node, f"packs {part.name} as if it were the shard of {info.name!r}."
+                    )
+        elif node.target is ops.flatten_bucket:
+            num_shards = table[node.args[1][0]].world_size
+            for part, info in _members(node, table, num_shards):
+                is_cast = role(part) == "reduce_cast"
+                marked = {parameter_of(part)} if is_cast else gradient_of(part)
+                fits = tuple(part.meta["val"].shape) == info.shape
+                if not fits or (marked and info.index not in marked):
+                    raise _broken(
+                        node, f"lays out {part.name} as if it were the gradient of {info.name!r}."
+                    )
+        elif role(node) == "whole" and node.args[0].target is ops.wait:
+            packed = node.args[0].args[0].args[0]
+            if role(packed) == "gather_cast":
+                packed = packed.args[0]
+            if packed.target is ops.pack:
+                _reads_its_own_range(node, packed, table[parameter_of(node)])
+
+
+def _members(
+    node: fx.Node, table: ParameterTable, num_shards: int
+) -> list[tuple[fx.Node, ParameterInfo]]:
+    """The parts of a ``pack`` or ``flatten_bucket`` and the parameters that they are of."""
+    parts, indices, numel = node.args
+    infos = [table[index] for index in indices]
+    place = infos[0].place
+    same = all(
+        (info.place.bucket, info.place.shard_numel) == (place.bucket, place.shard_numel)
+        for info in infos
+    )
+    if not same or len(set(indices)) != len(parts) or numel != place.shard_numel * num_shards:
+        raise _broken(node, "does not hold parameters of one bucket, each once, and nothing else.")
+    return list(zip(parts, infos, strict=True))
+
+
+def _shard_of(node: fx.Node) -> int:
+    """Index of the parameter that a flat shard is of, or is laid out like; -1 for none."""
+    if node.target is aten.copy_.default:
+        return _shard_of(node.args[0])
+    if node.op == "placeholder":
+        return input_role(node).parameter if input_role(node).sharded else -1
+    return parameter_of(node)
+
+
+def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) -> None:
+    start, stop = info.place.offset, info.place.offset + info.numel
+    whole = node.target is aten.slice.Tensor and tuple(node.args[1:]) == (0, start, stop)
+    alone = node.target is not aten.slice.Tensor and info.numel == node.args[0].meta["val"].numel()
+    if info.index not in packed.args[1] or not (whole or alone):
+        raise _broken(node, f"does not read what {packed.name} holds of {info.name!r}.")
 
 
 def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
