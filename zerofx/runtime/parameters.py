@@ -69,7 +69,7 @@ class ParameterRegistry:
         function of the same model changes nothing.  Collective for new ones.
 
         Raises: ValueError or TypeError, before anything has changed, for a parameter bound with
-        another stage or other ranks, or one that cannot be sharded.
+        another stage, other ranks or another layout, or one that cannot be sharded.
         """
         with self._lock, ordinary_tensors():
             new: dict[int, tuple[nn.Parameter, ParameterInfo]] = {}
@@ -77,6 +77,7 @@ class ParameterRegistry:
                 bound = self.lookup(parameter)
                 if bound is not None:
                     _check_same_options(bound, communicator, stage)
+                    _check_same_place(bound, info)
                     if not bound.matches(info) and not bound.is_open:
                         self._follow(bound, parameter)
                 elif id(parameter) not in new:
@@ -352,6 +353,21 @@ def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) ->
             f"parameter {bound.name!r} is bound to another process group (rank {mine.rank} of "
             f"{mine.world_size}) than this function asks for (rank {other.rank} of "
             f"{other.world_size}). {remedy}"
+        )
+
+
+def _check_same_place(bound: BoundParameter, info: ParameterInfo) -> None:
+    """Programs are laid out like what is bound when they are compiled, but not what is later."""
+    mine, other = bound.info.place, info.place
+    same = (mine.offset, mine.extent, mine.shard_numel) == (
+        (other.offset, other.extent, other.shard_numel)
+    )
+    if bound.stage > 0 and not same:
+        raise ValueError(
+            f"parameter {bound.name!r} has been given back by zerofx.unshard since this function "
+            "was compiled, and another function has sharded it in other buckets. Call "
+            "torch.compiler.reset(), and this function is compiled anew, or give all functions "
+            "options={'bucket': False}."
         )
 
 
