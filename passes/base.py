@@ -12,12 +12,15 @@ from zerofx.plan import ParameterTable
 
 Counts = Mapping[str, int]
 
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class PassContext:
     """Facts a pass may use; no process group, environment or clock.
 
-    ``num_backwards`` is how many times the step calls backward.
+    ``num_backwards`` is how many times the step calls backward; ``bound`` holds the parameters,
+    by index, whose layout an earlier program has settled.
     """
 
     options: Options
@@ -25,6 +28,11 @@ class PassContext:
     rank: int
     world_size: int
     num_backwards: int = 1
+    bound: frozenset[int] = frozenset()
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.options.bucket_bytes or DEFAULT_BUCKET_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import StepError
-from zerofx.graph import Builder, placeholders
+from zerofx.graph import Builder, mark_gradient, placeholders
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.uniformity import check_updates_are_uniform
@@ -86,6 +86,7 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
         if node.target is not ops.gradient:
             continue
         gradient, parameter = node.args
+        mark_gradient(gradient, parameter)
         dtype = gradient.meta["val"].dtype
         reduce_dtype = ctx.options.reduce_dtype or dtype
         origin = {"parameter": parameter, "like": node}

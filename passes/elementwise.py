@@ -7,6 +7,8 @@ from torch import fx
 
 aten = torch.ops.aten
 
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
 # Same shape in and out, element by element, though not tagged pointwise.
 _SAME_SHAPE = {
     aten._to_copy.default,

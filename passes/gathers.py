@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Builder, aliases, is_backward, last_use, parameter_of, program_order
+from zerofx.graph import (
+    Builder,
+    aliases,
+    bucket_of,
+    is_backward,
+    last_use,
+    parameter_of,
+    program_order,
+)
 from zerofx.passes.base import PassContext
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten
+
+
+Use = tuple[fx.Node, fx.Node]
+"""A reader, and what it reads of the sharded value."""
 
 
 @dataclass(eq=False)
@@ -32,13 +45,33 @@ class GatherSource:
     regather: bool = False
     cast_to: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
-    uses: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     chain: set[fx.Node] = field(default_factory=set)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it travels."""
+        return self.cast_to or self.shard.meta["val"].dtype
+
+
+@dataclass(eq=False)
+class GatherUnit:
+    """Sources that travel together: shards of one bucket, or one source alone."""
+
+    sources: list[GatherSource]
+
+    @property
+    def regather(self) -> bool:
+        return self.sources[0].regather
+
+    @property
     def nbytes(self) -> int:
-        dtype = self.cast_to or self.shard.meta["val"].dtype
-        return self.parameter.padded_numel * dtype.itemsize
+        info = self.sources[0].parameter
+        return info.place.shard_numel * info.world_size * self.sources[0].dtype.itemsize
+
+    @cached_property
+    def owner(self) -> dict[Use, GatherSource]:
+        return {use: source for source in self.sources for use in source.uses}
 
 
 @dataclass
@@ -47,53 +80,78 @@ class GatherSpan:
 
     first: int
     last: int
-    uses: list[tuple[fx.Node, fx.Node]]
+    uses: list[Use]
+
+
+def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> list[GatherUnit]:
+    """Put sources of one bucket together, if all have their shards before anyone reads one."""
+    groups: dict[tuple, list[GatherSource]] = {}
+    for source in sources:
+        info = source.parameter
+        is_new_value = source.shard.target is ops.update
+        origin = source.shard.op if source.shard.op == "placeholder" else is_new_value
+        shared = info.place.bucket if info.shares_bucket else source
+        key = (shared, origin, source.regather, source.dtype, source.shard.meta["val"].dtype)
+        groups.setdefault(key, []).append(source)
+    units = []
+    for group in groups.values():
+        group.sort(key=lambda source: min(order[reader] for reader, _ in source.uses))
+        unit: list[GatherSource] = []
+        for source in group:
+            first = min(order[reader] for reader, _ in (unit or [source])[0].uses)
+            same_parameter = any(other.parameter is source.parameter for other in unit)
+            if unit and (same_parameter or order[source.shard] >= first):
+                units.append(GatherUnit(unit))
+                unit = []
+            unit.append(source)
+        units.append(GatherUnit(unit))
+    return units
 
 
 def plan_spans(
-    sources: list[GatherSource], order: dict[fx.Node, int], num_backwards: int
-) -> dict[GatherSource, list[GatherSpan]]:
-    """Split each source's readers into spans, each served by one gather.
+    units: list[GatherUnit], order: dict[fx.Node, int], num_backwards: int
+) -> dict[GatherUnit, list[GatherSpan]]:
+    """Split each unit's readers into spans, each served by one gather.
 
     A parameter is gathered for forward and again for backward, never kept in between, unless
     nothing else would be gathered meanwhile (the last layer).  That leaves some parameters
     with a gather to spare within the two that stage 3 pays for; it is spent where the whole
     value would sit through most bytes of others (a tied embedding between its two ends).
     """
-    regions = _regions(sources, order)
+    regions = _regions(units, order)
     spans = {}
-    for source in sources:
-        uses = sorted(source.uses, key=lambda use: order[use[0]])
-        spans[source] = _by_region(uses, order, regions) if source.regather else _one(uses, order)
-    passing = [(span, source) for source, planned in spans.items() for span in planned]
+    for unit in units:
+        uses = sorted(unit.owner, key=lambda use: order[use[0]])
+        spans[unit] = _by_region(uses, order, regions) if unit.regather else _one(uses, order)
+    passing = [(span, unit) for unit, planned in spans.items() for span in planned]
 
-    def bytes_between(source: GatherSource, start: int, stop: int) -> int:
+    def bytes_between(unit: GatherUnit, start: int, stop: int) -> int:
         return sum(
             other.nbytes
             for span, other in passing
-            if other is not source and start < span.first and span.last < stop
+            if other is not unit and start < span.first and span.last < stop
         )
 
     planned = {}
-    for source, mine in spans.items():
-        if not source.regather:
-            planned[source] = mine
+    for unit, mine in spans.items():
+        if not unit.regather:
+            planned[unit] = mine
             continue
         allowed = max(len(mine), 2 * max(num_backwards, 1))
-        mine = _merge_idle(mine, lambda a, b, s=source: bytes_between(s, a, b))
-        planned[source] = _split_widest(
-            mine, order, allowed, lambda a, b, s=source: bytes_between(s, a, b)
+        mine = _merge_idle(mine, lambda a, b, u=unit: bytes_between(u, a, b))
+        planned[unit] = _split_widest(
+            mine, order, allowed, lambda a, b, u=unit: bytes_between(u, a, b)
         )
     return planned
 
 
-def _one(uses, order) -> list[GatherSpan]:
+def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
     return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
 
 
-def _regions(sources: list[GatherSource], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+def _regions(units: list[GatherUnit], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """Number the stretches of forward and backward that the readers of all sources lie in."""
-    readers = sorted({use[0] for source in sources for use in source.uses}, key=order.__getitem__)
+    readers = sorted({use[0] for unit in units for use in unit.owner}, key=order.__getitem__)
     regions: dict[fx.Node, int] = {}
     region = 0
     for previous, reader in zip([None, *readers], readers, strict=False):
@@ -142,11 +200,13 @@ def insert_gathers(builder: Builder, sources: list[GatherSource], ctx: PassConte
     wanted = [source for source in sources if source.uses]
     if not wanted:
         return 0
-    spans = plan_spans(wanted, program_order(builder.graph), ctx.num_backwards)
+    order = program_order(builder.graph)
+    units = group_sources(wanted, order)
+    spans = plan_spans(units, order, ctx.num_backwards)
     gathered = []
-    for source in wanted:
-        for span in spans[source]:
-            gathered.append(_gather(builder, source, span))
+    for unit in units:
+        for span in spans[unit]:
+            gathered.append(_gather(builder, unit, span))
     order = program_order(builder.graph)
     for wait in gathered:
         last = last_use(aliases(wait), order)
@@ -158,30 +218,63 @@ def insert_gathers(builder: Builder, sources: list[GatherSource], ctx: PassConte
                 wait,
                 role="free",
                 parameter=parameter_of(wait),
+                bucket=bucket_of(wait),
                 like=last,
             )
     return len(gathered)
 
 
-def _gather(builder: Builder, source: GatherSource, span: GatherSpan) -> fx.Node:
+def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan) -> fx.Node:
     """Insert one gather before the span's first reader; return its ``wait``."""
-    graph, info = builder.graph, source.parameter
-    reader = span.uses[0][0]
-    origin = {"parameter": info.index, "like": reader}
-    with graph.inserting_before(reader):
-        shard = source.shard
-        if source.cast_to is not None:
+    graph, info = builder.graph, unit.sources[0].parameter
+    first_reader = span.uses[0][0]
+    origin = {"like": first_reader, **_served(unit)}
+    with graph.inserting_before(first_reader):
+        shard = pack_shards(builder, unit, **origin)
+        if unit.sources[0].cast_to is not None:
             shard = builder.call(
-                aten._to_copy.default, shard, dtype=source.cast_to, role="gather_cast", **origin
-            )
+                aten._to_copy.default, shard, dtype=unit.sources[0].cast_to,
+                role="gather_cast", **origin,
+            )  # fmt: skip
         start = builder.call(ops.all_gather_start, shard, info.world_size, role="gather", **origin)
         wait = builder.call(ops.wait, start, role="gather", **origin)
-        whole = unflatten(builder, wait, info, source.shape or info.shape, **origin)
-    rebuilt = {source.node: whole}
+    rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:
+        source = unit.owner[reader, wanted]
         with graph.inserting_before(reader):
+            if source.node not in rebuilt:
+                rebuilt[source.node] = unflatten(
+                    builder,
+                    wait,
+                    source.parameter,
+                    source.shape or source.parameter.shape,
+                    like=reader,
+                    parameter=source.parameter.index,
+                )
             reader.replace_input_with(wanted, _rebuild(builder, wanted, source, rebuilt, reader))
     return wait
+
+
+def _served(unit: GatherUnit) -> dict[str, int]:
+    """The provenance of what serves a unit: its parameter, or its bucket."""
+    info = unit.sources[0].parameter
+    return {"bucket": info.place.bucket} if info.shares_bucket else {"parameter": info.index}
+
+
+def pack_shards(builder: Builder, unit: GatherUnit, **origin) -> fx.Node:
+    """This rank's shard of what the unit gathers: its one shard, or its bucket's."""
+    sources = sorted(unit.sources, key=lambda source: source.parameter.place.offset)
+    info = sources[0].parameter
+    if not info.shares_bucket:
+        return sources[0].shard
+    return builder.call(
+        ops.pack,
+        [source.shard for source in sources],
+        [source.parameter.index for source in sources],
+        info.place.shard_numel,
+        role="pack",
+        **origin,
+    )
 
 
 def _rebuild(
@@ -206,10 +299,12 @@ def _rebuild(
 def unflatten(
     builder: Builder, flat: fx.Node, info: ParameterInfo, shape: tuple[int, ...], **origin
 ) -> fx.Node:
-    """View a gathered flat buffer as the whole tensor: unpad, shape, undo the storage order."""
+    """View a gathered flat buffer as the whole tensor: cut, shape, undo the storage order."""
     node = flat
-    if info.padded_numel != info.numel:
-        node = builder.call(aten.slice.Tensor, node, 0, 0, info.numel, role="whole", **origin)
+    start = info.place.offset
+    if flat.meta["val"].shape[0] != info.numel:
+        stop = start + info.numel
+        node = builder.call(aten.slice.Tensor, node, 0, start, stop, role="whole", **origin)
     if info.is_contiguous or shape != info.shape:
         return builder.call(aten.view.default, node, list(shape), role="whole", **origin)
     permuted = [info.shape[dim] for dim in info.storage_order]
@@ -228,7 +323,7 @@ def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, **origin) -> 
     value = node.meta["val"]
     target = aten.view.default if value.is_contiguous() else aten.reshape.default
     node = builder.call(target, node, [info.numel], role="flatten", **origin)
-    padding = info.padded_numel - info.numel
+    padding = info.place.extent - info.numel
     if padding:
         node = builder.call(
             aten.constant_pad_nd.default, node, [0, padding], 0.0, role="flatten", **origin

@@ -7,8 +7,7 @@ from torch import fx
 
 from zerofx.graph import Provenance, input_role, placeholders
 from zerofx.passes.base import Counts, PassContext
-
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+from zerofx.passes.elementwise import CASTS
 
 
 def hoist_casts(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -29,7 +28,7 @@ def hoist_casts(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     for parameter in placeholders(gm.graph, "parameter"):
         width = parameter.meta["val"].dtype.itemsize
         first: dict[torch.dtype, fx.Node] = {}
-        for node in [user for user in parameter.users if user.target in _CASTS]:
+        for node in [user for user in parameter.users if user.target in CASTS]:
             value = node.meta["val"]
             if value.dtype.itemsize > width or value.device != parameter.meta["val"].device:
                 continue

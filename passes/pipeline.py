@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerofx.passes.base import Pass
+from zerofx.passes.bucket import bucket
 from zerofx.passes.data_parallel import data_parallel
 from zerofx.passes.hoist_casts import hoist_casts
 from zerofx.passes.prefetch import prefetch
@@ -30,6 +31,13 @@ PIPELINE = (
         requires=frozenset({"averaged_gradients"}),
         optional=True,
         smallest_stage=3,
+    ),
+    Pass(
+        "bucket",
+        bucket,
+        requires=frozenset({"averaged_gradients"}),
+        optional=True,
+        smallest_stage=1,
     ),
     Pass(
         "shard_optimizer",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from zerofx.graph import role
+
 
 def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     """Let each ``wait`` follow the next start: one transfer overlaps compute at a time.
@@ -16,6 +18,8 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     start is moved no later than its first reader.
     """
     pairs = sorted(pairs)
+    for _, wait in pairs:
+        _sink_ranges(wait)
     for (_, wait), (following, _) in itertools.pairwise(pairs):
         min([following, *wait.users]).prepend(wait)  # nodes compare by program order
     if pairs:
@@ -32,3 +36,10 @@ def hoist(node: fx.Node) -> None:
     if anchor.op == "placeholder":
         return
     anchor.append(node)
+
+
+def _sink_ranges(wait: fx.Node) -> None:
+    """Take the ranges of a bucket's result only where they are read."""
+    for part in [user for user in wait.users if role(user) == "reduced_gradient"]:
+        if part.users:
+            min(part.users).prepend(part)

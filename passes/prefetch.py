@@ -34,12 +34,10 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if node.target is ops.wait and node.args[0].target is ops.all_gather_start
     ]
     for previous, wait in itertools.pairwise(waits):
-        start = wait.args[0]
-        chain = [start]
-        while role(chain[-1].args[0]) == "gather_cast":
-            chain.append(chain[-1].args[0])
-        source = chain[-1].args[0]
-        anchor = max(previous, source)
+        chain = [wait.args[0]]
+        while role(chain[-1].all_input_nodes[0]) in ("gather_cast", "pack"):
+            chain.append(chain[-1].all_input_nodes[0])
+        anchor = max(previous, *chain[-1].all_input_nodes)
         if not anchor < chain[-1]:
             continue
         for node in chain:

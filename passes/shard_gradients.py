@@ -45,10 +45,13 @@ def _hoist_reductions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         start = wait.args[0]
         if start.target is not ops.reduce_scatter_start:
             continue
-        chain = [start]
-        while role(chain[-1].args[0]) in ("flatten", "reduce_cast"):
-            chain.append(chain[-1].args[0])
-        for node in reversed(chain):
+        prepared: list[fx.Node] = []  # what stands between the gradients and the start
+        pending = [start]
+        while pending:
+            node = pending.pop()
+            prepared.append(node)
+            pending += [s for s in node.all_input_nodes if role(s) in ("flatten", "reduce_cast")]
+        for node in reversed(prepared):
             hoist(node)
         pairs.append((start, wait))
     return pairs

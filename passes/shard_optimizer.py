@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from zerofx import ops
@@ -10,6 +11,8 @@ from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.gathers import flatten
 from zerofx.passes.placement import stagger_waits
 from zerofx.passes.sharding import ShardPropagation
+
+aten = torch.ops.aten
 
 
 def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -48,31 +51,101 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 def scatter_gradients(
     propagation: ShardPropagation, ctx: PassContext, parameters: set[int]
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Turn the all-reduces of these parameters' gradients into reduce-scatters.
+    """Turn the all-reduces of these parameters' gradients into reduce-scatters, one per bucket.
 
-    Returns the new (start, wait) pairs, standing where the averaged gradient is first read.
+    Returns the new (start, wait) pairs, standing where an averaged gradient is first read.
     """
-    graph, builder = propagation.graph, propagation.builder
-    pairs = []
-    for wait in [node for node in graph.nodes if node.target is ops.wait]:
+    waits = []
+    for wait in [node for node in propagation.graph.nodes if node.target is ops.wait]:
         whole = wait.args[0]
         if whole.target is not ops.all_reduce_start or role(whole) != "reduce_gradient":
             continue
-        info = ctx.table[parameter_of(whole)]
-        if info.index not in parameters or not wait.users:
-            continue
-        origin = {"parameter": info.index, "like": whole}
-        with graph.inserting_before(min(wait.users)):
-            flat = flatten(builder, whole.args[0], info, **origin)
-            start = builder.call(
-                ops.reduce_scatter_start,
-                flat,
-                whole.args[1],
-                ctx.world_size,
-                role="reduce_gradient",
-                **origin,
-            )
-            shard = builder.call(ops.wait, start, role="reduce_gradient", **origin)
-        propagation.add_source(wait, info.index, shard)
-        pairs.append((start, shard))
+        if parameter_of(whole) in parameters and wait.users:
+            waits.append(wait)
+    pairs = []
+    for group in _travelling_together(waits, ctx):
+        info = ctx.table[parameter_of(group[0])]
+        scatter = _scatter_bucket if info.shares_bucket else _scatter_alone
+        pairs.append(scatter(propagation, ctx, group))
     return pairs
+
+
+def _travelling_together(waits: list[fx.Node], ctx: PassContext) -> list[list[fx.Node]]:
+    """Gradients of one bucket that are all there before anyone reads one; in program order."""
+    groups: list[list[fx.Node]] = []
+    open_groups: dict[tuple, list[fx.Node]] = {}
+    for wait in sorted(waits, key=lambda wait: min(wait.users)):
+        gradient = wait.args[0].args[0]
+        info = ctx.table[parameter_of(wait)]
+        key = (info.place.bucket, gradient.meta["val"].dtype, wait.args[0].args[1])
+        group = open_groups.get(key)
+        if group is not None:
+            seen = any(parameter_of(other) == info.index for other in group)
+            if seen or not gradient < min(min(other.users) for other in group):
+                group = None
+        if group is None:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(wait)
+    return groups
+
+
+def _scatter_alone(
+    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    (wait,) = group
+    builder, whole = propagation.builder, wait.args[0]
+    info = ctx.table[parameter_of(whole)]
+    origin = {"role": "reduce_gradient", "parameter": info.index, "like": whole}
+    with propagation.graph.inserting_before(min(wait.users)):
+        flat = flatten(builder, whole.args[0], info, parameter=info.index, like=whole)
+        start = builder.call(
+            ops.reduce_scatter_start, flat, whole.args[1], ctx.world_size, **origin
+        )
+        shard = builder.call(ops.wait, start, **origin)
+    propagation.add_source(wait, info.index, shard)
+    return start, shard
+
+
+def _scatter_bucket(
+    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """One reduce-scatter of several gradients; each is then a range of its result."""
+    builder = propagation.builder
+    members = sorted(group, key=lambda wait: ctx.table[parameter_of(wait)].place.offset)
+    infos = [ctx.table[parameter_of(wait)] for wait in members]
+    place = infos[0].place
+    last = max(wait.args[0].args[0] for wait in members)
+    origin = {"bucket": place.bucket, "like": last}
+    with propagation.graph.inserting_before(min(min(wait.users) for wait in members)):
+        flat = builder.call(
+            ops.flatten_bucket,
+            [wait.args[0].args[0] for wait in members],
+            [info.index for info in infos],
+            place.shard_numel * ctx.world_size,
+            role="flatten",
+            **origin,
+        )
+        start = builder.call(
+            ops.reduce_scatter_start,
+            flat,
+            members[0].args[0].args[1],
+            ctx.world_size,
+            role="reduce_gradient",
+            **origin,
+        )
+        reduced = builder.call(ops.wait, start, role="reduce_gradient", **origin)
+        for wait, info in zip(members, infos, strict=True):
+            position = info.position_in_shard
+            shard = builder.call(
+                aten.slice.Tensor,
+                reduced,
+                0,
+                position,
+                position + info.shard_numel,
+                role="reduced_gradient",
+                parameter=info.index,
+                like=wait,
+            )
+            propagation.add_source(wait, info.index, shard)
+    return start, reduced

@@ -57,15 +57,34 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         start = wait.args[0]
         if start.target is not ops.all_gather_start:
             continue
-        whole = wait
-        while parts := [user for user in whole.users if role(user) == "whole"]:
-            (whole,) = parts
-        if start.args[0].target is not ops.update and not any(map(_writes_parameter, whole.users)):
+        gathered = _gathered(wait)
+        written = all(
+            shard.target is ops.update or any(map(_writes_parameter, whole.users))
+            for whole, shard in gathered
+        )
+        if not written:
             continue
         for user in list(wait.users):
             if user.target is ops.free:
                 graph.erase_node(user)
-        found.append((whole, start.args[0]))
+        found += gathered
+    return found
+
+
+def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The whole values viewed in one gathered buffer, and the shard of each."""
+    packed = wait.args[0].args[0]
+    shards = {-1: packed}
+    if packed.target is ops.pack:
+        shards = dict(zip(packed.args[1], packed.args[0], strict=True))
+    found = []
+    pending = [wait]
+    while pending:
+        node = pending.pop()
+        parts = [user for user in node.users if role(user) == "whole"]
+        if not parts and node is not wait:
+            found.append((node, shards.get(parameter_of(node), packed)))
+        pending += parts
     return found
 
 

@@ -29,7 +29,7 @@ from zerofx.graph import (
 from zerofx.passes.base import PassContext
 from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.gathers import GatherSource, insert_gathers
-from zerofx.passes.reductions import PendingReductions, rule_for
+from zerofx.passes.reductions import PendingReductions, ReductionRule, rule_for
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten
@@ -126,7 +126,7 @@ class ShardPropagation:
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":
             self._visit_output(node)
-        elif node.target is ops.take_shard and node.args[0] in self.values:
+        elif self._is_taken_shard(node):
             node.replace_all_uses_with(self.shard_of(node.args[0]))
             self.graph.erase_node(node)
         elif node.target is ops.optimizer_step:
@@ -137,6 +137,13 @@ class ShardPropagation:
             pass
         else:
             self._use_whole(node)
+
+    def _is_taken_shard(self, node: fx.Node) -> bool:
+        """Whether a node cuts from a whole value the very shard that there is of it now."""
+        if node.target is not ops.take_shard or node.args[0] not in self.values:
+            return False
+        value = self.values[node.args[0]]
+        return value.can_shard and value.parameter.lies_like(self.ctx.table[node.args[1]])
 
     def _try_view(self, node: fx.Node) -> bool:
         """Views of a source are rebuilt on each gathered copy; reshapes of a shard are free."""
@@ -172,7 +179,7 @@ class ShardPropagation:
                 value = self.values[source]
                 if not value.can_shard or value.shape != shape:
                     return False
-                if value.parameter.storage_order != first.parameter.storage_order:
+                if not value.parameter.lies_like(first.parameter):
                     return False
             elif source in self.varying:
                 return False  # each rank's own number would scale its own shard
@@ -205,7 +212,7 @@ class ShardPropagation:
             return False
         with self.graph.inserting_before(node):
             shard = self.shard_of(node.args[0])
-            if value.parameter.padded_numel != value.parameter.numel:
+            if _may_hold_padding(value.parameter, rule):
                 shard = self.builder.call(
                     ops.mask_padding,
                     shard,
@@ -305,16 +312,19 @@ class ShardPropagation:
                 value.source.uses.append((node, source))
 
     def _shard_operand(self, operand: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
-        """The shard of an operand: its own, or this rank's range of a uniform whole value."""
+        """The shard of an operand: its own, or this rank's range of a uniform whole value.
+
+        What is sharded like another parameter is gathered, and cut like this one.
+        """
         value = self.values.get(operand)
-        if value is not None and value.can_shard:
-            return self.shard_of(operand)
-        if value is not None:
+        if value is not None and not value.can_shard:
             raise GraphError(
                 f"{operand.name} is a view of {info.name!r} that has no flat shard, and "
                 f"{reader.name} needs one. {source_line(reader)}"
             )
-        return self.builder.call(
+        if value is not None and value.parameter.lies_like(info):
+            return self.shard_of(operand)
+        shard = self.builder.call(
             ops.take_shard,
             operand,
             info.index,
@@ -323,6 +333,8 @@ class ShardPropagation:
             parameter=info.index,
             like=reader,
         )
+        self._use_whole(shard)
+        return shard
 
     def shard_of(self, node: fx.Node) -> fx.Node:
         """The flat node that computes this rank's shard of ``node``, inserted where it stands."""
@@ -354,6 +366,12 @@ class ShardPropagation:
 
 
 _UNCHANGED = (aten.detach.default, aten.alias.default)
+
+
+def _may_hold_padding(info: ParameterInfo, rule: ReductionRule) -> bool:
+    """The same on all ranks: whether some rank's shard has padding, or nothing to reduce."""
+    empty_counts = rule.reduction in ("max", "min") and info.shares_bucket
+    return info.place.extent != info.numel or empty_counts
 
 
 def _written_in_place(shard: fx.Node) -> fx.Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import aliased_inputs, mutated_inputs
+from zerofx.graph import aliased_inputs, is_random, mutated_inputs
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -47,11 +47,11 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 def _hoist(node: fx.Node) -> None:
     """Move a node, and first what it is computed from, to just after the last of its operands.
 
-    Communication and writes stay where they are, and so does what reads no tensor.
+    Communication, writes and random draws stay where they are, and what reads no tensor too.
     """
     if node.op != "call_function" or node.target in (*ops.STARTS, ops.wait, ops.free, ops.update):
         return
-    if mutated_inputs(node) or not node.all_input_nodes:
+    if mutated_inputs(node) or is_random(node) or not node.all_input_nodes:
         return
     for operand in node.all_input_nodes:
         _hoist(operand)

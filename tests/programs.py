@@ -3,7 +3,7 @@
 ``capture`` takes the path a user's step takes, up to the passes.  ``execute`` is an independent
 reference: it interprets a program node by node for all ranks at once and runs the optimizers'
 own ``step``.  What a correct program never looks at holds NaN: freed memory, a collective's
-result before its wait, and the padding of shards.
+result before its wait, the padding of shards, and ranges of a bucket that nobody has filled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch import fx, nn
 
 from zerofx import compat, ops, traced
 from zerofx.capture import CapturedStep, StepCapture
-from zerofx.graph import gradient_outputs, input_role, placeholders
+from zerofx.graph import gradient_outputs, input_role, placeholders, provenance
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.plan import ParameterInfo, ParameterTable
+from zerofx.schedule import schedule
 
 aten = torch.ops.aten
 
@@ -89,7 +90,7 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, self.world_size, lambda tensor: None)
+            capture = StepCapture(gm, inputs, 0, self.world_size, lambda tensor: None)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.pass_through_dynamo(error) from error.__cause__
@@ -110,7 +111,10 @@ def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
 
 
 def clone(captured: Captured, world_size: int | None = None) -> Captured:
-    """A copy whose program can be rewritten by itself, for another world size if given."""
+    """A copy whose program can be rewritten by itself, for another world size if given.
+
+    That is for captured programs: places in buckets are laid out for one world size.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(captured.graph, copies)
@@ -137,9 +141,9 @@ def keeping_result(captured: Captured, position: int) -> Captured:
 
 
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
-    """The facts that a pass is given."""
+    """The facts that a pass is given.  Without buckets unless asked for: one story at a time."""
     return PassContext(
-        resolve({"stage": stage, "update_in_backward": False, **options}, {}),
+        resolve({"stage": stage, "bucket": False, "update_in_backward": False, **options}, {}),
         captured.table,
         rank,
         captured.world_size,
@@ -164,6 +168,8 @@ def run_passes(
         raise ValueError(f"captured for {captured.world_size} ranks, not {world_size}")
     names = [step.name for step in PIPELINE]
     pipeline = PIPELINE[: names.index(until) + 1] if until else PIPELINE
+    table = captured.table
+    table.parameters = tuple(dataclasses.replace(info, rank=rank) for info in table)
     ctx = context_of(captured, rank, stage, **options)
     return {report.name: report for report in run_pipeline(captured.gm, ctx, pipeline, on_program)}
 
@@ -176,6 +182,15 @@ def rewritten(captured: Captured, world_size: int | None = None, **arguments) ->
         run_passes(result, **arguments)
         captured.after_passes[key] = result
     return clone(captured.after_passes[key])
+
+
+def rewritten_by_rank(
+    captured: Captured, world_size: int | None = None, **arguments
+) -> tuple[Captured, ...]:
+    """Every rank's own copy after its passes, with buckets unless ``bucket=False``."""
+    arguments = {"bucket": True, **arguments}
+    ranks = range(world_size or captured.world_size)
+    return tuple(rewritten(captured, world_size, rank=rank, **arguments) for rank in ranks)
 
 
 # Steps that several tests look at
@@ -380,32 +395,55 @@ def _another(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value.flatten()[order].view(value.shape)
 
 
-def execute(captured: Captured, inputs: Sequence[Sequence[Any]] | None = None) -> Execution:
-    """Run the program for all ranks in lock-step.
+def execute(
+    programs: Captured | Sequence[Captured], inputs: Sequence[Sequence[Any]] | None = None
+) -> Execution:
+    """Run one program for all ranks, or each rank's own, in lock-step.
 
     A gradient that no pass has averaged yet is averaged where it is marked: the meaning of a
     captured program under data parallelism.
 
-    Raises: AssertionError if a collective's input changes between its start and its wait, or if
-    a parameter or an averaged gradient comes out different on two ranks.
+    Raises: AssertionError if a collective's input changes between its start and its wait, if
+    a parameter or an averaged gradient comes out different on two ranks, or if the ranks'
+    programs differ in more than sizes.
     """
+    if isinstance(programs, Captured):
+        shares = any(info.shares_bucket for info in programs.table)
+        assert not shares or programs.world_size == 1, "buckets need each rank's own program"
+        programs = [programs] * programs.world_size
     with torch.no_grad():
-        return _Machine(captured).run(inputs or rank_inputs(captured))
+        return _Machine(programs).run(inputs or rank_inputs(programs[0]))
+
+
+def cut(flat: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
+    """What a rank owns of a flat parameter and its padding, by the definition of a bucket."""
+    assert flat.shape == (info.place.extent,)
+    bucket = flat.new_zeros(info.place.shard_numel * info.world_size)
+    bucket[info.place.offset : info.place.offset + info.place.extent] = flat
+    return bucket.view(info.world_size, info.place.shard_numel)[rank][owned(info, rank)]
+
+
+def owned(info: ParameterInfo, rank: int) -> torch.Tensor:
+    """Which elements of a rank's shard of the bucket are the parameter's or its padding."""
+    bucket = torch.zeros(info.place.shard_numel * info.world_size, dtype=torch.bool)
+    bucket[info.place.offset : info.place.offset + info.place.extent] = True
+    return bucket.view(info.world_size, info.place.shard_numel)[rank]
 
 
 def shards_of(whole: torch.Tensor, info: ParameterInfo, padding: float) -> list[torch.Tensor]:
-    """Every rank's flat shard, cut from the definition: flatten in storage order, pad, chunk."""
+    """Every rank's flat shard, cut from the definition: flatten in storage order, pad, cut."""
     flat = whole.permute(info.storage_order).reshape(-1)
-    fill = flat.new_full((info.padded_numel - info.numel,), padding)
-    return [shard.clone() for shard in torch.cat([flat, fill]).chunk(info.world_size)]
+    fill = flat.new_full((info.place.extent - info.numel,), padding)
+    return [cut(torch.cat([flat, fill]), info, rank) for rank in range(info.world_size)]
 
 
 def whole_of(shards: Sequence[torch.Tensor], info: ParameterInfo) -> torch.Tensor:
     """The tensor that every rank holds a shard of."""
-    flat = torch.cat(list(shards))[: info.numel]
+    flat = torch.cat(list(shards))
+    assert flat.shape == (info.place.extent,), f"{info.name}: {[len(s) for s in shards]}"
     shape = [info.shape[dim] for dim in info.storage_order]
     back = [info.storage_order.index(dim) for dim in range(len(shape))]
-    return flat.view(shape).permute(back)
+    return flat[: info.numel].view(shape).permute(back)
 
 
 def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
@@ -426,14 +464,22 @@ def _poison(dtype: torch.dtype) -> float:
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+Row = tuple[fx.Node, ...]
+"""One instruction: the node of every rank's program, by rank."""
+
+
 class _Machine:
     """W ranks, one instruction at a time."""
 
-    def __init__(self, captured: Captured):
-        self.captured = captured
-        self.ranks = range(captured.world_size)
+    def __init__(self, programs: Sequence[Captured]):
+        self.programs = programs
+        self.captured = programs[0]
+        self.ranks = range(self.captured.world_size)
+        assert len(programs) == len(self.ranks), f"{len(programs)} of {len(self.ranks)} programs"
+        self.rows = _in_lock_step(programs)
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
-        self.started: dict[fx.Node, list[torch.Tensor]] = {}
+        self.started: dict[Row, list[torch.Tensor]] = {}
+        self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
         self.random_states = []
         for rank in self.ranks:
@@ -454,49 +500,70 @@ class _Machine:
         return {node.args[2] for node in nodes_of(self.captured, *targets)}
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> Execution:
-        table = self.captured.table
-        entries = placeholders(self.captured.graph)
-        for position, node in enumerate(entries):
-            role = input_role(node)
-            values = [inputs[rank][position] for rank in self.ranks]
-            if role.sharded:
-                info = table[role.parameter]
-                values = [shards_of(v, info, math.nan)[rank] for rank, v in enumerate(values)]
-            for rank, value in enumerate(values):
-                self.memory[rank][node] = value.clone() if role.sharded else value
-        for node in self.captured.graph.nodes:
-            if node.op == "get_attr":
-                constant = getattr(self.captured.gm, node.target)
-                for rank in self.ranks:
-                    self.memory[rank][node] = constant.clone()
-            elif node.op == "call_function":
-                for rank, value in enumerate(self._call(node)):
-                    self.memory[rank][node] = value
+        entries = [row for row in self.rows if row[0].op == "placeholder"]
+        for position, row in enumerate(entries):
+            for rank, node in enumerate(row):
+                value = inputs[rank][position]
+                if input_role(node).sharded:
+                    value = self._shard_input(rank, node, value)
+                self.memory[rank][node] = value
+        for row in self.rows:
+            if row[0].op == "get_attr":
+                for rank, node in enumerate(row):
+                    self.memory[rank][node] = getattr(self.programs[rank].gm, node.target).clone()
+            elif row[0].op == "call_function":
+                for rank, value in enumerate(self._call(row)):
+                    self.memory[rank][row[rank]] = value
         return self._harvest(entries)
+
+    def _shard_input(self, rank: int, node: fx.Node, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard: memory of its own, or a part of its bucket's."""
+        info = self._info(rank, input_role(node).parameter)
+        shard = shards_of(whole, info, math.nan)[rank]
+        if input_role(node).kind != "parameter" or not info.shares_bucket:
+            return shard
+        key = info.place.bucket, shard.dtype
+        memory = self.buckets[rank].setdefault(key, _unfilled(shard, info))
+        view = self._part(memory, rank, info)
+        view.copy_(shard)
+        return view
+
+    def _part(self, memory: torch.Tensor, rank: int, info: ParameterInfo) -> torch.Tensor:
+        """Where in a rank's shard of a bucket the shard of a parameter lies."""
+        positions = owned(info, rank).nonzero().flatten().tolist()
+        start = positions[0] if positions else 0
+        return memory[start : start + len(positions)]
+
+    def _info(self, rank: int, index: int) -> ParameterInfo:
+        return self.programs[rank].table[index]
 
     def _argument(self, rank: int, argument: Any) -> Any:
         return fx.node.map_arg(argument, lambda node: self.memory[rank][node])
 
-    def _everywhere(self, argument: Any) -> list[Any]:
-        return [self._argument(rank, argument) for rank in self.ranks]
+    def _operands(self, row: Row, position: int = 0) -> list[Any]:
+        """One argument of an instruction, on every rank."""
+        return [self._argument(rank, node.args[position]) for rank, node in enumerate(row)]
 
-    def _call(self, node: fx.Node) -> list[Any]:
+    def _call(self, row: Row) -> list[Any]:
+        target = row[0].target
         special = {
-            ops.gradient: lambda n: self._same(_reduce(self._everywhere(n.args[0]), "mean")),
+            ops.gradient: lambda row: self._same(_reduce(self._operands(row), "mean")),
             ops.wait: self._wait,
             ops.free: self._free,
             ops.take_shard: self._take_shard,
             ops.mask_padding: self._mask_padding,
+            ops.pack: self._pack,
+            ops.flatten_bucket: self._flatten_bucket,
             ops.optimizer_step: self._optimizer_step,
             ops.update: self._update,
         }
-        if node.target in special:
-            return special[node.target](node)
-        if node.target in ops.STARTS:
-            self.started[node] = self._collective(node)
-            return [torch.full_like(result, _poison(result.dtype)) for result in self.started[node]]
-        assert not ops.is_ours(node.target), f"nobody runs {node.target}"
-        return [self._call_on(rank, node) for rank in self.ranks]
+        if target in special:
+            return special[target](row)
+        if target in ops.STARTS:
+            self.started[row] = self._collective(row)
+            return [torch.full_like(result, _poison(result.dtype)) for result in self.started[row]]
+        assert not ops.is_ours(target), f"nobody runs {target}"
+        return [self._call_on(rank, node) for rank, node in enumerate(row)]
 
     def _call_on(self, rank: int, node: fx.Node) -> Any:
         arguments = self._argument(rank, node.args), self._argument(rank, dict(node.kwargs))
@@ -511,55 +578,116 @@ class _Machine:
     def _same(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value.clone() for _ in self.ranks]
 
-    def _collective(self, start: fx.Node) -> list[torch.Tensor]:
-        values = self._everywhere(start.args[0])
-        if start.target is ops.all_gather_start:
-            return self._same(torch.cat(values))
-        total = _reduce(values, start.args[1])
-        if start.target is ops.all_reduce_start:
+    def _collective(self, start: Row) -> list[torch.Tensor]:
+        values = self._operands(start)
+        assert len({value.shape for value in values}) == 1, f"{start[0].name} of unequal sizes"
+        if start[0].target is ops.all_gather_start:
+            pieces = [
+                self._packed(rank, *pair)
+                for rank, pair in enumerate(zip(start, values, strict=True))
+            ]
+            return self._same(torch.cat(pieces))
+        total = _reduce(values, start[0].args[1])
+        if start[0].target is ops.all_reduce_start:
             return self._same(total)
-        return [piece.clone() for piece in total.chunk(len(self.ranks))]
+        per_rank = len(total) // len(self.ranks)
+        return [piece.clone() for piece in total.view(len(self.ranks), per_rank)]
 
-    def _wait(self, node: fx.Node) -> list[torch.Tensor]:
+    def _packed(self, rank: int, start: fx.Node, value: torch.Tensor) -> torch.Tensor:
+        """What a rank sends of its bucket: ranges that the program has not packed are anyone's."""
+        pack = start.args[0]
+        origin = provenance(pack)
+        if origin and origin.role == "gather_cast":
+            pack = pack.args[0]
+        if pack.target is not ops.pack:
+            return value
+        packed = sum(owned(self._info(rank, index), rank) for index in pack.args[1]).bool()
+        return value.masked_fill(~packed, _poison(value.dtype))
+
+    def _wait(self, row: Row) -> list[torch.Tensor]:
         """Complete a collective.  Its inputs belong to it until here."""
-        start = node.args[0]
-        results = self._everywhere(start)
+        start = tuple(node.args[0] for node in row)
+        results = self._operands(row)
         for rank, result in enumerate(self._collective(start)):
-            message = f"the input of {start.name} changed before {node.name}"
+            message = f"the input of {start[rank].name} changed before {row[rank].name}"
             assert_bitwise(result, self.started[start][rank], message)
             results[rank].copy_(result)
         return results
 
-    def _free(self, node: fx.Node) -> list[None]:
-        for value in self._everywhere(node.args[0]):
+    def _free(self, row: Row) -> list[None]:
+        for value in self._operands(row):
             value.fill_(_poison(value.dtype))
         return [None for _ in self.ranks]
 
-    def _take_shard(self, node: fx.Node) -> list[torch.Tensor]:
-        info = self.captured.table[node.args[1]]
-        wholes = self._everywhere(node.args[0])
-        return [shards_of(whole, info, math.nan)[rank] for rank, whole in enumerate(wholes)]
+    def _take_shard(self, row: Row) -> list[torch.Tensor]:
+        shards = []
+        for rank, whole in enumerate(self._operands(row)):
+            shard = shards_of(whole, self._info(rank, row[rank].args[1]), math.nan)[rank]
+            assert shard.shape == (row[rank].args[2],)
+            shards.append(shard)
+        return shards
 
-    def _mask_padding(self, node: fx.Node) -> list[torch.Tensor]:
-        info, identity = self.captured.table[node.args[1]], node.args[2]
+    def _mask_padding(self, row: Row) -> list[torch.Tensor]:
         masked = []
-        for rank, shard in enumerate(self._everywhere(node.args[0])):
-            position = torch.arange(info.shard_numel) + rank * info.shard_numel
-            masked.append(shard.masked_fill(position >= info.numel, identity))
+        for rank, shard in enumerate(self._operands(row)):
+            _, index, identity = row[rank].args
+            info = self._info(rank, index)
+            is_padding = cut(torch.arange(info.place.extent) >= info.numel, info, rank)
+            masked.append(shard.masked_fill(is_padding, identity))
+            if not shard.numel():
+                masked[-1] = shard.new_full((1,), identity)
         return masked
 
-    def _optimizer_step(self, node: fx.Node) -> list[list[torch.Tensor]]:
+    def _pack(self, row: Row) -> list[torch.Tensor]:
+        """The bucket's own memory if the shards are all parts of it, else a copy of each."""
+        packed = []
+        for rank, shards in enumerate(self._operands(row)):
+            _, indices, numel = row[rank].args
+            infos = [self._info(rank, index) for index in indices]
+            assert {(i.place.bucket, i.place.shard_numel) for i in infos} == {
+                (infos[0].place.bucket, numel)
+            }
+            own = self.buckets[rank].get((infos[0].place.bucket, shards[0].dtype))
+            if own is None or not self._is_made_of(own, rank, shards, infos):
+                own = _unfilled(shards[0], infos[0])
+                for shard, info in zip(shards, infos, strict=True):
+                    self._part(own, rank, info).copy_(shard)
+            packed.append(own)
+        return packed
+
+    def _is_made_of(self, memory, rank, shards, infos) -> bool:
+        parts = [self._part(memory, rank, info) for info in infos]
+        return all(
+            shard.shape == part.shape and shard.data_ptr() == part.data_ptr()
+            for shard, part in zip(shards, parts, strict=True)
+        )
+
+    def _flatten_bucket(self, row: Row) -> list[torch.Tensor]:
+        flats = []
+        for rank, wholes in enumerate(self._operands(row)):
+            _, indices, numel = row[rank].args
+            flat = wholes[0].new_full((numel,), _poison(wholes[0].dtype))
+            for whole, index in zip(wholes, indices, strict=True):
+                info = self._info(rank, index)
+                assert whole.shape == info.shape
+                assert numel == info.place.shard_numel * info.world_size
+                in_storage_order = whole.permute(info.storage_order).reshape(-1)
+                flat[info.place.offset :][: info.numel] = in_storage_order
+            flats.append(flat)
+        return flats
+
+    def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
         updated = []
-        for rank in self.ranks:
+        for rank, node in enumerate(row):
             values, gradients, handle, found_inf, indices = self._argument(rank, node.args)
             copies = [value.clone() for value in values]
             self._step(rank, handle, indices, copies, gradients, found_inf)
             updated.append(copies)
         return updated
 
-    def _update(self, node: fx.Node) -> list[torch.Tensor]:
+    def _update(self, row: Row) -> list[torch.Tensor]:
         results = []
-        for rank in self.ranks:
+        for rank, node in enumerate(row):
             values, gradient, handle, index, *rest = self._argument(rank, node.args)
             found_inf = rest[0] if rest else None
             self._step(rank, handle, [index], [values], [gradient], found_inf)
@@ -580,22 +708,25 @@ class _Machine:
         for index in indices:
             stand_ins[index].grad = None
 
-    def _harvest(self, entries: list[fx.Node]) -> Execution:
+    def _harvest(self, entries: list[Row]) -> Execution:
         table = self.captured.table
         parameters: dict[str, list[torch.Tensor]] = {}
         buffers: list[list[torch.Tensor]] = []
-        for node in entries:
-            role, values = input_role(node), self._everywhere(node)
+        for row in entries:
+            role = input_role(row[0])
+            values = [self.memory[rank][node] for rank, node in enumerate(row)]
             if role.kind == "parameter":
-                parameters[table[role.parameter].name] = self._put_together(values, node)
+                if role.sharded:
+                    values = self._same(whole_of(values, table[role.parameter]))
+                parameters[table[role.parameter].name] = values
             elif role.kind == "buffer":
                 buffers.append(values)
         slots = gradient_outputs(self.captured.graph)
-        results = self._everywhere(self.captured.graph.output_node().args[0])
+        results = self._operands(self.rows[-1])
         gradients: dict[str, list[torch.Tensor]] = {}
         for position, index in slots.items():
             values = [results[rank][position] for rank in self.ranks]
-            if values[0].shape != table[index].shape:
+            if any(value.shape != table[index].shape for value in values):
                 values = self._same(whole_of(values, table[index]))
             gradients[table[index].name] = values
         for by_name in (parameters, gradients):
@@ -619,11 +750,32 @@ class _Machine:
             return False
         return result.op == "placeholder" or result.target is aten.copy_.default
 
-    def _put_together(self, values: list[torch.Tensor], node: fx.Node) -> list[torch.Tensor]:
-        role = input_role(node)
-        if not role.sharded:
-            return values
-        return self._same(whole_of(values, self.captured.table[role.parameter]))
+
+def _unfilled(like: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
+    """A rank's shard of a parameter's bucket, before anyone has written to it."""
+    return like.new_full((info.place.shard_numel,), _poison(like.dtype))
+
+
+def _in_lock_step(programs: Sequence[Captured]) -> list[Row]:
+    """The programs' instructions side by side: the same operators, operands and collectives.
+
+    Only sizes may differ: of shards, and where in a bucket's they begin.
+    """
+    assert len({schedule(p.gm, p.table, stage=0) for p in programs}) == 1, "schedules differ"
+    rows = list(zip(*(program.graph.nodes for program in programs), strict=True))
+    if len(set(map(id, programs))) == 1:
+        return rows
+    for rank, program in enumerate(programs):
+        assert {info.rank for info in program.table} <= {rank}, "programs are not by rank"
+    number = {node: position for position, row in enumerate(rows) for node in row}
+    for row in rows:
+        assert len({(node.op, _operator(node)) for node in row}) == 1, row
+        assert len({tuple(number[s] for s in node.all_input_nodes) for node in row}) == 1, row
+    return rows
+
+
+def _operator(node: fx.Node) -> object:
+    return node.target if node.op == "call_function" else None
 
 
 # Comparing

@@ -301,11 +301,6 @@ REFUSALS = {
     "detached parameter": Refusal(
         returns_detached_weights, ("{line}", "a view of parameter 'head.weight'", ".clone()")
     ),
-    "own loss in gradients": Refusal(scales_gradients_by_its_own_loss, DRIFT),
-    "noise in gradients": Refusal(adds_noise_to_gradients, DRIFT),
-    "own batch in a weight": Refusal(
-        writes_its_own_batch_into_a_weight, ("'head.bias' is computed from", *DRIFT)
-    ),
     "gradient hook": Refusal(good_step, HOOKS, make_model=with_gradient_hook),
     "accumulation hook": Refusal(good_step, HOOKS, make_model=with_accumulation_hook),
     "module backward hook": Refusal(
@@ -316,6 +311,16 @@ REFUSALS = {
         ("LBFGS", "closure"),
         error=(ValueError, RuntimeError),
         make_optimizer=lambda model: torch.optim.LBFGS(model.parameters()),
+    ),
+}
+
+
+# Only where there are other ranks.
+DRIFTING = {
+    "own loss in gradients": Refusal(scales_gradients_by_its_own_loss, DRIFT),
+    "noise in gradients": Refusal(adds_noise_to_gradients, DRIFT),
+    "own batch in a weight": Refusal(
+        writes_its_own_batch_into_a_weight, ("'head.bias' is computed from", *DRIFT)
     ),
 }
 
@@ -336,9 +341,7 @@ def assert_says(error: BaseException, refusal: Refusal) -> None:
             assert part in text, text
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_says_why_it_refuses_and_leaves_everything_as_it_was(name):
-    refusal = REFUSALS[name]
+def assert_refused(refusal: Refusal) -> None:
     torch.manual_seed(0)
     model = refusal.make_model()
     optimizer = refusal.make_optimizer(model)
@@ -351,6 +354,33 @@ def test_says_why_it_refuses_and_leaves_everything_as_it_was(name):
         good_step(model, optimizer, *refusal.inputs)
         if refusal.make_optimizer is not of_another_model:
             assert not torch.equal(values(model)[0], before[0])
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_says_why_it_refuses_and_leaves_everything_as_it_was(name):
+    assert_refused(REFUSALS[name])
+
+
+def refuse_to_drift(name: str) -> None:
+    torch._dynamo.reset()
+    assert_refused(DRIFTING[name])
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_refuses_what_would_differ_between_ranks(ranks, name):
+    ranks(2).run(refuse_to_drift, name)
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_a_rank_alone_cannot_drift(name):
+    refusal = DRIFTING[name]
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    for one, step in ((model, zero(refusal.step)), (eager, refusal.step)):
+        torch.manual_seed(1)
+        step(one, sgd(one), *refusal.inputs)
+    trained = model.state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
 
 
 @pytest.mark.parametrize("stage", (0, 3))
@@ -720,7 +750,7 @@ def outcome_of(difference: str, agreement_timeout_s: float = 60.0) -> tuple[str,
     [
         ("model", "`parameter head.weight torch.float32 3x11` on rank 0 and"),
         ("frozen", "on rank 0 and `parameter body.weight torch.float32 11x6 frozen` on rank 1"),
-        ("clipping", "on rank 0 and `all_reduce"),
+        ("clipping", "on rank 0 and `reduce_scatter body"),
         ("stage", "`stage 3` on rank 0 and `stage 2` on rank 1"),
     ],
 )

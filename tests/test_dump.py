@@ -43,7 +43,10 @@ def files(folder):
 def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
     names = ["captured", *(step.name for step in PIPELINE)]
     expected = [f"{number:02d}_{name}.py" for number, name in enumerate(names)]
-    assert files(dumped(mlp_step())) == [*expected, "summary.txt"]
+    assert files(dumped(mlp_step(), bucket=True, update_in_backward=True)) == [
+        *expected,
+        "summary.txt",
+    ]
 
 
 def test_passes_that_did_not_run_leave_no_file(dumped):
@@ -98,11 +101,23 @@ def test_shapes_dtypes_and_the_users_lines_are_shown(dumped):
     assert "code: loss = model(x).pow(2).mean()" in text
 
 
+def explanations(folder):
+    """What the last program says about the nodes that passes have inserted."""
+    (last,) = folder.glob(f"*_{PIPELINE[-1].name}.py")
+    _, explained = last.read_text().split("# Inserted by zerofx:\n")
+    return explained
+
+
+def test_what_serves_a_bucket_names_its_parameters(dumped):
+    explained = explanations(dumped(mlp_step(), bucket=True))
+    assert re.search(r"#   gather_start_bucket0\w*: gather 0.weight, 0.bias \(\w+\)\n", explained)
+    assert re.search(r"#   flatten_bucket\w+: flatten 2.weight, 2.bias \(\w+\)\n", explained)
+
+
 def test_every_inserted_node_is_explained(dumped):
     program = clone(mlp_step(clip=True))
     run_passes(program)
-    text = (dumped(mlp_step(clip=True)) / f"{len(PIPELINE):02d}_{PIPELINE[-1].name}.py").read_text()
-    _, explained = text.split("# Inserted by zerofx:\n")
+    explained = explanations(dumped(mlp_step(clip=True)))
     inserted = [node for node in program.graph.nodes if provenance(node)]
     assert len(explained.splitlines()) == len(inserted) > 0
     for start in nodes_of(program, ops.all_gather_start):
@@ -136,7 +151,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(dumped, tmp_path, caplo
     with caplog.at_level(logging.WARNING, logger="zerofx"):
         program = clone(smallest_step())
         writer = ProgramDump(str(tmp_path), 0, "step0_0", program.table)
-        reports = run_passes(program, on_program=writer.write)
+        reports = run_passes(program, on_program=writer.write, bucket=True, update_in_backward=True)
         writer.write_summary(list(reports.values()))
     assert nodes_of(program, ops.update)
     messages = [record.getMessage() for record in caplog.records if record.name == "zerofx"]

@@ -1,5 +1,6 @@
 """When parameters are gathered, and for how long: span planning on programs of a few letters."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from zerofx.graph import Builder, program_order
-from zerofx.passes.gathers import GatherSource, flatten, plan_spans, unflatten
-from zerofx.plan import ParameterInfo
+from zerofx.passes.gathers import GatherSource, GatherUnit, flatten, plan_spans, unflatten
+from zerofx.plan import ParameterInfo, Place
 
 aten = torch.ops.aten
 
@@ -54,16 +55,18 @@ def plan(program, num_backwards=None, regather=True, **elements):
         reader.meta["autograd_backward"] = backward
         source.uses.append((reader, source.node))
     order = program_order(graph)
-    spans = plan_spans(list(sources.values()), order, num_backwards or backwards)
-    for source, planned in spans.items():
+    units = {name: GatherUnit([source]) for name, source in sources.items()}
+    spans = plan_spans(list(units.values()), order, num_backwards or backwards)
+    for unit, planned in spans.items():
         served = [use for span in planned for use in span.uses]
+        (source,) = unit.sources
         assert sorted(served, key=lambda u: order[u[0]]) == source.uses, "a reader is left out"
         for span in planned:
             assert span.first == order[span.uses[0][0]]
             assert span.last == order[span.uses[-1][0]]
     return {
-        name: " ".join(f"{s.first - first}-{s.last - first}" for s in spans[source])
-        for name, source in sources.items()
+        name: " ".join(f"{s.first - first}-{s.last - first}" for s in spans[unit])
+        for name, unit in units.items()
     }
 
 
@@ -139,8 +142,8 @@ def test_a_value_that_may_not_be_gathered_again_lives_from_first_to_last():
 
 def test_a_source_without_readers_has_no_span():
     node = fx.Graph().placeholder("a")
-    source = GatherSource(node, describe(0, "a", (4,)), node, regather=True)
-    assert plan_spans([source], {node: 0}, 1) == {source: []}
+    unit = GatherUnit([GatherSource(node, describe(0, "a", (4,)), node, regather=True)])
+    assert plan_spans([unit], {node: 0}, 1) == {unit: []}
 
 
 def test_padding_and_the_cast_count_into_a_gathers_bytes():
@@ -148,8 +151,19 @@ def test_padding_and_the_cast_count_into_a_gathers_bytes():
     node = graph.placeholder("a")
     node.meta["val"] = torch.empty(3)
     info = describe(0, "a", (5,), world_size=2)
-    assert GatherSource(node, info, node).nbytes == 24
-    assert GatherSource(node, info, node, cast_to=torch.bfloat16).nbytes == 12
+    assert GatherUnit([GatherSource(node, info, node)]).nbytes == 24
+    cast = GatherSource(node, info, node, cast_to=torch.bfloat16)
+    assert GatherUnit([cast]).nbytes == 12
+
+
+def test_a_units_bytes_are_its_buckets():
+    """Whole, whichever of its parameters are read."""
+    graph = fx.Graph()
+    node = graph.placeholder("a")
+    node.meta["val"] = torch.empty(3)
+    place = Place(bucket=0, offset=0, extent=8, shard_numel=12)
+    info = dataclasses.replace(describe(0, "a", (5,), world_size=2), assigned=place)
+    assert GatherUnit([GatherSource(node, info, node)]).nbytes == 96
 
 
 # Flat and whole
@@ -184,7 +198,7 @@ def test_flattening_and_unflattening_are_inverse(shape, stride, world_size):
     whole = torch.empty_strided(info.shape, info.stride)
     whole.copy_(torch.arange(1.0, info.numel + 1).reshape(shape))
     flat = in_program(whole, lambda b, n: flatten(b, n, info, parameter=0))(whole)
-    assert flat.shape == (info.padded_numel,)
+    assert flat.shape == (info.place.extent,)
     assert flat[info.numel :].eq(0).all()
     memory = whole.as_strided((info.numel,), (1,))
     torch.testing.assert_close(flat[: info.numel], memory, rtol=0, atol=0)

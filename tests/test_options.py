@@ -34,9 +34,12 @@ def test_defaults_are_the_contracts():
         "process_group": None,
         "accumulate": None,
         "reduce_dtype": None,
+        "bucket_bytes": None,
         "dump": None,
         "recompute": True,
         "hoist_casts": True,
+        "bucket": True,
+        "update_in_backward": True,
         "prefetch": True,
     }
 
@@ -56,6 +59,9 @@ def test_no_options_and_empty_options_are_the_same():
         ("accumulate", "sharded"),
         ("reduce_dtype", None),
         ("reduce_dtype", torch.bfloat16),
+        ("bucket_bytes", None),
+        ("bucket_bytes", 1),
+        ("bucket_bytes", 2**40),
         ("dump", None),
         ("dump", "programs"),
         *((name, on) for name in OPTIONAL_PASSES for on in (True, False)),
@@ -76,6 +82,8 @@ def test_every_allowed_value_is_kept(name, value):
         ("accumulate", "sharded", "sharded"),
         ("reduce_dtype", "bfloat16", torch.bfloat16),
         ("reduce_dtype", "torch.float32", torch.float32),
+        ("bucket_bytes", "1048576", 1048576),
+        ("bucket_bytes", "25e6", 25_000_000),
         ("dump", "programs/of a step", "programs/of a step"),
         *((name, "0", False) for name in OPTIONAL_PASSES),
     ],
@@ -98,6 +106,7 @@ def test_every_option_can_be_set_by_its_twin(name, text, value):
             "reduce_dtype",
             torch.bfloat16,
         ),
+        ({"bucket_bytes": 7}, {"ZEROFX_BUCKET_BYTES": "8"}, "bucket_bytes", 8),
         ({"dump": "a"}, {"ZEROFX_DUMP": "b"}, "dump", "b"),
         ({"prefetch": True}, {"ZEROFX_PREFETCH": "0"}, "prefetch", False),
         ({"prefetch": False}, {"ZEROFX_PREFETCH": "1"}, "prefetch", True),
@@ -116,9 +125,10 @@ def test_a_value_that_the_environment_overrides_is_checked_too():
     assert "stage must be one of" in words_of(ValueError, {"stage": 4}, {"ZEROFX_STAGE": "2"})
 
 
-@pytest.mark.parametrize("name", ["accumulate", "reduce_dtype", "dump"])
+@pytest.mark.parametrize("name", ["accumulate", "reduce_dtype", "bucket_bytes", "dump"])
 def test_an_empty_variable_restores_a_default_of_none(name):
-    given = {"accumulate": "local", "reduce_dtype": torch.float32, "dump": "a"}[name]
+    given = {"accumulate": "local", "reduce_dtype": torch.float32, "bucket_bytes": 7, "dump": "a"}
+    given = given[name]
     assert getattr(resolve({name: given}, {f"ZEROFX_{name.upper()}": ""}), name) is None
 
 
@@ -215,6 +225,9 @@ def test_a_wrong_word_names_the_right_ones(name, value, allowed, environ):
         ("accumulate", True),
         ("reduce_dtype", 16),
         ("reduce_dtype", float),
+        ("bucket_bytes", True),
+        ("bucket_bytes", 25e6),
+        ("bucket_bytes", "25e6"),
         ("dump", True),
         ("dump", b"programs"),
     ],
@@ -235,6 +248,24 @@ def test_a_reduce_dtype_that_gradients_cannot_be_summed_in_is_refused(given):
     assert words_of(ValueError, {"reduce_dtype": given}).startswith(
         "reduce_dtype must be one of float16, bfloat16, float32, float64, not "
     )
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_of_bytes_is_positive(value):
+    words = f"bucket_bytes must be a positive number of bytes, not {value}"
+    assert words_of(ValueError, {"bucket_bytes": value}) == words
+
+
+@pytest.mark.parametrize("text", ["much", "1 MiB", "nan", "inf", "0x10"])
+def test_a_number_of_bytes_in_the_environment_is_a_number(text):
+    words = f"ZEROFX_BUCKET_BYTES must be a number of bytes, not {text!r}"
+    assert words_of(ValueError, None, {"ZEROFX_BUCKET_BYTES": text}) == words
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "0.5"])
+def test_a_number_of_bytes_in_the_environment_is_positive(text):
+    message = words_of(ValueError, None, {"ZEROFX_BUCKET_BYTES": text})
+    assert message.startswith("ZEROFX_BUCKET_BYTES must be a positive number of bytes, not ")
 
 
 def test_dump_takes_a_path_object():
@@ -269,7 +300,8 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
-        " process_group, accumulate, reduce_dtype, dump, recompute, hoist_casts, prefetch"
+        " process_group, accumulate, reduce_dtype, bucket_bytes, dump, recompute, hoist_casts,"
+        " bucket, update_in_backward, prefetch"
     )
 
 
@@ -277,7 +309,8 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
-        " ZEROFX_DUMP, ZEROFX_RECOMPUTE, ZEROFX_HOIST_CASTS, ZEROFX_PREFETCH"
+        " ZEROFX_BUCKET_BYTES, ZEROFX_DUMP, ZEROFX_RECOMPUTE, ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
+        " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH"
     )
 
 
@@ -317,8 +350,8 @@ def test_a_planned_variable_is_called_planned(name):
 
 
 def test_a_near_miss_of_a_planned_option_says_both():
-    assert "did you mean 'bucket_bytes', which is planned but not in this version?" in words_of(
-        ValueError, {"bucket_byte": 1}
+    assert "did you mean 'offload_tier', which is planned but not in this version?" in words_of(
+        ValueError, {"offload_tiers": 1}
     )
 
 

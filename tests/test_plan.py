@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from zerofx.plan import ParameterInfo, ParameterTable, shard_bounds, shard_numel, storage_order
+from zerofx.plan import ParameterInfo, ParameterTable, shard_numel, storage_order
 
 WORLDS = (1, 2, 3, 4, 7)
 LENGTHS = (0, 1, 2, 3, 6, 7, 8, 29)
@@ -24,10 +24,14 @@ def describe(tensor: torch.Tensor, world_size: int = 4) -> ParameterInfo:
     )
 
 
+def of_length(numel: int, world_size: int) -> ParameterInfo:
+    return describe(torch.empty(numel), world_size)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_every_element_has_exactly_one_owner(numel, world_size):
-    ranges = [shard_bounds(numel, rank, world_size) for rank in range(world_size)]
+    ranges = [of_length(numel, world_size).owned_by(rank) for rank in range(world_size)]
     assert list(itertools.chain(*(range(*bounds) for bounds in ranges))) == list(range(numel))
 
 
@@ -37,32 +41,32 @@ def test_shards_are_equal_and_pad_less_than_one_element_per_rank(numel, world_si
     per_rank = shard_numel(numel, world_size)
     assert 0 <= per_rank * world_size - numel < world_size
     for rank in range(world_size):
-        start, stop = shard_bounds(numel, rank, world_size)
+        start, stop = of_length(numel, world_size).owned_by(rank)
         assert stop - start <= per_rank
         assert start == min(rank * per_rank, numel)
 
 
 def test_the_last_ranks_may_own_only_padding():
-    assert [shard_bounds(5, rank, 4) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert [shard_bounds(1, rank, 3) for rank in range(3)] == [(0, 1), (1, 1), (1, 1)]
+    assert [of_length(5, 4).owned_by(rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [of_length(1, 3).owned_by(rank) for rank in range(3)] == [(0, 1), (1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 5])
 def test_a_rank_outside_the_world_is_refused(rank):
     with pytest.raises(ValueError, match=rf"rank {rank} is outside \[0, 4\)"):
-        shard_bounds(8, rank, 4)
+        of_length(8, 4).owned_by(rank)
 
 
 def test_sizes_of_a_parameter_count_padding_only_where_they_say_so():
     info = describe(torch.empty(3, 5, dtype=torch.bfloat16), world_size=4)
     assert (info.numel, info.nbytes) == (15, 30)
-    assert (info.shard_numel, info.padded_numel) == (4, 16)
+    assert (info.shard_numel, info.place.extent) == (4, 16)
 
 
 def test_a_scalar_and_an_empty_parameter_have_shards():
     scalar, empty = describe(torch.empty(())), describe(torch.empty(3, 0))
-    assert (scalar.numel, scalar.shard_numel, scalar.padded_numel) == (1, 1, 4)
-    assert (empty.numel, empty.shard_numel, empty.padded_numel) == (0, 0, 0)
+    assert (scalar.numel, scalar.shard_numel, scalar.place.extent) == (1, 1, 4)
+    assert (empty.numel, empty.shard_numel, empty.place.extent) == (0, 0, 0)
     assert scalar.is_contiguous and empty.is_contiguous
 
 

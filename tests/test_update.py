@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from zerofx.codegen.elementwise import UpdateError
-from zerofx.plan import ParameterInfo, shard_bounds
+from zerofx.plan import ParameterInfo
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer
@@ -151,7 +151,7 @@ def flat(tensor, info):
 
 
 def shard(tensor, info, rank):
-    start, stop = shard_bounds(info.numel, rank, info.world_size)
+    start, stop = info.owned_by(rank)
     result = tensor.new_zeros(info.shard_numel)
     result[: stop - start] = flat(tensor, info)[start:stop]
     return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import parameter_of, role, value_bytes
+from zerofx.graph import role, served, value_bytes
 from zerofx.plan import ParameterTable
 
 
@@ -63,7 +63,7 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
             alive[node] = value_bytes(node)
             total = sum(alive.values())
             if total > peak.nbytes:
-                names = tuple(table[parameter_of(start)].name for start in alive)
+                names = tuple(served(start, table) for start in alive)
                 peak = GatheredPeak(total, names)
         elif node.target is ops.free:
             alive.pop(node.args[0].args[0], None)

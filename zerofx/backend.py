@@ -85,7 +85,10 @@ class CompiledFunction:
         """Compile one graph that Dynamo has traced from this function."""
         self._first_compilation()
         try:
-            capture = StepCapture(gm, inputs, self.communicator.world_size, _owner_of_gradient)
+            communicator = self.communicator
+            capture = StepCapture(
+                gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
+            )
             return capture.lower(self._run_passes)
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
@@ -141,8 +144,15 @@ class Program:
                     "not run inside the compiled step. Remove them, and do their work in the step "
                     "or after the call."
                 )
+        known = REGISTRY.places(step.tensors)
+        step.table.assign({index: place for index, place in known.items() if place is not None})
         ctx = PassContext(
-            options, step.table, communicator.rank, communicator.world_size, step.num_backwards
+            options,
+            step.table,
+            communicator.rank,
+            communicator.world_size,
+            step.num_backwards,
+            frozenset(known),
         )
         dump = None
         if options.dump is not None:

@@ -53,6 +53,7 @@ class StepCapture:
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
+        rank: int,
         world_size: int,
         find_parameter: Callable[[torch.Tensor], nn.Parameter | None],
     ):
@@ -60,7 +61,7 @@ class StepCapture:
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
-        self._register_parameters(names, world_size, find_parameter)
+        self._register_parameters(names, rank, world_size, find_parameter)
         self.num_backwards = sum(_is_backward_call(node) for node in gm.graph.nodes)
         self._check()
         self._mark_gradients()
@@ -68,7 +69,7 @@ class StepCapture:
         _detach_outputs(gm)
         gm.recompile()
 
-    def _register_parameters(self, names, world_size, find_parameter) -> None:
+    def _register_parameters(self, names, rank, world_size, find_parameter) -> None:
         """Give each parameter its index, and each input its role."""
         owners = {id(p.grad): p for _, p in names.values() if p.grad is not None}
         owners |= {
@@ -82,7 +83,7 @@ class StepCapture:
             if id(parameter) not in index_of:
                 index_of[id(parameter)] = len(tensors)
                 name = names[id(parameter)][0] if id(parameter) in names else _readable(source)
-                infos.append(_describe(len(tensors), name, parameter, world_size))
+                infos.append(_describe(len(tensors), name, parameter, rank, world_size))
                 tensors.append(parameter)
             return index_of[id(parameter)]
 
@@ -361,7 +362,9 @@ def _readable(source: str) -> str:
     return source.replace("['", ".").replace("']", "")
 
 
-def _describe(index: int, name: str, parameter: nn.Parameter, world_size: int) -> ParameterInfo:
+def _describe(
+    index: int, name: str, parameter: nn.Parameter, rank: int, world_size: int
+) -> ParameterInfo:
     info = ParameterInfo(
         index=index,
         name=name,
@@ -371,6 +374,7 @@ def _describe(index: int, name: str, parameter: nn.Parameter, world_size: int) -
         device=parameter.device,
         requires_grad=parameter.requires_grad,
         world_size=world_size,
+        rank=rank,
     )
     if parameter.dtype.is_complex:
         raise StepError(

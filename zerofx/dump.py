@@ -9,7 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 from torch import fx
 
-from zerofx.graph import provenance
+from zerofx.graph import provenance, served
 from zerofx.plan import ParameterTable
 
 logger = logging.getLogger("zerofx")
@@ -50,7 +50,8 @@ class ProgramDump:
         for node in gm.graph.nodes:
             origin = provenance(node)
             if origin is not None:
-                what = "" if origin.parameter < 0 else f" {self.table[origin.parameter].name}"
+                serves = origin.parameter >= 0 or origin.bucket >= 0
+                what = f" {served(node, self.table)}" if serves else ""
                 node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by})"
         return gm.print_readable(print_output=False, include_device=True) + self._origins(gm)
 

@@ -18,7 +18,7 @@ from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
 
-# Operators whose result shares its argument's memory though their schema does not say so.
+# Operators whose result shares its first argument's memory though their schema does not say so.
 _UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait}
 
 
@@ -27,12 +27,14 @@ class Provenance:
     """Why a node that the user did not write is there.
 
     ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
-    it does it for (-1 for several), ``inserted_by`` the pass.
+    it does it for (-1 for several), ``inserted_by`` the pass.  ``bucket`` is the bucket whose
+    parameters it serves together, -1 for none.
     """
 
     role: str
     parameter: int
     inserted_by: str
+    bucket: int = -1
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
     return graph.output_node().meta.get("zerofx_gradients", {})
 
 
+def mark_gradient(node: fx.Node, parameter: int) -> None:
+    """Record that a node is a parameter's local gradient, one of those that become its average."""
+    node.meta["zerofx_gradient_of"] = gradient_of(node) | {parameter}
+
+
+def gradient_of(node: fx.Node) -> frozenset[int]:
+    """The parameters whose local gradient a node is; none if nobody knows."""
+    return node.meta.get("zerofx_gradient_of", frozenset())
+
+
 def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """How often the program updates what: (optimizer, parameter) -> count."""
     found: Counter[tuple[int, int]] = Counter()
@@ -95,10 +107,24 @@ def parameter_of(node: fx.Node) -> int:
     return origin.parameter if origin else -1
 
 
+def bucket_of(node: fx.Node) -> int:
+    """Number of the bucket that an inserted node serves; -1 for none."""
+    origin = provenance(node)
+    return origin.bucket if origin else -1
+
+
 def role(node: fx.Node) -> str | None:
     """The role of an inserted node; None for the user's own."""
     origin = provenance(node)
     return origin.role if origin else None
+
+
+def served(node: fx.Node, table: ParameterTable) -> str:
+    """Names of the parameters that an inserted node serves."""
+    if parameter_of(node) >= 0:
+        return table[parameter_of(node)].name
+    members = table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
+    return ", ".join(info.name for info in members) or "several"
 
 
 class Builder:
@@ -123,6 +149,7 @@ class Builder:
         *args: Any,
         role: str,
         parameter: int = -1,
+        bucket: int = -1,
         like: fx.Node | None = None,
         **kwargs: Any,
     ) -> fx.Node:
@@ -130,19 +157,21 @@ class Builder:
 
         ``like`` lends the user's source line and the forward or backward tag.
         """
-        name = self._name(target, role, parameter)
+        name = self._name(target, role, parameter, bucket)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if like is not None:
             for key in ("stack_trace", "autograd_backward", "nn_module_stack"):
                 if key in like.meta:
                     node.meta[key] = like.meta[key]
-        node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by)
+        node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by, bucket)
         self.refresh(node)
         return node
 
-    def _name(self, target: Callable, role: str, parameter: int) -> str:
+    def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
         stem = f"{role}_start" if target in ops.STARTS else role
+        if bucket >= 0:
+            return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
             return stem
         return f"{stem}_{self.table[parameter].name}"
@@ -170,6 +199,8 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Arguments whose memory the node's result may share."""
     if node.op != "call_function":
         return []
+    if node.target is ops.pack:
+        return list(node.args[0])
     if node.target is operator.getitem or node.target in _UNDECLARED_ALIASES:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -248,12 +279,13 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
                 varying.add(node)
         elif node.target is ops.gradient or node.target in ops.STARTS:
             continue  # the same on all ranks once it has been averaged or gathered
-        elif _is_random(node) or any(source in varying for source in node.all_input_nodes):
+        elif is_random(node) or any(source in varying for source in node.all_input_nodes):
             varying.add(node)
     return varying
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: the order of draws is part of what a step computes."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -80,8 +80,26 @@ def take_shard(whole, parameter, shard_numel):
 
 @_define("mask_padding(Tensor shard, int parameter, float identity) -> Tensor")
 def mask_padding(shard, parameter, identity):
-    """The shard with what lies past the parameter's end replaced by ``identity``."""
-    return torch.empty_like(shard)
+    """The shard with what lies past the parameter's end replaced by ``identity``.
+
+    An empty shard becomes one ``identity``, so that reductions have something to reduce.
+    """
+    return shard.new_empty(max(shard.shape[0], 1))
+
+
+@_define("pack(Tensor[] shards, int[] parameters, int numel) -> Tensor")
+def pack(shards, parameters, numel):
+    """This rank's flat [numel] shard of a bucket, from its parameters' shards of it.
+
+    The same memory if they are views of their bucket's buffer.
+    """
+    return shards[0].new_empty(numel)
+
+
+@_define("flatten_bucket(Tensor[] wholes, int[] parameters, int numel) -> Tensor")
+def flatten_bucket(wholes, parameters, numel):
+    """A bucket's whole flat [numel] buffer, padded, with a copy of each of these tensors."""
+    return wholes[0].new_empty(numel)
 
 
 @_define(

@@ -13,17 +13,15 @@ import torch
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
 # Each of these is also a boolean field of Options: a pass is turned off by its own name.
-OPTIONAL_PASSES = ("recompute", "hoist_casts", "update_in_backward", "prefetch")
+OPTIONAL_PASSES = ("recompute", "hoist_casts", "bucket", "update_in_backward", "prefetch")
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
-    "bucket_bytes",
     "memory_budget",
     "offload",
     "offload_tier",
     "offload_dir",
     "validate",
-    "bucket",
     "fuse_optimizer",
     "prefetch_across_steps",
     "clip",
@@ -49,10 +47,13 @@ class Options:
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = None
     """The dtype gradients are reduced in; None is the captured gradient's."""
+    bucket_bytes: int | None = None
+    """How much travels together at most, in bytes; None is 64 MiB."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
     hoist_casts: bool = True
+    bucket: bool = True
     update_in_backward: bool = True
     prefetch: bool = True
 
@@ -211,6 +212,28 @@ class _ReduceDtype:
         return dtype
 
 
+class _Bytes:
+    """A positive number of bytes."""
+
+    def from_object(self, name: str, value: object) -> int | None:
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number of bytes (int), not {_kind_of(value)}")
+        if value <= 0:
+            raise ValueError(f"{name} must be a positive number of bytes, not {value}")
+        return value
+
+    def from_text(self, name: str, text: str) -> int | None:
+        if not text:
+            return None
+        try:
+            value = int(float(text))  # 25e6 too
+        except (ValueError, OverflowError):
+            raise ValueError(f"{name} must be a number of bytes, not {text!r}") from None
+        return self.from_object(name, value)
+
+
 class _Folder:
     """A path."""
 
@@ -249,7 +272,7 @@ class _Group:
         )
 
 
-_Accepted = _Choice | _Switch | _ReduceDtype | _Folder | _Group
+_Accepted = _Choice | _Switch | _ReduceDtype | _Bytes | _Folder | _Group
 
 _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
@@ -257,6 +280,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "process_group": _Group(),
     "accumulate": _Choice(("local", "sharded"), optional=True),
     "reduce_dtype": _ReduceDtype(),
+    "bucket_bytes": _Bytes(),
     "dump": _Folder(),
 }
 _ACCEPTED |= {name: _Switch() for name in OPTIONAL_PASSES}

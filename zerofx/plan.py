@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,19 +18,20 @@ def shard_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def shard_bounds(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the half-open element range of the unpadded buffer that ``rank`` owns.
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in its bucket.
 
-    The buffer is padded to ``world_size`` equal shards; the last ranks may own only
-    padding, so ``start == stop`` is possible.
-
-    Shapes: f32[16, 8] on 4 ranks gives 32 elements each.  Units: elements.
-    Raises: ValueError if ``rank`` is outside ``[0, world_size)``.
+    A bucket is its parameters one after the other, flat and padded, cut into one shard of
+    ``shard_numel`` per rank: what of a parameter a rank owns is where the two overlap, maybe
+    nothing.  The parameter has ``extent`` elements from ``offset``; what of them it does not fill
+    is padding.  ``bucket`` is a number within one parameter table.  Units: elements.
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside [0, {world_size})")
-    per_rank = shard_numel(numel, world_size)
-    return min(rank * per_rank, numel), min((rank + 1) * per_rank, numel)
+
+    bucket: int
+    offset: int
+    extent: int
+    shard_numel: int
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class ParameterInfo:
     """One parameter of the step.
 
     ``index`` is its position in the table and the ``parameter`` argument of every
-    ``zerofx::`` operator.  A parameter is flattened in *storage order*: its dimensions
-    are permuted so that the last varies fastest in memory, which makes the flat buffer of
-    a channels-last weight a view of it, like that of a contiguous one.
+    ``zerofx::`` operator; ``rank`` is the rank that looks at it.  A parameter is flattened in
+    *storage order*: its dimensions are permuted so that the last varies fastest in memory, which
+    makes the flat buffer of a channels-last weight a view of it, like that of a contiguous one.
     """
 
     index: int
@@ -50,6 +52,16 @@ class ParameterInfo:
     device: torch.device
     requires_grad: bool
     world_size: int
+    rank: int = 0
+    assigned: Place | None = None
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it lies in its bucket: one of its own, unless it has been assigned one."""
+        if self.assigned is not None:
+            return self.assigned
+        per_rank = shard_numel(self.numel, self.world_size)
+        return Place(self.index, 0, per_rank * self.world_size, per_rank)
 
     @cached_property
     def numel(self) -> int:
@@ -59,13 +71,53 @@ class ParameterInfo:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def extent_of(self, rank: int) -> tuple[int, int]:
+        """Return the half-open range of the flat parameter and its padding that a rank holds.
+
+        Shapes: f32[16, 8] alone on 4 ranks gives 32 elements each.  Units: elements.
+        Raises: ValueError if ``rank`` is outside ``[0, world_size)``.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
+        place = self.place
+        start = rank * place.shard_numel - place.offset
+        stop = start + place.shard_numel
+        return min(max(start, 0), place.extent), min(max(stop, 0), place.extent)
+
+    def owned_by(self, rank: int) -> tuple[int, int]:
+        """Return the half-open range of the flat parameter, without padding, that a rank holds.
+
+        ``start == stop`` if it holds only padding or nothing.  Units: elements.
+        """
+        start, stop = self.extent_of(rank)
+        return min(start, self.numel), min(stop, self.numel)
+
     @cached_property
     def shard_numel(self) -> int:
-        return shard_numel(self.numel, self.world_size)
+        """Elements of this parameter's shard on this rank, padding included."""
+        start, stop = self.extent_of(self.rank)
+        return stop - start
+
+    @cached_property
+    def position_in_shard(self) -> int:
+        """Where in its bucket's shard on this rank the parameter's shard begins."""
+        before = self.place.offset - self.rank * self.place.shard_numel
+        return min(max(before, 0), self.place.shard_numel - self.shard_numel)
+
+    def lies_like(self, other: ParameterInfo) -> bool:
+        """Whether every rank's shards of the two hold the same elements of tensors of one shape.
+
+        What is computed element by element from both can then be computed on their shards.
+        """
+        mine, its = self.place, other.place
+        return (mine.offset, mine.extent, mine.shard_numel, self.storage_order) == (
+            (its.offset, its.extent, its.shard_numel, other.storage_order)
+        )
 
     @property
-    def padded_numel(self) -> int:
-        return self.shard_numel * self.world_size
+    def shares_bucket(self) -> bool:
+        """Whether its bucket is laid out for several parameters."""
+        return self.assigned is not None
 
     @cached_property
     def storage_order(self) -> tuple[int, ...]:
@@ -97,7 +149,7 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
     return order
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParameterTable:
     """Every parameter of one step, in order of first appearance among its inputs."""
 
@@ -111,3 +163,15 @@ class ParameterTable:
 
     def __getitem__(self, index: int) -> ParameterInfo:
         return self.parameters[index]
+
+    def assign(self, places: Mapping[int, Place]) -> None:
+        """Move parameters, by index, to these places in buckets."""
+        self.parameters = tuple(
+            replace(info, assigned=places[info.index]) if info.index in places else info
+            for info in self.parameters
+        )
+
+    def bucket(self, number: int) -> tuple[ParameterInfo, ...]:
+        """The parameters of one bucket, in the order in which they lie in it."""
+        members = (info for info in self.parameters if info.place.bucket == number)
+        return tuple(sorted(members, key=lambda info: info.place.offset))

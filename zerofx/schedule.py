@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import parameter_of, value_bytes
+from zerofx.graph import served, value_bytes
 from zerofx.plan import ParameterTable
 
 
@@ -22,8 +22,7 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
     for node in gm.graph.nodes:
         if node.target in ops.STARTS:
             kind = node.target._schema.name.removeprefix("zerofx::").removesuffix("_start")
-            parameter = parameter_of(node)
-            name = "several" if parameter < 0 else table[parameter].name
+            name = served(node, table)
             nbytes = max(value_bytes(node), value_bytes(node.args[0]))
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
         elif node.target is ops.update:

@@ -15,8 +15,10 @@ from zerofx.errors import GraphError
 from zerofx.graph import (
     aliases,
     captured_updates,
+    gradient_of,
     input_role,
     mutated_inputs,
+    parameter_of,
     placeholders,
     program_order,
     provenance,
@@ -25,7 +27,7 @@ from zerofx.graph import (
     source_line,
     updates,
 )
-from zerofx.plan import ParameterTable
+from zerofx.plan import ParameterInfo, ParameterTable
 
 aten = torch.ops.aten
 
@@ -50,6 +52,7 @@ def verify(
     _nothing_reads_what_was_overwritten(gm.graph, order)
     _metadata_is_fresh(gm.graph, {} if checked is None else checked)
     _sharded_inputs_are_read_as_shards(gm.graph)
+    _buckets_hold_what_they_say(gm.graph, table)
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         _updates_read_averaged_gradients(gm.graph, table)
@@ -110,13 +113,19 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
     for writer in graph.nodes:
         for target in mutated_inputs(writer):
             renewed = aliases(writer, through_gathers=True)
-            for alias in aliases(target, through_gathers=True) - renewed:
-                for reader in alias.users:
-                    late = reader not in renewed and order[reader] > order[writer]
-                    if late and reader is not output and not _only_overwrites(reader, alias):
-                        raise _broken(
-                            reader, f"reads {alias.name} after {writer.name} has overwritten it."
-                        )
+            late = [
+                (order[reader], reader, alias)
+                for alias in aliases(target, through_gathers=True) - renewed
+                for reader in alias.users
+                if order[reader] > order[writer]
+                and reader is not output
+                and reader not in renewed
+                and reader.target is not ops.free
+                and not _only_overwrites(reader, alias)
+            ]
+            if late:
+                _, reader, alias = min(late, key=lambda found: found[0])
+                raise _broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
 
 
 def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
@@ -171,6 +180,66 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
                 raise _broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
 
 
+def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+    """What is put into a bucket as a parameter's is that, and is read from where it lies."""
+    for node in graph.nodes:
+        if node.target is ops.pack:
+            for part, info in _members(node, table, num_shards=1):
+                if _shard_of(part) != info.index:
+                    raise _broken(
+                        node, f"packs {part.name} as if it were the shard of {info.name!r}."
+                    )
+        elif node.target is ops.flatten_bucket:
+            num_shards = table[node.args[1][0]].world_size
+            for part, info in _members(node, table, num_shards):
+                is_cast = role(part) == "reduce_cast"
+                marked = {parameter_of(part)} if is_cast else gradient_of(part)
+                fits = tuple(part.meta["val"].shape) == info.shape
+                if not fits or (marked and info.index not in marked):
+                    raise _broken(
+                        node, f"lays out {part.name} as if it were the gradient of {info.name!r}."
+                    )
+        elif role(node) == "whole" and node.args[0].target is ops.wait:
+            packed = node.args[0].args[0].args[0]
+            if role(packed) == "gather_cast":
+                packed = packed.args[0]
+            if packed.target is ops.pack:
+                _reads_its_own_range(node, packed, table[parameter_of(node)])
+
+
+def _members(
+    node: fx.Node, table: ParameterTable, num_shards: int
+) -> list[tuple[fx.Node, ParameterInfo]]:
+    """The parts of a ``pack`` or ``flatten_bucket`` and the parameters that they are of."""
+    parts, indices, numel = node.args
+    infos = [table[index] for index in indices]
+    place = infos[0].place
+    same = all(
+        (info.place.bucket, info.place.shard_numel) == (place.bucket, place.shard_numel)
+        for info in infos
+    )
+    if not same or len(set(indices)) != len(parts) or numel != place.shard_numel * num_shards:
+        raise _broken(node, "does not hold parameters of one bucket, each once, and nothing else.")
+    return list(zip(parts, infos, strict=True))
+
+
+def _shard_of(node: fx.Node) -> int:
+    """Index of the parameter that a flat shard is of, or is laid out like; -1 for none."""
+    if node.target is aten.copy_.default:
+        return _shard_of(node.args[0])
+    if node.op == "placeholder":
+        return input_role(node).parameter if input_role(node).sharded else -1
+    return parameter_of(node)
+
+
+def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) -> None:
+    start, stop = info.place.offset, info.place.offset + info.numel
+    whole = node.target is aten.slice.Tensor and tuple(node.args[1:]) == (0, start, stop)
+    alone = node.target is not aten.slice.Tensor and info.numel == node.args[0].meta["val"].numel()
+    if info.index not in packed.args[1] or not (whole or alone):
+        raise _broken(node, f"does not read what {packed.name} holds of {info.name!r}.")
+
+
 def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
     """No pass loses or adds an update."""
     expected = captured_updates(graph)
@@ -204,7 +273,7 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
         else:
             continue
         for gradient, parameter in operands:
-            if not _is_average_of(gradient, parameter):
+            if not _is_average_of(gradient, table[parameter]):
                 raise _broken(
                     node,
                     f"updates {table[parameter].name!r} with {gradient.name}, which is not "
@@ -218,8 +287,24 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
                 )
 
 
-def _is_average_of(gradient: fx.Node, parameter: int) -> bool:
+def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
+    """Whether a node is the parameter's range of its bucket's averaged gradients."""
+    reduced, dim, start, stop = node.args
+    if reduced.target is not ops.wait or reduced.args[0].target is not ops.reduce_scatter_start:
+        return False
+    flat, reduction = reduced.args[0].args[:2]
+    return (
+        reduction == "mean"
+        and flat.target is ops.flatten_bucket
+        and info.index in flat.args[1]
+        and (dim, start) == (0, info.position_in_shard)
+        and stop - start == info.shard_numel
+    )
+
+
+def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
     """Whether the parameter's averaged gradient is among what ``gradient`` is computed from."""
+    parameter = info.index
     pending, seen = [gradient], set()
     while pending:
         node = pending.pop()
@@ -233,6 +318,10 @@ def _is_average_of(gradient: fx.Node, parameter: int) -> bool:
         origin = provenance(node)
         if origin and origin.role == "reduce_gradient" and node.target is ops.wait:
             if origin.parameter == parameter and node.args[0].args[1] == "mean":
+                return True
+            continue
+        if origin and origin.role == "reduced_gradient":
+            if origin.parameter == parameter and _is_own_range(node, info):
                 return True
             continue
         pending.extend(node.all_input_nodes)

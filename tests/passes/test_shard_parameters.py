@@ -324,7 +324,7 @@ def test_views_of_a_padded_weight_are_rebuilt(world_size):
         ),
         world_size,
     )
-    assert captured.table[0].padded_numel > captured.table[0].numel
+    assert captured.table[0].place.extent > captured.table[0].numel
     assert_same_numerics(execute(captured), execute(sharded(captured)))
 
 
@@ -782,7 +782,7 @@ def gather_units(captured):
     """Bytes of each module with parameters of its own, in order of use, without repetitions."""
     sizes: Counter[str] = Counter()
     for info in captured.table:
-        sizes[info.name.rpartition(".")[0]] += info.padded_numel * info.dtype.itemsize
+        sizes[info.name.rpartition(".")[0]] += info.place.extent * info.dtype.itemsize
     names = [
         captured.table[start.meta["zerofx"].parameter].name.rpartition(".")[0]
         for start in nodes_of(rewritten(captured, prefetch=False), ops.all_gather_start)
@@ -822,7 +822,7 @@ def test_peak_does_not_grow_with_depth():
 def test_traffic_is_at_most_three_times_the_parameters():
     for captured in (mlp_step(8, 16), gpt_step()):
         program = rewritten(captured)
-        size = sum(info.padded_numel * info.dtype.itemsize for info in program.table)
+        size = sum(info.place.extent * info.dtype.itemsize for info in program.table)
         moved = 0
         for start in nodes_of(program, *ops.STARTS):
             if role(start) == "reduce_scalar":

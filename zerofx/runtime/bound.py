@@ -19,7 +19,8 @@ class BoundParameter:
     """One parameter that zero-compiled functions have taken charge of.
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
-    tensor without storage that stands for it as ``parameter.grad``.
+    tensor without storage that stands for it as ``parameter.grad``.  Parameters of one bucket
+    have the same ``bucket``, None for one alone.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -28,6 +29,7 @@ class BoundParameter:
     communicator: Any
     own_class: type
     guarded_class: type
+    bucket: object = None
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     open_count: int = 0
@@ -72,6 +74,10 @@ class BoundParameter:
                 "a compiled step works on its shards. Call the step after the with block."
             )
         return self._shard
+
+    def live_in(self, buffer: torch.Tensor) -> None:
+        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``."""
+        self._shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zerofx.plan import ParameterInfo, shard_bounds, storage_order
+from zerofx.plan import ParameterInfo, storage_order
 
 # Small tensors travel to the other ranks together, in messages of at most this size.
 _COALESCED_BYTES = 4 * 1024 * 1024
@@ -30,24 +30,67 @@ def take_shard(whole: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Ten
 
     Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
     """
-    shard = torch.zeros(info.shard_numel, dtype=whole.dtype, device=info.device)
+    start, stop = info.extent_of(rank)
+    shard = torch.zeros(stop - start, dtype=whole.dtype, device=info.device)
     copy_range(shard, whole, info, rank)
     return shard
 
 
 def copy_range(shard: torch.Tensor, whole: torch.Tensor, info: ParameterInfo, rank: int) -> None:
     """Write the range of ``whole`` that ``rank`` owns into its shard; padding stays as it is."""
-    start, stop = shard_bounds(info.numel, rank, info.world_size)
+    start, stop = info.owned_by(rank)
     flat = whole.detach().permute(info.storage_order).reshape(-1)
     shard[: stop - start].copy_(flat[start:stop])
 
 
-def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
-    """View a gathered flat buffer as the parameter, with its strides.
+def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torch.Tensor:
+    """Return this rank's shard of a bucket, which holds these parameters' shards of it.
 
-    Shapes: ``[info.padded_numel]`` or ``[info.numel]`` -> ``info.shape``.
+    That is the memory they are views of, if they are: parameters in their bucket's buffer are
+    packed without a copy.  What no shard covers is zero.
+
+    Shapes: ``[info.shard_numel]`` each -> ``[place.shard_numel]``.
     """
-    return flat.as_strided(info.shape, info.stride)
+    numel = infos[0].place.shard_numel
+    parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
+    if parts:
+        first = parts[0][0]
+        storage = first.untyped_storage()
+        in_place = storage.nbytes() == numel * first.itemsize and all(
+            shard.untyped_storage().data_ptr() == storage.data_ptr()
+            and shard.storage_offset() == info.position_in_shard
+            for shard, info in parts
+        )
+        if in_place:
+            return first.as_strided((numel,), (1,), 0)
+    buffer = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
+    for shard, info in parts:
+        buffer.narrow(0, info.position_in_shard, info.shard_numel).copy_(shard)
+    return buffer
+
+
+def flatten_bucket(wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torch.Tensor:
+    """Return a bucket's flat buffer with a copy of these tensors, each in storage order.
+
+    Shapes: ``info.shape`` each -> ``[place.shard_numel * world_size]``; padding is zero.
+    """
+    place = infos[0].place
+    buffer = wholes[0].new_empty(place.shard_numel * infos[0].world_size)
+    end = 0
+    for whole, info in zip(wholes, infos, strict=True):
+        buffer[end : info.place.offset].zero_()
+        end = info.place.offset + info.numel
+        whole_from_flat(buffer[info.place.offset : end], info).copy_(whole)
+    buffer[end:].zero_()
+    return buffer
+
+
+def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
+    """View a flat buffer that begins with a parameter's elements as the parameter.
+
+    Shapes: at least ``[info.numel]`` -> ``info.shape``, with its strides.
+    """
+    return flat.as_strided(info.shape, info.stride, flat.storage_offset())
 
 
 def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
@@ -59,11 +102,28 @@ def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch
     """
     if info.numel == 0:
         return shard.new_empty_strided(info.shape, info.stride)
-    flat = communicator.gather_whole(shard.view(torch.uint8)).view(shard.dtype)
+    if info.shares_bucket:
+        flat = _from_owners(shard, info, communicator)
+    else:
+        flat = communicator.gather_whole(shard.view(torch.uint8)).view(shard.dtype)
     whole = whole_from_flat(flat, info)
     # Without padding in its storage (which torch.save would write out), and never the shard.
     owned = flat.numel() == info.numel and flat.data_ptr() != shard.data_ptr()
     return whole if owned else whole.clone(memory_format=torch.preserve_format)
+
+
+def _from_owners(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
+    """Each rank sends what it owns: ranges of a shared bucket differ in length."""
+    flat = shard.new_empty(info.numel)
+    for rank in range(info.world_size):
+        start, stop = info.owned_by(rank)
+        if start == stop:
+            continue
+        part = flat[start:stop]
+        if rank == communicator.rank:
+            part.copy_(shard[: stop - start])
+        communicator.broadcast(part.view(torch.uint8), rank)
+    return flat
 
 
 def _memory_bytes(tensor: torch.Tensor) -> torch.Tensor:

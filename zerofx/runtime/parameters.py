@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.plan import ParameterInfo
+from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
@@ -68,7 +69,7 @@ class ParameterRegistry:
         function of the same model changes nothing.  Collective for new ones.
 
         Raises: ValueError or TypeError, before anything has changed, for a parameter bound with
-        another stage or other ranks, or one that cannot be sharded.
+        another stage, other ranks or another layout, or one that cannot be sharded.
         """
         with self._lock, ordinary_tensors():
             new: dict[int, tuple[nn.Parameter, ParameterInfo]] = {}
@@ -76,6 +77,7 @@ class ParameterRegistry:
                 bound = self.lookup(parameter)
                 if bound is not None:
                     _check_same_options(bound, communicator, stage)
+                    _check_same_place(bound, info)
                     if not bound.matches(info) and not bound.is_open:
                         self._follow(bound, parameter)
                 elif id(parameter) not in new:
@@ -84,13 +86,25 @@ class ParameterRegistry:
                     new[id(parameter)] = (parameter, info)
             new_buffers = self._unseen(buffers)
             make_equal([p for p, _ in new.values()] + new_buffers, communicator)
+            buckets: dict[int, object] = {}
+            memory: dict[int, torch.Tensor] = {}
             for parameter, info in new.values():
-                self._add(parameter, info, communicator, stage)
+                bound = self._add(parameter, info, communicator, stage)
+                number = info.place.bucket
+                if info.shares_bucket:
+                    bound.bucket = buckets.setdefault(number, object())
+                if stage == 3:
+                    if info.shares_bucket:
+                        if number not in memory:
+                            memory[number] = _empty_bucket(info)
+                        bound.live_in(memory[number])
+                    bound.free()
+                    self._guard_again(bound)
             return [self._bound[id(parameter)] for parameter, _ in parameters]
 
     def _add(
         self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
-    ) -> None:
+    ) -> BoundParameter:
         key = id(parameter)
 
         def forget(reference: Any) -> None:
@@ -100,11 +114,28 @@ class ParameterRegistry:
         own = type(parameter)
         guarded = guarded_class(own)  # type: ignore[arg-type]
         reference = weakref.ref(parameter, forget)
-        bound = BoundParameter(reference, info, stage, communicator, own, guarded)
-        self._bound[key] = bound
-        if stage == 3:
-            bound.free()
-            self._guard_again(bound)
+        bound = self._bound[key] = BoundParameter(
+            reference, info, stage, communicator, own, guarded
+        )
+        return bound
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> dict[int, Place | None]:
+        """Where those of ``parameters`` that are bound already lie, by position among them.
+
+        None is a bucket of its own.  A bucket goes by the first of its parameters here.
+        """
+        found: dict[int, Place | None] = {}
+        numbers: dict[tuple[int, torch.dtype], int] = {}
+        for index, parameter in enumerate(parameters):
+            bound = self.lookup(parameter)
+            if bound is None:
+                continue
+            place = bound.info.assigned
+            if place is not None:
+                number = numbers.setdefault((id(bound.bucket), bound.info.dtype), index)
+                place = replace(place, bucket=number)
+            found[index] = place
+        return found
 
     def _drop(self, bound: BoundParameter, key: int) -> None:
         self._bound.pop(key, None)
@@ -310,6 +341,10 @@ class ParameterRegistry:
         return {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
 
 
+def _empty_bucket(info: ParameterInfo) -> torch.Tensor:
+    return torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
+
+
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     def forget(_reference: Any) -> None:
         table.pop(key, None)
@@ -335,6 +370,21 @@ def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) ->
             f"parameter {bound.name!r} is bound to another process group (rank {mine.rank} of "
             f"{mine.world_size}) than this function asks for (rank {other.rank} of "
             f"{other.world_size}). {remedy}"
+        )
+
+
+def _check_same_place(bound: BoundParameter, info: ParameterInfo) -> None:
+    """Programs are laid out like what is bound when they are compiled, but not what is later."""
+    mine, other = bound.info.place, info.place
+    same = (mine.offset, mine.extent, mine.shard_numel) == (
+        (other.offset, other.extent, other.shard_numel)
+    )
+    if bound.stage > 0 and not same:
+        raise ValueError(
+            f"parameter {bound.name!r} has been given back by zerofx.unshard since this function "
+            "was compiled, and another function has sharded it in other buckets. Call "
+            "torch.compiler.reset(), and this function is compiled anew, or give all functions "
+            "options={'bucket': False}."
         )
 
 

@@ -13,10 +13,10 @@ from torch import fx, nn
 from zerofx import ops
 from zerofx.errors import StepError
 from zerofx.graph import aliases, gradient_outputs, input_role, placeholders
-from zerofx.plan import ParameterTable, shard_bounds
+from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.flat import take_shard
+from zerofx.runtime.flat import flatten_bucket, pack, take_shard
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer
@@ -102,6 +102,8 @@ class StepRuntime:
             ops.wait: communicator.wait,
             ops.free: communicator.free,
             ops.take_shard: self.take_shard,
+            ops.pack: self.pack,
+            ops.flatten_bucket: self.flatten_bucket,
             ops.mask_padding: self.mask_padding,
             ops.update: self.update,
         }
@@ -148,13 +150,21 @@ class StepRuntime:
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
         return take_shard(whole, self.table[parameter], self.communicator.rank)
 
+    def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+        return pack(shards, [self.table[index] for index in parameters])
+
+    def flatten_bucket(
+        self, wholes: list[torch.Tensor], parameters: list[int], numel: int
+    ) -> torch.Tensor:
+        return flatten_bucket(wholes, [self.table[index] for index in parameters])
+
     def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
-        info = self.table[parameter]
-        start, stop = shard_bounds(info.numel, self.communicator.rank, info.world_size)
+        start, stop = self.table[parameter].owned_by(self.communicator.rank)
         valid = stop - start
-        if valid == info.shard_numel:
+        length = max(shard.numel(), 1)
+        if valid == length:
             return shard
-        return F.pad(shard[:valid], (0, info.shard_numel - valid), value=identity)
+        return F.pad(shard[:valid], (0, length - valid), value=identity)
 
     def update(
         self,
