@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import role, value_bytes
+from zerofx.graph import role, served, value_bytes
 from zerofx.plan import ParameterTable
-from zerofx.schedule import served
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from tabulate import tabulate
 from torch import fx
 
-from zerofx.graph import provenance
+from zerofx.graph import provenance, served
 from zerofx.plan import ParameterTable
-from zerofx.schedule import served
 
 logger = logging.getLogger("zerofx")
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import bucket_of, parameter_of, value_bytes
+from zerofx.graph import served, value_bytes
 from zerofx.plan import ParameterTable
-
-
-def served(node: fx.Node, table: ParameterTable) -> str:
-    """Names of the parameters that an inserted node serves."""
-    if parameter_of(node) >= 0:
-        return table[parameter_of(node)].name
-    members = table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
-    return ", ".join(info.name for info in members) or "several"
 
 
 def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str, ...]:
