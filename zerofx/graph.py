@@ -113,14 +113,6 @@ def bucket_of(node: fx.Node) -> int:
     return origin.bucket if origin else -1
 
 
-def served(node: fx.Node, table: ParameterTable) -> str:
-    """Names of the parameters that an inserted node serves."""
-    if parameter_of(node) >= 0:
-        return table[parameter_of(node)].name
-    members = table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
-    return ", ".join(info.name for info in members) or "several"
-
-
 def role(node: fx.Node) -> str | None:
     """The role of an inserted node; None for the user's own."""
     origin = provenance(node)

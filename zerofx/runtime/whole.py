@@ -203,6 +203,8 @@ class OptimizerAttachment:
                     state_dict["state"][number] = {k: _snapshot(v) for k, v in whole.items()}
                     seen.add(id(bound))
                 number += 1
+        # In the order of the parameters, as if they had been updated in it.
+        state_dict["state"] = dict(sorted(state_dict["state"].items(), key=lambda entry: entry[0]))
 
     def on_load(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
         self.before_load = {"state": optimizer.state, "param_groups": optimizer.param_groups}
