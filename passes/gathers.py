@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,6 +11,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.cost import live_bytes
+from zerofx.errors import StepError
 from zerofx.graph import (
     Builder,
     aliases,
@@ -145,6 +148,56 @@ def plan_spans(
     return planned
 
 
+def keep_gathered(
+    planned: dict[GatherUnit, list[GatherSpan]], alive: list[int], budget: int, ahead: bool
+) -> int:
+    """Keep parameters from forward to backward as far as ``budget`` bytes go; return how many.
+
+    ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
+    says that each gather starts as early as the one before it.  Merges the spans of ``planned``
+    in place, those first that are kept for the shortest time: the last layers of forward.
+    Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
+
+    Raises: StepError if the program does not fit with nothing kept.
+    """
+    smallest = _peak(planned, alive, ahead)
+    if smallest > budget:
+        raise StepError(
+            f"memory_budget is {budget} bytes, and this step allocates {smallest} with nothing "
+            "kept gathered: give it that much, or a smaller batch, torch.utils.checkpoint, or "
+            "smaller bucket_bytes."
+        )
+    gaps = [
+        (after.first - before.last, index, unit)
+        for index, unit in enumerate(planned)
+        for before, after in itertools.pairwise(planned[unit])
+        if unit.regather
+    ]
+    kept = 0
+    for _, _, unit in sorted(gaps, key=lambda gap: gap[:2]):
+        spans = planned[unit]
+        for before, after in itertools.pairwise(spans):
+            merged = GatherSpan(before.first, after.last, before.uses + after.uses)
+            trial = [merged if span is before else span for span in spans if span is not after]
+            if _peak({**planned, unit: trial}, alive, ahead) <= budget:
+                planned[unit] = trial
+                kept += 1
+                break
+    return kept
+
+
+def _peak(planned: dict[GatherUnit, list[GatherSpan]], alive: list[int], ahead: bool) -> int:
+    spans = sorted(
+        ((span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans),
+    )
+    changes = [0] * (len(alive) + 1)
+    for index, (first, last, nbytes) in enumerate(spans):
+        changes[spans[index - 1][0] if ahead and index else first] += nbytes
+        changes[last + 1] -= nbytes
+    gathered = itertools.accumulate(changes)
+    return max(map(operator.add, alive, gathered))
+
+
 def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
     return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
 
@@ -195,14 +248,21 @@ def _split_widest(spans, order, allowed, bytes_between) -> list[GatherSpan]:
     return spans
 
 
-def insert_gathers(builder: Builder, sources: list[GatherSource], ctx: PassContext) -> int:
-    """Gather, rebuild what readers read, free after the last of them; return the count."""
+def insert_gathers(
+    builder: Builder, sources: list[GatherSource], ctx: PassContext
+) -> dict[str, int]:
+    """Gather, rebuild what readers read, free after the last of them; return counts."""
     wanted = [source for source in sources if source.uses]
     if not wanted:
-        return 0
+        return {"gathers": 0}
     order = program_order(builder.graph)
     units = group_sources(wanted, order)
     spans = plan_spans(units, order, ctx.num_backwards)
+    kept = 0
+    if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
+        rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
+        alive = live_bytes(builder.graph, ctx.world_size, ignored=rebuilt)
+        kept = keep_gathered(spans, alive, ctx.options.memory_budget, ctx.options.prefetch)
     gathered = []
     for unit in units:
         for span in spans[unit]:
@@ -221,7 +281,7 @@ def insert_gathers(builder: Builder, sources: list[GatherSource], ctx: PassConte
                 bucket=bucket_of(wait),
                 like=last,
             )
-    return len(gathered)
+    return {"gathers": len(gathered), "kept from forward to backward": kept}
 
 
 def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan) -> fx.Node:

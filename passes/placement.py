@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from zerofx import ops
 from zerofx.graph import role
 
 
@@ -21,7 +22,9 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     for _, wait in pairs:
         _sink_ranges(wait)
     for (_, wait), (following, _) in itertools.pairwise(pairs):
-        min([following, *wait.users]).prepend(wait)  # nodes compare by program order
+        # Not two flat buckets at once: wait before the next one is filled.
+        filled = following.args[0] if following.args[0].target is ops.flatten_bucket else following
+        min([filled, *wait.users]).prepend(wait)  # nodes compare by program order
     if pairs:
         start, wait = pairs[-1]
         start.append(wait)  # nothing left to overlap with

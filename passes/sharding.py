@@ -115,7 +115,7 @@ class ShardPropagation:
                 self._visit(node)
         self._shard_gradient_results()
         self.counts["collectives for norms"] = self.pending.collectives
-        self.counts["gathers"] = insert_gathers(self.builder, self.sources, self.ctx)
+        self.counts |= insert_gathers(self.builder, self.sources, self.ctx)
         kept = {source.node for source in self.sources}
         stale = sorted(
             (node for node in self.values if node not in kept and not node._erased), reverse=True

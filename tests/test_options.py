@@ -35,6 +35,7 @@ def test_defaults_are_the_contracts():
         "accumulate": None,
         "reduce_dtype": None,
         "bucket_bytes": None,
+        "memory_budget": None,
         "dump": None,
         "recompute": True,
         "hoist_casts": True,
@@ -300,8 +301,8 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
-        " process_group, accumulate, reduce_dtype, bucket_bytes, dump, recompute, hoist_casts,"
-        " bucket, update_in_backward, prefetch"
+        " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, dump, recompute,"
+        " hoist_casts, bucket, update_in_backward, prefetch"
     )
 
 
@@ -309,7 +310,8 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
-        " ZEROFX_BUCKET_BYTES, ZEROFX_DUMP, ZEROFX_RECOMPUTE, ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
+        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
+        " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH"
     )
 

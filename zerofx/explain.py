@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from zerofx.account import gathered_peak, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
+from zerofx.cost import live_bytes
 
 
 def explain(step: Callable) -> str:
@@ -44,6 +45,7 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", _size(_kept(program, stage, ranks))),
         ("most gathered at once", f"{_size(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})"),
+        ("most allocated at once in a step", _size(max(live_bytes(program.gm.graph, ranks)))),
         ("sent per rank and step: gathers", _size(wire.gathers)),
         ("sent per rank and step: reductions", _size(wire.reductions)),
         ("sent per rank and step: norms and flags", _size(wire.scalars)),

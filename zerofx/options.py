@@ -17,7 +17,6 @@ OPTIONAL_PASSES = ("recompute", "hoist_casts", "bucket", "update_in_backward", "
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
-    "memory_budget",
     "offload",
     "offload_tier",
     "offload_dir",
@@ -49,6 +48,8 @@ class Options:
     """The dtype gradients are reduced in; None is the captured gradient's."""
     bucket_bytes: int | None = None
     """How much travels together at most, in bytes; None is 64 MiB."""
+    memory_budget: int | None = None
+    """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
@@ -281,6 +282,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "accumulate": _Choice(("local", "sharded"), optional=True),
     "reduce_dtype": _ReduceDtype(),
     "bucket_bytes": _Bytes(),
+    "memory_budget": _Bytes(),
     "dump": _Folder(),
 }
 _ACCEPTED |= {name: _Switch() for name in OPTIONAL_PASSES}

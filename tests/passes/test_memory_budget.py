@@ -1,0 +1,87 @@
+"""memory_budget: what is kept gathered from forward to backward, and what is too little."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import (
+    assert_same_numerics,
+    clone,
+    execute,
+    gathers_of,
+    mlp_step,
+    rewritten,
+    run_passes,
+)
+from zerofx import StepError
+from zerofx.cost import live_bytes
+
+DEEP = {"num_layers": 6, "width": 33}
+PLENTY = 10**9
+
+
+def deep():
+    return mlp_step(**DEEP)
+
+
+def gathers(captured) -> int:
+    return sum(len(gathers_of(captured, info.name)) for info in captured.table)
+
+
+def within(budget: int | None, **options):
+    return rewritten(deep(), memory_budget=budget, **options)
+
+
+def peak_of(captured) -> int:
+    return max(live_bytes(captured.graph, captured.world_size))
+
+
+def test_without_a_budget_nothing_is_kept():
+    # Backward does not read biases, nor the first weight; the last one serves both at once.
+    assert gathers(within(None)) == 2 * 4 + 2 + 6
+
+
+def test_with_plenty_every_parameter_is_gathered_once():
+    assert gathers(within(PLENTY)) == 12
+
+
+@pytest.mark.parametrize("prefetch", (False, True))
+def test_more_memory_means_fewer_gathers_and_the_budget_holds(prefetch):
+    least = peak_of(within(None, prefetch=prefetch))
+    most = peak_of(within(PLENTY, prefetch=prefetch))
+    assert most > 1.2 * least
+    counts = []
+    for share in (0.25, 0.5, 0.75):
+        budget = least + int(share * (most - least)) + 2000
+        program = within(budget, prefetch=prefetch)
+        assert peak_of(program) <= budget
+        counts.append(gathers(program))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+def test_the_layers_next_to_backward_are_kept_first():
+    least, most = peak_of(within(None)), peak_of(within(PLENTY))
+    program = within((least + most) // 2)
+    weights = [len(gathers_of(program, f"{2 * layer}.weight")) for layer in range(6)]
+    assert weights[1:] == sorted(weights[1:], reverse=True)
+    assert weights[1] == 2 and weights[-2] == 1
+
+
+def test_results_do_not_depend_on_the_budget():
+    least, most = peak_of(within(None)), peak_of(within(PLENTY))
+    expected = execute(within(None))
+    for budget in (PLENTY, (least + most) // 2):
+        assert_same_numerics(expected, execute(within(budget)))
+
+
+def test_too_small_a_budget_says_what_would_do():
+    with pytest.raises(StepError, match="memory_budget is 1000 bytes, and .* allocates") as caught:
+        run_passes(clone(deep()), memory_budget=1000)
+    smallest = int(str(caught.value).split("allocates ")[1].split()[0])
+    assert peak_of(within(smallest)) <= smallest <= 1.05 * peak_of(within(None))
+
+
+def test_stages_that_gather_nothing_ignore_it():
+    captured = mlp_step()
+    for stage in (0, 1, 2):
+        run_passes(clone(captured), stage=stage, memory_budget=1)

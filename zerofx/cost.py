@@ -1,0 +1,88 @@
+"""What a program costs before it runs: the bytes alive at each of its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import aliased_inputs, mutated_inputs
+
+
+def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = ()) -> list[int]:
+    """Bytes that the program has allocated and not freed while each of its nodes runs.
+
+    In program order; inputs (parameters, optimizer states, the batch) and constants are not
+    counted, nor what an operator allocates for itself, except the buffer that a reduction on a
+    CPU receives into.  In a world of one, collectives allocate nothing.  Memory lives until the
+    last reader of the last view of it.  ``ignored`` nodes count as views of nothing.  Symbolic
+    sizes count as they were when captured.
+    """
+    nodes = list(graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    skipped = set(ignored)
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
+    sizes: dict[tuple[fx.Node, int], int] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+    for node in nodes:
+        roots[node] = _roots(node, world_size, roots, sizes, skipped)
+        death = max((_done_with(user, order) for user in node.users), default=order[node])
+        for root in roots[node]:
+            last[root] = max(last.get(root, 0), death)
+    changes = [0] * (len(nodes) + 1)
+    for (node, part), nbytes in sizes.items():
+        changes[order[node]] += nbytes
+        changes[last.get((node, part), order[node]) + 1] -= nbytes
+    for node in nodes:
+        if node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
+            received = _bytes_of(node.args[0].meta["val"])
+            if world_size > 1 and node.meta["val"].device.type == "cpu":
+                changes[order[node]] += received
+                changes[_done_with(node, order) + 1] -= received
+    alive, total = [], 0
+    for change in changes[:-1]:
+        total += change
+        alive.append(total)
+    return alive
+
+
+def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
+    """When a reader needs its operands no more: a collective reads them until its wait."""
+    if reader.target in ops.STARTS:
+        return max(order[user] for user in reader.users)
+    return order[reader]
+
+
+def _roots(
+    node: fx.Node,
+    world_size: int,
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]],
+    sizes: dict[tuple[fx.Node, int], int],
+    skipped: set[fx.Node],
+) -> set[tuple[fx.Node, int]]:
+    """The allocations that a node's result lies in; notes the size of a new one."""
+    if node.op != "call_function" or node in skipped:
+        return set()
+    if node.target is operator.getitem:
+        return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
+    sources = aliased_inputs(node) or mutated_inputs(node)
+    if world_size == 1 and node.target in ops.STARTS:
+        sources = node.all_input_nodes
+    if sources:
+        return set().union(*(roots[source] for source in sources))
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    made = set()
+    for index, part in enumerate(parts):
+        if isinstance(part, torch.Tensor):
+            sizes[node, index] = _bytes_of(part)
+            made.add((node, index))
+    return made
+
+
+def _bytes_of(value: Any) -> int:
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
