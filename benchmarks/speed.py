@@ -30,8 +30,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import zerofx
-
 Step = Callable[[torch.Tensor], torch.Tensor]
 LR = 1e-4
 
@@ -240,8 +238,7 @@ def main() -> int:
     tokens = arguments.rows * arguments.length * arguments.ranks
     print(
         f"GPT of {millions:.1f}M parameters, fp32, AdamW; {arguments.ranks} gloo ranks, "
-        f"{arguments.rows} x {arguments.length} tokens each; torch {torch.__version__}, "
-        f"zerofx {zerofx.__file__ and 'from this checkout'}\n"
+        f"{arguments.rows} x {arguments.length} tokens each; torch {torch.__version__}\n"
     )
     print(table(results, tokens))
     last = [result.losses[-1] for result in results]
