@@ -171,3 +171,11 @@ def without_storage(info: ParameterInfo) -> torch.Tensor:
     tensor = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view, whose base Dynamo would guard at every call."""
+    if tensor._base is None:
+        return tensor
+    with ordinary_tensors():
+        return tensor.new_empty(0).set_(tensor)

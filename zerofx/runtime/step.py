@@ -16,7 +16,7 @@ from zerofx.graph import aliases, gradient_outputs, input_role, placeholders
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.flat import flatten_bucket, pack, take_shard
+from zerofx.runtime.flat import flatten_bucket, pack, take_shard, without_base
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer
@@ -144,7 +144,7 @@ class StepRuntime:
             if self.stage >= 2:
                 results[position] = REGISTRY.store_gradient(self.bound[index], gradient)
             elif gradient is not None:
-                REGISTRY.mark_averaged(gradient)
+                results[position] = REGISTRY.mark_averaged(without_base(gradient))
         return results
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
