@@ -379,8 +379,8 @@ def test_a_rank_alone_cannot_drift(name):
     for one, step in ((model, zero(refusal.step)), (eager, refusal.step)):
         torch.manual_seed(1)
         step(one, sgd(one), *refusal.inputs)
-    trained = model.state_dict()
-    assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
+    # Not bitwise: Dynamo takes `add_(noise, alpha=0.1)` apart, which rounds once more.
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("stage", (0, 3))
