@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 
 from tests import models
 from tests.models import Mlp, squared_loss
@@ -108,6 +109,16 @@ def test_one_optimizer_over_two_models_updates_the_one_that_has_gradients(stage)
     assert losses[0] == losses[1]
     for model, reference in zip(both, expected, strict=True):
         assert_same_values(model, reference)
+
+
+def test_more_models_than_torch_compiles_for_are_refused_with_a_remedy():
+    compiled = zero(evaluate)
+    held = [Mlp() for _ in range(torch._dynamo.config.recompile_limit + 1)]
+    for model in held[:-1]:
+        compiled(model, *BATCH)
+    with pytest.raises(Unsupported) as caught:
+        compiled(held[-1], *BATCH)
+    assert "once per model" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("stage", (0, 3))

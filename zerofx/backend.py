@@ -43,6 +43,12 @@ GRAPH_BREAK = (
     "operations: log after the call, from what the step returns."
 )
 
+RECOMPILE_LIMIT = (
+    "A zerofx program is for one model and the shapes that torch takes for static. Call "
+    "torch.compile(step, backend='zero') once per model, or raise "
+    "torch._dynamo.config.recompile_limit."
+)
+
 _function_numbers = itertools.count()
 
 
@@ -79,7 +85,7 @@ class CompiledFunction:
         finally:
             REGISTRY.exit_call()
             self.backend.active.function = previous
-            compat.explain_graph_break(GRAPH_BREAK)
+            compat.explain_refusal(GRAPH_BREAK, RECOMPILE_LIMIT)
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""

@@ -581,15 +581,16 @@ def pass_through_dynamo(error: Exception) -> Exception:
     return copy.with_traceback(error.__traceback__)
 
 
-def explain_graph_break(words: str) -> None:
-    """Add ``words`` to a graph-break error on its way to the user, if there is one.
+def explain_refusal(graph_break: str, recompile_limit: str) -> None:
+    """Add words to Dynamo's refusal on its way to the user, if there is one.
 
     ``Unsupported`` is for 2.11 to 2.15; can go when a backend may word Dynamo's refusals.
     """
     error = sys.exc_info()[1]
-    if isinstance(error, torch._dynamo.exc.Unsupported) and words not in getattr(
-        error, "__notes__", ()
-    ):
+    if not isinstance(error, torch._dynamo.exc.Unsupported):
+        return
+    words = recompile_limit if "recompile_limit" in str(error) else graph_break
+    if words not in getattr(error, "__notes__", ()):
         error.add_note(words)
 
 
