@@ -48,8 +48,10 @@ PARAMETER = InputRole("parameter", 0)
 
 UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg"
-    " reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc clone max"
+    " reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc max"
 ).split()
+if hasattr(torch, "_foreach_clone"):  # torch 2.11 has none
+    UNARY.append("clone")
 
 FOREACH = {name: lambda a, b, c, s, f=f"_foreach_{name}": getattr(torch, f)(a) for name in UNARY}
 FOREACH |= {
