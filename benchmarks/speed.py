@@ -74,7 +74,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 # Each system turns a model into a step.
 
 
-def with_zerofx(stage: int, lowering: str) -> Callable[[nn.Module], Step]:
+def with_zerofx(stage: int, lowering: str, **more: int) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 
@@ -85,7 +85,7 @@ def with_zerofx(stage: int, lowering: str) -> Callable[[nn.Module], Step]:
             optimizer.zero_grad()
             return loss
 
-        options = {"stage": stage, "lowering": lowering}
+        options = {"stage": stage, "lowering": lowering, **more}
         compiled = torch.compile(step, backend="zero", options=options)
         return lambda tokens: compiled(model, optimizer, tokens)
 
@@ -134,6 +134,7 @@ def with_fsdp2(compiled: bool) -> Callable[[nn.Module], Step]:
 SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     **{f"zerofx {stage}": with_zerofx(stage, "inductor") for stage in (1, 2, 3)},
     **{f"zerofx {stage} eager": with_zerofx(stage, "eager") for stage in (0, 1, 2, 3)},
+    "zerofx 3 gathered once": with_zerofx(3, "inductor", memory_budget=2**40),
     "FSDP2 + compile": with_fsdp2(True),
     "FSDP2": with_fsdp2(False),
     "DDP + compile": with_ddp(True),
