@@ -272,7 +272,7 @@ class ShardPropagation:
         """
         slots = gradient_outputs(self.graph) if self.ctx.options.stage >= 2 else {}
         results = list(node.args[0])
-        whole = set()
+        whole: list[fx.Node] = []  # in order: every rank must gather them alike
         for position, result in enumerate(results):
             if result not in self.values:
                 continue
@@ -282,8 +282,8 @@ class ShardPropagation:
                     results[position] = self.shard_of(result)
                 self.sharded_results.add(position)
             else:
-                whole.add(result)
-        for result in whole:
+                whole.append(result)
+        for result in dict.fromkeys(whole):
             self._use_whole(node, only=result)
         node.args = (tuple(results),)
 
