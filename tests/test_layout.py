@@ -369,8 +369,6 @@ def passes():
 def pipeline():
     """Return the name of every pass in passes/pipeline.py, and whether it is optional."""
     source = ROOT / "passes" / "pipeline.py"
-    if not source.exists():
-        pytest.skip("there is no pipeline yet")
     tree = ast.parse(source.read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "Pass"]
