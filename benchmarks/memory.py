@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from gpt import Gpt, loss_of
 from torch import nn
 
 import zerofx  # noqa: F401  # part of the baseline
@@ -31,37 +31,6 @@ LAYERS = 7
 LENGTH = 32  # tokens of a sequence: activations must not blur what parameters cost
 STEPS = 3
 GIB = 2**30
-
-
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, width // HEAD_WIDTH, HEAD_WIDTH)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    """A causal language model whose head is its embedding."""
-
-    def __init__(self, vocabulary: int, width: int):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
 def sizes_for(num_parameters: float) -> tuple[int, int]:
@@ -74,7 +43,7 @@ def sizes_for(num_parameters: float) -> tuple[int, int]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss = loss_of(model, tokens)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -118,7 +87,7 @@ def train(rank: int, port: int, arguments: argparse.Namespace, stage: int, answe
     baseline = resident_bytes("VmRSS")
 
     vocabulary, width = sizes_for(arguments.parameters)
-    model = Gpt(vocabulary, width)
+    model = Gpt(vocabulary, width, LAYERS, width // HEAD_WIDTH, tied=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"stage": stage, "lowering": arguments.lowering}
