@@ -18,16 +18,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.peer_memory import PeerMemory
+
 GRACE_S = 5.0  # how long other ranks may still answer after one has failed
 EXIT_S = 30.0
 
 
 class Ranks:
-    """N worker processes in one gloo group.  For ``contextlib.closing``."""
+    """N worker processes in one gloo group.  For ``contextlib.closing``.
 
-    def __init__(self, world_size: int, group_timeout_s: float = 60.0) -> None:
+    Without ``peer_memory`` all that they exchange goes through sockets.
+    """
+
+    def __init__(
+        self, world_size: int, group_timeout_s: float = 60.0, peer_memory: bool = True
+    ) -> None:
         self.world_size = world_size
         self.group_timeout_s = group_timeout_s
+        self.peer_memory = peer_memory
         self.workers: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[connection.Connection] = []
 
@@ -75,7 +83,9 @@ class Ranks:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             settings = (rank, self.world_size, self.store.port, self.group_timeout_s)
-            worker = context.Process(target=_serve, args=(theirs, *settings), daemon=True)
+            worker = context.Process(
+                target=_serve, args=(theirs, *settings, self.peer_memory), daemon=True
+            )
             worker.start()
             theirs.close()
             self.workers.append(worker)
@@ -109,13 +119,22 @@ class Ranks:
         return codes
 
 
-def _serve(pipe: connection.Connection, rank: int, world_size: int, port: int, timeout_s: float):
+def _serve(
+    pipe: connection.Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    peer_memory: bool,
+) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if not peer_memory:
+        PeerMemory.decline(dist.group.WORLD)
     while request := pipe.recv_bytes():
         try:
             fn, args = pickle.loads(request)
@@ -139,10 +158,26 @@ def _dumps_error(error: Exception, trace: str) -> bytes:
 @pytest.fixture(scope="module", name="ranks")
 def ranks_fixture():
     """``ranks(n)``: n ranks, the same processes for every test of the module."""
+    yield from _kept_ranks(peer_memory=True)
+
+
+@pytest.fixture(scope="module", name="ranks_on_sockets")
+def ranks_on_sockets_fixture():
+    """``ranks``, of which none reads another's memory."""
+    yield from _kept_ranks(peer_memory=False)
+
+
+@pytest.fixture(scope="module", name="ranks", params=(True, False), ids=("peer_memory", "sockets"))
+def ranks_either_way_fixture(request):
+    """``ranks``, for tests that hold for each way to talk on one machine."""
+    yield from _kept_ranks(request.param)
+
+
+def _kept_ranks(peer_memory: bool):
     groups: dict[int, Ranks] = {}
 
     def of(world_size: int) -> Ranks:
-        return groups.setdefault(world_size, Ranks(world_size))
+        return groups.setdefault(world_size, Ranks(world_size, peer_memory=peer_memory))
 
     yield of
     for group in groups.values():

@@ -28,6 +28,7 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
@@ -117,6 +118,8 @@ class CompiledFunction:
         self.code = compat.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group
+        if group is not None and not self.options.peer_memory:
+            PeerMemory.decline(group)
         self.agreement = Agreement(
             compat.agreement_store(group) if group is not None else None,
             self.communicator.rank,

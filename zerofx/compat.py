@@ -607,6 +607,14 @@ def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.
     return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
 
 
+def timeout_s(group: torch.distributed.ProcessGroup) -> float:
+    """How long a collective of a gloo group may take.
+
+    For 2.11 to 2.15; can go when torch has a public way to a group's timeout.
+    """
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 # For optimizers' hooks: runtime/whole.py.
 
 

@@ -42,6 +42,8 @@ class Options:
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
     process_group: object = None
     """The data-parallel ranks: a process group or device mesh.  None is the world."""
+    peer_memory: bool = True
+    """Ranks of one machine may read each other's memory; off, all goes through sockets."""
     accumulate: str | None = None
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = None
@@ -279,6 +281,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
     "lowering": _Choice(("eager", "inductor")),
     "process_group": _Group(),
+    "peer_memory": _Switch(),
     "accumulate": _Choice(("local", "sharded"), optional=True),
     "reduce_dtype": _ReduceDtype(),
     "bucket_bytes": _Bytes(),

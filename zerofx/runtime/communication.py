@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.transport import (
     REDUCTIONS,
     SCALAR_BYTES,
     GlooTransport,
     LocalTransport,
     NativeTransport,
+    PeerTransport,
     Started,
     Transport,
     is_exact,
@@ -116,6 +118,7 @@ class Communicator:
         self.world_size = 1 if group is None else group.size()
         self.traffic = Traffic()
         self._in_flight: dict[int, Started] = {}
+        self._memory: PeerMemory | None = None
         self._local = LocalTransport()
         self._transports: dict[str, Transport] = {}
 
@@ -194,14 +197,23 @@ class Communicator:
         """Return every rank's [n] as [N * n]; blocks.  For state dicts and other reading."""
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
         nbytes = shard.nbytes * self.world_size
-        return self.wait(self._start("all_gather", "setup", nbytes, launch))
+        gathered = self.wait(self._start("all_gather", "setup", nbytes, launch))
+        self.settle()
+        return gathered
+
+    def settle(self) -> None:
+        """Wait until no other rank reads this one's memory: what comes next may write to it."""
+        if self._memory is not None:
+            self._memory.settle()
 
     def abandon(self) -> None:
-        """Forget what is in flight, after a step that failed between a start and its wait."""
+        """Forget what is in flight, after a step that failed; ranks that wait for it fail too."""
         for started in self._in_flight.values():
             started.abandon()
         self._in_flight.clear()
         self.traffic.gathered_bytes = 0
+        if self._memory is not None:
+            self._memory.fail()
 
     def _start(
         self, kind: str, category: str, nbytes: int, launch: Callable[[], Started]
@@ -245,11 +257,17 @@ class Communicator:
             return self._local
         device = tensor.device.type
         if device not in self._transports:
-            self._transports[device] = _transport_for(device, self.group)
+            self._transports[device] = self._connect(device, self.group)
         return self._transports[device]
 
+    def _connect(self, device: str, group: dist.ProcessGroup) -> Transport:
+        if _backend_for(device, group) != "gloo":
+            return NativeTransport(group)
+        self._memory = PeerMemory.of(group)
+        return PeerTransport(self._memory, group) if self._memory else GlooTransport(group)
 
-def _transport_for(device: str, group: dist.ProcessGroup) -> Transport:
+
+def _backend_for(device: str, group: dist.ProcessGroup) -> str:
     configuration = dist.get_backend_config(group)
     backends = dict(pair.split(":") for pair in configuration.split(","))
     backend = backends.get(device)
@@ -258,7 +276,7 @@ def _transport_for(device: str, group: dist.ProcessGroup) -> Transport:
             f"the process group ({configuration}) cannot move {device} tensors as zerofx needs: "
             "make it with init_process_group('cpu:gloo,cuda:nccl')"
         )
-    return GlooTransport(group) if backend == "gloo" else NativeTransport(group)
+    return backend
 
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -62,6 +62,7 @@ class StepRuntime:
         ]
         self.gradient_outputs = gradient_outputs(graph)
         self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers.values()]
+        self.communicates = any(node.target in ops.STARTS for node in graph.nodes)
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
         parameters = {info.index: (tensors[info.index], info) for info in table}
@@ -133,8 +134,11 @@ class StepRuntime:
             with torch.no_grad():
                 results = list(self.program(*values))
             self._finish_updates()
+            if self.communicates:
+                self.communicator.settle()
         except BaseException:
-            self.communicator.abandon()
+            if self.communicates:
+                self.communicator.abandon()
             raise
         finally:
             self._updated.clear()

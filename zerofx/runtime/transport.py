@@ -1,4 +1,4 @@
-"""How collectives run on each backend: NCCL's own, gloo's bytes, and none for a world of one.
+"""How collectives run: NCCL's own, gloo's bytes, reads of a neighbour's memory, none for one rank.
 
 All keep one promise: a reduction adds the ranks' values in rank order, element by element, in the
 tensor's own dtype, so the result does not depend on how gradients are cut into buffers.  NCCL makes
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import compat
+from zerofx.runtime.peer_memory import PeerMemory
 
 # 2.13 renames both and warns at the old names; for 2.11 and 2.12, which have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,7 +48,7 @@ class Started:
     """A collective in flight: its result buffer, and what is left to do once it has run."""
 
     result: torch.Tensor
-    work: dist.Work | GlooWork | None = None
+    work: dist.Work | GlooWork | PeerWork | None = None
     finish: Callable[[], None] = _nothing
     sent_bytes: int = 0
     kind: str = ""
@@ -56,7 +57,7 @@ class Started:
         """Nobody will wait for it, as the step has failed."""
         if isinstance(self.work, GlooWork):
             self.work.abandon()
-        elif self.work is not None:
+        elif isinstance(self.work, dist.Work):
             # Until the current stream waits, the allocator may hand out memory a kernel writes.
             self.work.wait()
 
@@ -285,7 +286,117 @@ class GlooTransport:
         return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
 
 
-Transport = LocalTransport | NativeTransport | GlooTransport
+class PeerWork:
+    """A collective among ranks that read each other's memory: it happens at the wait."""
+
+    def __init__(
+        self, memory: PeerMemory, source: torch.Tensor, collect: Callable[[int], None]
+    ) -> None:
+        self.memory = memory
+        self.collect = collect
+        self.number = memory.post(source)
+
+    def wait(self) -> None:
+        """Read what this rank needs of the others, which may have to start it first."""
+        self.collect(self.number)
+        self.memory.finish(self.number)
+
+
+class PeerTransport:
+    """gloo's ranks on one machine: each reads what it needs where the others have it.
+
+    Sums are made piece by piece while a piece is in the cache, so no buffer receives them first.
+    """
+
+    PIECE_BYTES = 2**20
+
+    def __init__(self, memory: PeerMemory, group: dist.ProcessGroup) -> None:
+        self.memory = memory
+        self.rank = memory.rank
+        self.world_size = memory.world_size
+        self.sockets = GlooTransport(group)
+
+    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
+        flat = input.reshape(-1)
+        is_scalar = reduction != "mean" and flat.nbytes <= SCALAR_BYTES
+        adds_floats = reduction in ("mean", "sum") and not is_exact(flat.dtype)
+        if adds_floats and not is_scalar and self.world_size > 2:
+            started = self._scatter_and_gather(flat, reduction)
+        else:
+            result = torch.empty_like(flat)
+            work = self._reduce(flat, 0, reduction, result)
+            started = Started(result, work, sent_bytes=(self.world_size - 1) * flat.nbytes)
+        started.result = started.result[: flat.numel()].view(input.shape)
+        return started
+
+    def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
+        result = flat.new_empty(flat.numel() // self.world_size)
+        work = self._reduce(flat, self.rank * result.numel(), reduction, result)
+        return Started(result, work, sent_bytes=(self.world_size - 1) * result.nbytes)
+
+    def all_gather(self, shard: torch.Tensor) -> Started:
+        result = shard.new_empty(shard.numel() * self.world_size)
+        work = self._gather(result, shard)
+        return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
+        return self.sockets.broadcast(tensor, src)
+
+    def _gather(self, result: torch.Tensor, shard: torch.Tensor) -> PeerWork:
+        pieces = result.chunk(self.world_size)
+        own = pieces[self.rank].copy_(shard)
+
+        def collect(number: int) -> None:
+            for peer in self.memory.peers:
+                address = self.memory.find(peer, number, own.nbytes)
+                self.memory.copy(peer, address, pieces[peer.rank])
+
+        return PeerWork(self.memory, own, collect)
+
+    def _reduce(
+        self, flat: torch.Tensor, start: int, reduction: str, result: torch.Tensor
+    ) -> PeerWork:
+        """Reduce the range that begins at ``start`` of every rank's flat buffer into ``result``."""
+        combine = REDUCTIONS[reduction]
+        own = flat[start : start + result.numel()]
+        step = max(self.PIECE_BYTES // flat.itemsize, 1)
+        offset = start * flat.itemsize
+
+        def collect(number: int) -> None:
+            peers = {peer.rank: peer for peer in self.memory.peers}
+            addresses = {
+                rank: self.memory.find(peer, number, flat.nbytes) + offset
+                for rank, peer in peers.items()
+            }
+            scratch = result.new_empty(min(step, result.numel()) if self.world_size > 2 else 0)
+            for at in range(0, result.numel(), step):
+                out = result[at : at + step]
+                total = None
+                for rank in range(self.world_size):
+                    if rank == self.rank:
+                        piece = own[at : at + step]
+                    else:
+                        is_free = total is None or rank == 1 and self.rank == 0
+                        piece = out if is_free else scratch[: out.numel()]
+                        at_byte = addresses[rank] + at * flat.itemsize
+                        self.memory.copy(peers[rank], at_byte, piece)
+                    total = piece if total is None else combine(total, piece, out=out)
+                _divide(out, reduction, self.world_size)
+
+        return PeerWork(self.memory, flat, collect)
+
+    def _scatter_and_gather(self, flat: torch.Tensor, reduction: str) -> Started:
+        """Reduce-scatter now, all-gather at the wait: every rank must wait in the same order."""
+        scattered = self.reduce_scatter(_padded(flat, self.world_size), reduction)
+        result = scattered.result.new_empty(scattered.result.numel() * self.world_size)
+
+        def finish() -> None:
+            self._gather(result, scattered.result).wait()
+
+        return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
+
+
+Transport = LocalTransport | NativeTransport | GlooTransport | PeerTransport
 
 
 def is_exact(dtype: torch.dtype) -> bool:

@@ -1,0 +1,187 @@
+"""Ranks that read each other's memory: who may, what is kept for them, and what failures say."""
+
+import time
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx.errors import StepError
+from zerofx.runtime import peer_memory
+from zerofx.runtime.communication import Communicator, GlooTransport, PeerTransport
+from zerofx.runtime.peer_memory import PeerMemory
+
+LATE_S = 0.3
+
+
+def transport():
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    return type(comm._transport(torch.ones(1)))
+
+
+def test_ranks_of_one_machine_read_each_others_memory(ranks):
+    assert ranks(2).run(transport) == [PeerTransport] * 2
+
+
+def connect_with_wrong_nonce():
+    if dist.get_rank() == 1:  # as a process of that number on another machine would have
+        peer_memory.secrets.randbits = lambda bits: 7
+        original = PeerMemory._nonce
+        PeerMemory._nonce = lambda self, peer: original(self, peer) + 1
+    return transport()
+
+
+def test_one_rank_that_cannot_read_another_leaves_all_to_their_sockets():
+    with closing(Ranks(3)) as own:
+        assert own.run(connect_with_wrong_nonce) == [GlooTransport] * 3
+
+
+def step(layer, optimizer, x):
+    loss = layer(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def compiled_step(**options):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    compiled = torch.compile(step, backend="zero", options=options)
+    return lambda x: compiled(layer, optimizer, x)
+
+
+def decline_by_option():
+    compiled_step(peer_memory=False)(torch.ones(2, 64))
+    declined = transport()
+    other = Communicator.of(dist.new_group())
+    other.wait(other.all_reduce_start(torch.ones(1), "sum"))
+    with pytest.raises(ValueError, match="choose alike for all, or pass another process_group"):
+        PeerMemory.decline(other.group)
+    return declined
+
+
+def test_the_option_leaves_a_group_to_its_sockets():
+    with closing(Ranks(2)) as own:
+        assert own.run(decline_by_option) == [GlooTransport] * 2
+
+
+def keep_source():
+    """Rank 1 reads late: rank 0's source lives until then, and no longer."""
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    source = torch.full((1000 * comm.world_size,), float(comm.rank))
+    storage = StorageWeakRef(source.untyped_storage())
+    started = comm.reduce_scatter_start(source, "sum", comm.world_size)
+    del source
+    if comm.rank == 1:
+        time.sleep(LATE_S)
+    comm.wait(started)
+    held = not storage.expired()
+    comm.settle()
+    return held, not storage.expired(), started[0].item()
+
+
+def test_a_source_is_kept_until_the_slowest_rank_has_read_it(ranks):
+    first, second = ranks(2).run(keep_source)
+    assert first == (True, False, 1.0)
+    assert second[1:] == (False, 1.0)
+
+
+def write_after_step():
+    """What a step returns is the caller's, even while another rank is late."""
+    comm = Communicator.of(None)
+    sums = []
+    for _ in range(20):
+        gathered = comm.gather_whole(torch.full((50_000,), float(comm.rank)))
+        sums.append(gathered.sum().item())
+        gathered.fill_(-1.0)
+    return sums
+
+
+def test_what_was_gathered_whole_may_be_overwritten_at_once(ranks):
+    assert ranks(3).run(write_after_step) == [[150_000.0] * 20] * 3
+
+
+def fail_on_one_rank(folder):
+    """Rank 1's step fails between two collectives; rank 0 waits for the second."""
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    first = comm.all_reduce_start(torch.ones(4), "sum")
+    comm.wait(first)
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        with pytest.raises(StepError, match="failed on rank 1.* go on from a checkpoint"):
+            comm.wait(comm.all_reduce_start(torch.ones(8), "sum"))
+        comm.abandon()
+    return comm.wait(comm.all_reduce_start(torch.ones(3), "sum")).tolist()
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_those_that_wait_for_it(ranks, tmp_path):
+    started = time.monotonic()
+    assert ranks(3).run(fail_on_one_rank, tmp_path) == [[3.0] * 3] * 3
+    assert time.monotonic() - started < 30  # the group's timeout is 60
+
+
+def raise_in_step():
+    """An index out of range, in rank 1's batch alone."""
+
+    def lookup(table, optimizer, index):
+        loss = table(index).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch.manual_seed(0)
+    table = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    compiled = torch.compile(lookup, backend="zero")
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 99])
+    compiled(table, optimizer, good)
+    with pytest.raises((StepError, IndexError)) as caught:
+        compiled(table, optimizer, bad if dist.get_rank() == 1 else good)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_an_error_in_one_ranks_batch_is_named_on_the_others(ranks):
+    (first, message), (second, _) = ranks(2).run(raise_in_step)
+    assert second == "IndexError"
+    assert first == "StepError" and "the step failed on rank 1" in message
+
+
+def call_different_collectives():
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    with pytest.raises(StepError, match="the ranks call different functions"):
+        comm.wait(comm.all_reduce_start(torch.ones(100 + comm.rank), "sum"))
+    comm.abandon()
+
+
+def test_different_collectives_are_an_error_not_garbage(ranks):
+    ranks(2).run(call_different_collectives)
+
+
+def finish_first():
+    """Rank 0 ends its process as soon as it is done; rank 1 still has to read its memory."""
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    started = comm.all_reduce_start(torch.full((300_000,), float(comm.rank)), "sum")
+    if comm.rank == 1:
+        time.sleep(LATE_S)
+    total = comm.wait(started).sum().item()
+    if comm.rank == 0:
+        raise SystemExit  # past the worker's loop, to an orderly exit
+    return total
+
+
+def test_a_process_stays_until_the_others_have_read_its_memory():
+    with closing(Ranks(2)) as own:
+        with pytest.raises(RuntimeError, match="rank 0 died, exit code 0"):
+            own.run(finish_first)
