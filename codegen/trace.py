@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,10 +38,12 @@ class Update:
     ``guard`` says whether the branches taken while tracing hold for other scalars (None: they
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
     which is why another value of it needs another trace.  ``writes_gradient`` says that the step
-    changes ``p.grad``: here, a copy of it.
+    changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
+    element per element of the parameter.
     """
 
     graph_module: fx.GraphModule
+    shards: tuple[bool, ...]
     guard: Callable[[Sequence[float | int]], bool] | None
     state: tuple[tuple[str, Any], ...]
     group: tuple[tuple[str, Any], ...]
@@ -49,14 +52,29 @@ class Update:
     conversions: tuple[str, ...]
 
     def __call__(
-        self, parameter: Tensor, gradient: Tensor, tensors: Sequence[Tensor], scalars: Sequence
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        tensors: Sequence[Tensor],
+        scalars: Sequence,
+        run: Callable[..., Sequence[Any]] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Update ``parameter`` in place; return its new state and the group's changed entries."""
+        """Update ``parameter`` in place; return its new state and the group's changed entries.
+
+        ``run`` is what stands for the graph, by default itself: operator by operator.
+        """
         if self.clones_gradient:
             gradient = gradient.clone()
-        results = self.graph_module.forward(parameter, gradient, *tensors, *scalars)
+        results = (run or self.graph_module.forward)(parameter, gradient, *tensors, *scalars)
         state = {name: _fill(template, results) for name, template in self.state}
         return state, {name: _fill(template, results) for name, template in self.group}
+
+    @cached_property
+    def computation(self) -> tuple:
+        """All that it does to elements and numbers: equal updates can run as one."""
+        constants = tuple(id(buffer) for _, buffer in self.graph_module.named_buffers())
+        templates = (repr(self.state), repr(self.group), self.clones_gradient)
+        return (self.graph_module.code, self.shards, constants, *templates)
 
 
 class ChangingIntegers(Exception):  # noqa: N818 - a request to trace again, not an error
@@ -135,6 +153,7 @@ def trace_update(
     gm.recompile()
     return Update(
         graph_module=gm,
+        shards=(True, True, *group.shards, *state.shards),
         guard=_compile_guard(env, symbols),
         state=shadow_step.new_state,
         group=shadow_step.new_group,

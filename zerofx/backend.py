@@ -198,7 +198,13 @@ class Program:
             raise
         self.function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
         runtime.bind()
-        runtime.program = lower(self.gm, runtime.kernels(), options.lowering)
+        fuses = options.fuse_optimizer and options.lowering == "inductor" and options.stage > 0
+        runtime.program = lower(
+            self.gm,
+            runtime.kernels(),
+            options.lowering,
+            runtime.update_together if fuses else None,
+        )
         logger.info(
             "stage %d on %d ranks: %d parameters, %d collectives; %s",
             options.stage,

@@ -637,6 +637,18 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1
 
 
+# For buffers used again: runtime/buffers.py.
+
+
+def is_storage_held(storage: torch.UntypedStorage) -> bool:
+    """Whether anything has this memory besides the one container that it is passed from.
+
+    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
+    """
+    # The container's reference, this argument, and getrefcount's.
+    return torch._C._storage_Use_Count(storage._cdata) > 1 or sys.getrefcount(storage) > 3
+
+
 # For updates traced from optimizers: codegen/.
 
 
@@ -776,3 +788,29 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callab
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(compile_region).result()
+
+
+def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
+    """Compile a graph over flat tensors of one length for all lengths.
+
+    The first call compiles, for the reasons above in a thread of its own.  ``dynamic=True`` makes
+    one kernel of it; every other torch name here is public.
+    """
+    compiled = torch.compile(gm, dynamic=True, fullgraph=True)
+    is_ready = False
+
+    def run(*inputs: Any) -> Any:
+        nonlocal is_ready
+        if is_ready:
+            return compiled(*inputs)
+
+        def first_call() -> Any:
+            with torch.no_grad():
+                return compiled(*inputs)
+
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            results = thread.submit(first_call).result()
+        is_ready = True
+        return results
+
+    return run

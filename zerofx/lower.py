@@ -13,12 +13,18 @@ from zerofx import compat, ops
 from zerofx.graph import aliased_inputs, mutated_inputs
 
 
-def lower(gm: fx.GraphModule, kernels: Mapping[object, Callable], lowering: str) -> Callable:
+def lower(
+    gm: fx.GraphModule,
+    kernels: Mapping[object, Callable],
+    lowering: str,
+    update_together: Callable | None = None,
+) -> Callable:
     """Return a function of the program's inputs.
 
     ``kernels`` holds the function that runs each ``zerofx::`` operator.  ``eager`` runs every
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
-    Communication keeps the program's order in both.
+    Communication keeps the program's order in both.  ``update_together``, if given, runs
+    several updates that follow one another.
     """
     root = nn.Module()
     graph = _with_compiled_regions(gm, root) if lowering == "inductor" else fx.Graph()
@@ -27,10 +33,59 @@ def lower(gm: fx.GraphModule, kernels: Mapping[object, Callable], lowering: str)
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 setattr(root, node.target, getattr(gm, node.target))
+    if update_together is not None:
+        _merge_updates(graph, update_together)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in kernels:
             node.target = kernels[node.target]
     return fx.GraphModule(root, graph, "ZeroProgram")
+
+
+def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
+    """Replace updates of one optimizer that follow one another by one call.
+
+    Between them may stand what reads nothing that they write: views of gradients, and copies of
+    shards yet to be updated.
+    """
+    pending: list[fx.Node] = []
+
+    def flush() -> None:
+        if len(pending) > 1:
+            _, _, optimizer, _, *found_inf = pending[0].args
+            with graph.inserting_after(pending[-1]):
+                values, grads, _, parameters = zip(*(n.args[:4] for n in pending), strict=True)
+                together = graph.call_function(
+                    update_together,
+                    (list(values), list(grads), optimizer, list(parameters), *found_inf),
+                    dict(pending[0].kwargs),
+                )
+            for position, node in reversed(list(enumerate(pending))):
+                with graph.inserting_after(together):
+                    part = graph.call_function(operator.getitem, (together, position))
+                node.replace_all_uses_with(part)
+                graph.erase_node(node)
+        pending.clear()
+
+    for node in list(graph.nodes):
+        if node.target is ops.update and all(n not in pending for n in node.all_input_nodes):
+            if pending and _shared(node) != _shared(pending[0]):
+                flush()
+            pending.append(node)
+        elif pending and not _may_stand_between(node, pending):
+            flush()
+
+
+def _shared(update: fx.Node) -> tuple:
+    """What updates must have in common: the optimizer, and its flag of overflow."""
+    return (update.args[2], update.args[4:], tuple(update.kwargs.items()))
+
+
+def _may_stand_between(node: fx.Node, updates: list[fx.Node]) -> bool:
+    if any(operand in updates for operand in node.all_input_nodes):
+        return False
+    return node.target in (ops.take_shard, operator.getitem) or (
+        node.op == "call_function" and not ops.is_ours(node.target) and bool(aliased_inputs(node))
+    )
 
 
 class CompiledRegion(nn.Module):

@@ -21,7 +21,6 @@ PLANNED = (
     "offload_tier",
     "offload_dir",
     "validate",
-    "fuse_optimizer",
     "prefetch_across_steps",
     "clip",
     "delayed_update",
@@ -59,6 +58,8 @@ class Options:
     bucket: bool = True
     update_in_backward: bool = True
     prefetch: bool = True
+    fuse_optimizer: bool = True
+    """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
@@ -282,6 +283,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "lowering": _Choice(("eager", "inductor")),
     "process_group": _Group(),
     "peer_memory": _Switch(),
+    "fuse_optimizer": _Switch(),
     "accumulate": _Choice(("local", "sharded"), optional=True),
     "reduce_dtype": _ReduceDtype(),
     "bucket_bytes": _Bytes(),

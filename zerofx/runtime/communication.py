@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.transport import (
     REDUCTIONS,
@@ -117,6 +118,7 @@ class Communicator:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.traffic = Traffic()
+        self.buffers = BufferPool()
         self._in_flight: dict[int, Started] = {}
         self._memory: PeerMemory | None = None
         self._local = LocalTransport()
@@ -264,7 +266,9 @@ class Communicator:
         if _backend_for(device, group) != "gloo":
             return NativeTransport(group)
         self._memory = PeerMemory.of(group)
-        return PeerTransport(self._memory, group) if self._memory else GlooTransport(group)
+        if self._memory is not None:
+            return PeerTransport(self._memory, group, self.buffers)
+        return GlooTransport(group, self.buffers)
 
 
 def _backend_for(device: str, group: dist.ProcessGroup) -> str:

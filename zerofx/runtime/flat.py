@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.plan import ParameterInfo, storage_order
+from zerofx.runtime.buffers import BufferPool
 
 # Small tensors travel to the other ranks together, in messages of at most this size.
 _COALESCED_BYTES = 4 * 1024 * 1024
@@ -69,13 +70,14 @@ def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torc
     return buffer
 
 
-def flatten_bucket(wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torch.Tensor:
+def flatten_bucket(
+    wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], buffers: BufferPool
+) -> torch.Tensor:
     """Return a bucket's flat buffer with a copy of these tensors, each in storage order.
 
     Shapes: ``info.shape`` each -> ``[place.shard_numel * world_size]``; padding is zero.
     """
-    place = infos[0].place
-    buffer = wholes[0].new_empty(place.shard_numel * infos[0].world_size)
+    buffer = buffers.empty(infos[0].place.shard_numel * infos[0].world_size, wholes[0])
     end = 0
     for whole, info in zip(wholes, infos, strict=True):
         buffer[end : info.place.offset].zero_()

@@ -16,7 +16,7 @@ from zerofx.graph import aliases, gradient_outputs, input_role, placeholders
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.flat import flatten_bucket, pack, take_shard, without_base
+from zerofx.runtime.flat import copy_range, flatten_bucket, pack, take_shard, without_base
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer
@@ -81,6 +81,7 @@ class StepRuntime:
             runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
 
     def bind(self) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
@@ -143,6 +144,8 @@ class StepRuntime:
         finally:
             self._updated.clear()
             self._found_inf.clear()
+            self._cuts.clear()
+            self.communicator.buffers.clear()
         for position, index in self.gradient_outputs.items():
             gradient = results[position]
             if self.stage >= 2:
@@ -152,7 +155,20 @@ class StepRuntime:
         return results
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
-        return take_shard(whole, self.table[parameter], self.communicator.rank)
+        """Copy this rank's range, next to those of its bucket's other parameters."""
+        info = self.table[parameter]
+        if not info.shares_bucket:
+            return take_shard(whole, info, self.communicator.rank)
+        key = (info.place.bucket, whole.dtype)
+        buffer, taken = self._cuts.get(key, (None, {parameter}))
+        if parameter in taken:  # once more, maybe of another value: into memory of its own
+            buffer = whole.new_zeros(info.place.shard_numel)
+            taken = set()
+            self._cuts[key] = buffer, taken
+        taken.add(parameter)
+        shard = buffer.narrow(0, info.position_in_shard, info.shard_numel)
+        copy_range(shard, whole, info, self.communicator.rank)
+        return shard
 
     def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
         return pack(shards, [self.table[index] for index in parameters])
@@ -160,7 +176,8 @@ class StepRuntime:
     def flatten_bucket(
         self, wholes: list[torch.Tensor], parameters: list[int], numel: int
     ) -> torch.Tensor:
-        return flatten_bucket(wholes, [self.table[index] for index in parameters])
+        infos = [self.table[index] for index in parameters]
+        return flatten_bucket(wholes, infos, self.communicator.buffers)
 
     def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
         start, stop = self.table[parameter].owned_by(self.communicator.rank)
@@ -180,15 +197,33 @@ class StepRuntime:
     ) -> torch.Tensor:
         if found_inf is not None and self._is_set(found_inf):
             return values
+        return self._runner(optimizer, [parameter]).run(values.detach(), grad, parameter)
+
+    def update_together(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Several updates of one optimizer that follow one another, as one."""
+        if found_inf is not None and self._is_set(found_inf):
+            return values
+        runner = self._runner(optimizer, parameters)
+        return runner.run_together([value.detach() for value in values], grads, parameters)
+
+    def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
+        """The optimizer's runner, in a step that has not updated these parameters yet."""
         runner = self.runners[optimizer]
         updated = self._updated.get(optimizer)
-        if updated is None or parameter in updated:  # a second step of the same optimizer
+        if updated is None or not updated.isdisjoint(parameters):  # a second step of it
             if updated is not None:
                 runner.end()
             runner.begin()
             updated = self._updated[optimizer] = set()
-        updated.add(parameter)
-        return runner.run(values.detach(), grad, parameter)
+        updated.update(parameters)
+        return runner
 
     def _is_set(self, found_inf: torch.Tensor) -> bool:
         known = self._found_inf.get(id(found_inf))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import compat
+from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.peer_memory import PeerMemory
 
 # 2.13 renames both and warns at the old names; for 2.11 and 2.12, which have only those.
@@ -198,8 +199,9 @@ class GlooTransport:
     flight corrupt the heap (torch 2.13, 2.15).
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, buffers: BufferPool) -> None:
         self.group = group
+        self.buffers = buffers
         self.rank = group.rank()
         self.world_size = group.size()
 
@@ -217,14 +219,14 @@ class GlooTransport:
         return started
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        received = torch.empty_like(flat)
+        received = self.buffers.empty(flat.numel(), flat)
         result = flat.new_empty(flat.numel() // self.world_size)
         work = self._all_to_all(received, flat)
         finish = partial(self._reduce, received.chunk(self.world_size), reduction, result)
         return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
 
     def all_gather(self, shard: torch.Tensor) -> Started:
-        result = shard.new_empty(shard.numel() * self.world_size)
+        result = self.buffers.empty(shard.numel() * self.world_size, shard)
         return Started(
             result, self._gather(result, shard), sent_bytes=(self.world_size - 1) * shard.nbytes
         )
@@ -310,11 +312,12 @@ class PeerTransport:
 
     PIECE_BYTES = 2**20
 
-    def __init__(self, memory: PeerMemory, group: dist.ProcessGroup) -> None:
+    def __init__(self, memory: PeerMemory, group: dist.ProcessGroup, buffers: BufferPool) -> None:
         self.memory = memory
+        self.buffers = buffers
         self.rank = memory.rank
         self.world_size = memory.world_size
-        self.sockets = GlooTransport(group)
+        self.sockets = GlooTransport(group, buffers)
 
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
         flat = input.reshape(-1)
@@ -335,7 +338,7 @@ class PeerTransport:
         return Started(result, work, sent_bytes=(self.world_size - 1) * result.nbytes)
 
     def all_gather(self, shard: torch.Tensor) -> Started:
-        result = shard.new_empty(shard.numel() * self.world_size)
+        result = self.buffers.empty(shard.numel() * self.world_size, shard)
         work = self._gather(result, shard)
         return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
 

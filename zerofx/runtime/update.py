@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,16 @@ from zerofx.codegen.arguments import (
 )
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.independence import check_independent
+from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.joined import JoinedStates, adjoin, join
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
+
+FEWEST_ELEMENTS = 8192
+"""Below this, a kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
 
 
 class OptimizerRunner:
@@ -62,6 +67,8 @@ class OptimizerRunner:
         self._sharded = sharded
         self._gradients_read_later = gradients_read_later
         self._updates: dict[Hashable, list[Update]] = {}
+        self._kernels: dict[Hashable, UpdateKernel | None] = {}
+        self._joined: dict[tuple[int, ...], JoinedStates] = {}
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._groups: dict[int, _GroupOfStep] | None = None
@@ -143,6 +150,86 @@ class OptimizerRunner:
                 del live[name]
             live.update(new_state)
         return data
+
+    def run_together(
+        self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
+    ) -> list[Tensor]:
+        """Do as ``run`` does to each of several sharded parameters, in one kernel where it can.
+
+        That is where shards, gradients and states lie next to each other and the same update
+        holds for all.  States are laid out so when they are first met.
+        """
+        for members in self._neighbours(data, grads, parameters):
+            if not self._run_joined(members):
+                for member in members:
+                    self.run(*member)
+        return list(data)
+
+    def _neighbours(
+        self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
+    ) -> Iterator[list[tuple[Tensor, Tensor, int]]]:
+        """Cut a list of updates where groups change or memory is not contiguous."""
+        assert self._groups is not None
+        members: list[tuple[Tensor, Tensor, int]] = []
+        last = None
+        for member in zip(data, grads, parameters, strict=True):
+            group = self._groups.get(id(self._parameters[member[2]][0]()))
+            here = (group, member[0].dtype, member[1].dtype)
+            if members and not (
+                here == last
+                and adjoin(members[-1][0], member[0])
+                and adjoin(members[-1][1], member[1])
+            ):
+                yield members
+                members = []
+            members.append(member)
+            last = here
+        yield members
+
+    def _run_joined(self, members: list[tuple[Tensor, Tensor, int]]) -> bool:
+        """Update shards that are one piece of memory with one kernel; False if that cannot be."""
+        optimizer = self._live_optimizer()
+        parameters = tuple(parameter for *_, parameter in members)
+        users = [self._parameters[parameter][0]() for parameter in parameters]
+        assert self._groups is not None
+        group = self._groups.get(id(users[0]))
+        states = [optimizer.state.get(user) for user in users]
+        lengths = [member[0].numel() for member in members]
+        if group is None or not all(states) or sum(lengths) < FEWEST_ELEMENTS:
+            return False
+        joined = self._joined.setdefault(parameters, JoinedStates())
+        values = joined.of(states, lengths)
+        if values is None:
+            return False
+        with torch.no_grad():
+            state = read_arguments(values, shard_shape=(sum(lengths),), inputs=values)
+            update, arguments = self._find(optimizer, parameters[0], group, state)
+            layouts = {self._layouts[parameter]: parameter for parameter in parameters}
+            for parameter in layouts.values():
+                other, _ = self._find(optimizer, parameter, group, state)
+                if other.computation != update.computation:
+                    return False
+            if update.writes_gradient:
+                for parameter in parameters:
+                    self._check_gradient(update, parameter)
+            if update.computation not in self._kernels:
+                kernel = UpdateKernel.of(update.graph_module, update.shards)
+                self._kernels[update.computation] = kernel
+            run = self._kernels[update.computation]
+            if run is None:
+                return False
+            data = join([member[0] for member in members])
+            grad = join([member[1] for member in members]).to(data.dtype)
+            new_state, new_group = update(
+                data,
+                grad,
+                (*arguments.tensors, *state.tensors),
+                (*arguments.scalars, *state.scalars),
+                run,
+            )
+        group.changed.update(new_group)
+        joined.keep(new_state, states, lengths)
+        return True
 
     def end(self) -> None:
         """Finish the step: write changed group entries back, and let LR schedulers know."""

@@ -1,0 +1,45 @@
+"""Buffers are given out again only when nothing can see them any more."""
+
+import torch
+
+from zerofx.runtime.buffers import BufferPool
+
+LIKE = torch.empty(0)
+
+
+def test_memory_is_used_again_once_nothing_holds_it():
+    pool = BufferPool()
+    first = pool.empty(100, LIKE)
+    address = first.data_ptr()
+    assert pool.empty(100, LIKE).data_ptr() != address
+    view = first[10:].view(9, 10)
+    del first
+    assert pool.empty(100, LIKE).data_ptr() != address
+    del view
+    again = pool.empty(100, LIKE)
+    assert again.data_ptr() == address and again.shape == (100,)
+
+
+def test_memory_whose_storage_python_holds_is_left_alone():
+    pool = BufferPool()
+    storage = pool.empty(100, LIKE).untyped_storage()
+    assert pool.empty(100, LIKE).data_ptr() != storage.data_ptr()
+    array = pool.empty(100, LIKE).numpy()
+    assert pool.empty(100, LIKE).data_ptr() != array.ctypes.data
+
+
+def test_a_buffer_of_bytes_serves_any_dtype():
+    pool = BufferPool()
+    address = pool.empty(100, LIKE).data_ptr()
+    half = pool.empty(200, torch.empty(0, dtype=torch.bfloat16))
+    assert half.data_ptr() == address and half.dtype == torch.bfloat16
+
+
+def test_idle_buffers_of_another_size_are_let_go():
+    pool = BufferPool()
+    kept = pool.empty(100, LIKE)
+    pool.empty(1000, LIKE)
+    pool.empty(10, LIKE)
+    assert sorted(storage.nbytes() for storage in pool._storages) == [40, 400]
+    pool.clear()
+    assert kept.numel() == 100 and not pool._storages

@@ -1,0 +1,121 @@
+"""Shards that lie next to each other, seen as one; and the optimizer's states laid out so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.flat import ordinary_tensors, without_base
+
+
+def adjoin(first: Tensor, second: Tensor) -> bool:
+    """Whether a flat tensor begins where another ends.  One without elements is anywhere."""
+    if not first.numel() or not second.numel():
+        return True
+    return (
+        first.data_ptr() + first.nbytes == second.data_ptr()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    )
+
+
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    """View flat tensors, each of which begins where the one before it ends, as one."""
+    first = next((piece for piece in pieces if piece.numel()), pieces[0])
+    length = sum(piece.numel() for piece in pieces)
+    return first.detach().as_strided((length,), (1,), first.storage_offset())
+
+
+class JoinedStates:
+    """The optimizer's states of neighbouring shards, in one flat tensor for each kind.
+
+    ``optimizer.state`` holds views of them, so that each parameter has its own as ever; one
+    that somebody has replaced is found by its identity, and copied in again.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+        self._views: dict[str, list[Tensor]] = {}
+
+    def of(self, states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
+        """One state for all of them; None if they differ in more than their shards' values."""
+        first = states[0]
+        if any(state.keys() != first.keys() for state in states):
+            return None
+        joined: dict[str, Any] = {}
+        for name in first:
+            values = [state[name] for state in states]
+            if _are_shards(values, lengths):
+                joined[name] = self._lay_out(name, values, states, lengths)
+            elif all(_same_number(values[0], value) for value in values):
+                joined[name] = values[0]
+            else:
+                return None
+        return joined
+
+    def keep(
+        self, new: Mapping[str, Any], states: Sequence[dict[str, Any]], lengths: Sequence[int]
+    ) -> None:
+        """Give each parameter its part of a new state."""
+        total = sum(lengths)
+        for name, value in new.items():
+            if isinstance(value, Tensor) and value.shape == (total,):
+                if value is not self._flat.get(name):
+                    self._divide(name, value, states, lengths)
+            elif isinstance(value, Tensor):
+                for state in states:
+                    if not isinstance(state.get(name), Tensor):
+                        state[name] = value.clone()
+                    elif state[name] is not value:
+                        state[name].copy_(value)
+            else:
+                for state in states:
+                    state[name] = value
+        for state in states:
+            for name in [name for name in state if name not in new]:
+                del state[name]
+
+    def _lay_out(
+        self,
+        name: str,
+        values: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        views = self._views.get(name, ())
+        if len(views) != len(values) or any(
+            value is not view for value, view in zip(values, views, strict=True)
+        ):
+            with ordinary_tensors():
+                self._divide(name, torch.cat(list(values)), states, lengths)
+        return self._flat[name]
+
+    def _divide(
+        self, name: str, flat: Tensor, states: Sequence[dict[str, Any]], lengths: Sequence[int]
+    ) -> None:
+        self._flat[name] = flat
+        self._views[name] = [without_base(part) for part in flat.split(list(lengths))]
+        for state, view in zip(states, self._views[name], strict=True):
+            state[name] = view
+
+
+def _are_shards(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    return all(
+        isinstance(value, Tensor) and value.shape == (length,) and value.dtype == values[0].dtype
+        for value, length in zip(values, lengths, strict=True)
+    )
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and one.dim() == other.dim() == 0
+            and one.device.type == other.device.type == "cpu"
+            and one.dtype == other.dtype
+            and one.item() == other.item()
+        )
+    return type(one) is type(other) and isinstance(one, int | float | str | bool) and one == other
