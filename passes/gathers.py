@@ -261,7 +261,13 @@ def insert_gathers(
     kept = 0
     if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
         rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
-        alive = live_bytes(builder.graph, ctx.world_size, ignored=rebuilt)
+        alive = live_bytes(
+            builder.graph,
+            ctx.world_size,
+            ignored=rebuilt,
+            early_updates=ctx.options.update_in_backward,
+            sockets=not ctx.options.peer_memory,
+        )
         kept = keep_gathered(spans, alive, ctx.options.memory_budget, ctx.options.prefetch)
     gathered = []
     for unit in units:

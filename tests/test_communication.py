@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
+from tests.test_memory import Allocations
 from zerofx.runtime.communication import (
     SCALAR_BYTES,
     Communicator,
@@ -110,6 +111,21 @@ def check_shapes_and_layouts():
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_shapes_layouts_and_leaves_that_require_gradients(ranks, world_size):
     ranks(world_size).run(check_shapes_and_layouts)
+
+
+def allocated_by_a_gather() -> list[int]:
+    comm = Communicator.of(None)
+    shard = torch.ones(3001)
+    comm.buffers.is_on = False
+    for _ in range(2):
+        with Allocations() as allocations:
+            comm.wait(comm.all_gather_start(shard, comm.world_size))
+    comm.buffers.is_on = True
+    return allocations.sizes()
+
+
+def test_on_two_ranks_a_gather_allocates_its_result_and_nothing_else(ranks):
+    assert ranks(2).run(allocated_by_a_gather) == [[2 * 4 * 3001]] * 2
 
 
 def check_stages_agree(dtype):

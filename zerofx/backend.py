@@ -192,6 +192,7 @@ class Program:
                 options.stage,
                 updates(self.gm.graph),
                 {handle: traced.optimizer_of(handle) for handle in self.optimizers},
+                reuses_buffers=options.memory_budget is None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

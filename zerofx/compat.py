@@ -451,6 +451,16 @@ def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return found
 
 
+def forget_checkpoints(node: torch.fx.Node) -> None:
+    """Take the tags of ``torch.utils.checkpoint`` off a node: Inductor would obey them again.
+
+    It refuses those on an attention, whose dropout might draw.  For 2.11 to 2.15; can go when the
+    tags are documented.
+    """
+    for tag in ("recompute", "ac_graph_id"):
+        node.meta.pop(tag, None)
+
+
 def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     if user.meta.get("autograd_backward"):
         return False

@@ -13,16 +13,27 @@ from zerofx import ops
 from zerofx.graph import aliased_inputs, mutated_inputs
 
 
-def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = ()) -> list[int]:
+def live_bytes(
+    graph: fx.Graph,
+    world_size: int,
+    ignored: Collection[fx.Node] = (),
+    *,
+    early_updates: bool = False,
+    sockets: bool = False,
+) -> list[int]:
     """Bytes that the program has allocated and not freed while each of its nodes runs.
 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
-    counted, nor what an operator allocates for itself, except the buffer that a reduction on a
-    CPU receives into.  In a world of one, collectives allocate nothing.  Memory lives until the
+    counted, nor what an operator allocates for itself; with ``sockets`` the buffer counts that a
+    reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory lives until the
     last reader of the last view of it.  ``ignored`` nodes count as views of nothing.  Symbolic
-    sizes count as they were when captured.
+    sizes count as they were when captured.  With ``early_updates`` each update counts as run
+    where its gradient is there, as ``update_in_backward`` will have it.
     """
-    nodes = list(graph.nodes)
+    place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
+    if early_updates:
+        _move_updates_up(place)
+    nodes = sorted(graph.nodes, key=place.__getitem__)
     order = {node: position for position, node in enumerate(nodes)}
     skipped = set(ignored)
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
@@ -38,16 +49,35 @@ def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = 
         changes[order[node]] += nbytes
         changes[last.get((node, part), order[node]) + 1] -= nbytes
     for node in nodes:
-        if node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
+        if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
             received = _bytes_of(node.args[0].meta["val"])
             if world_size > 1 and node.meta["val"].device.type == "cpu":
                 changes[order[node]] += received
                 changes[_done_with(node, order) + 1] -= received
-    alive, total = [], 0
-    for change in changes[:-1]:
+    alive: list[int] = []
+    total = 0
+    for node, change in zip(nodes, changes, strict=False):
+        position, _ = place[node]
+        alive += [total] * (position - len(alive))  # where a node has gone, nothing happens
         total += change
-        alive.append(total)
+        alive[position:] = [max([total, *alive[position:]])]
     return alive
+
+
+def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
+    """Place each update, and what only it waits for, behind the last thing that these need."""
+
+    def move(node: fx.Node, turn: int) -> None:
+        stays = node.op != "call_function" or ops.is_ours(node.target) or mutated_inputs(node)
+        if place[node][1] or (stays and node.target is not ops.update) or not node.all_input_nodes:
+            return
+        for operand in node.all_input_nodes:
+            move(operand, turn)
+        place[node] = max(place[operand][0] for operand in node.all_input_nodes), turn
+
+    updates = [node for node in place if node.target is ops.update]
+    for turn, update in enumerate(updates, 1):
+        move(update, turn)
 
 
 def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:

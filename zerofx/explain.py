@@ -41,11 +41,12 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
     title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
+    alive = live_bytes(program.gm.graph, ranks, sockets=not program.options.peer_memory)
     numbers = [
         ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", _size(_kept(program, stage, ranks))),
         ("most gathered at once", f"{_size(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})"),
-        ("most allocated at once in a step", _size(max(live_bytes(program.gm.graph, ranks)))),
+        ("most allocated at once in a step", _size(max(alive))),
         ("sent per rank and step: gathers", _size(wire.gathers)),
         ("sent per rank and step: reductions", _size(wire.reductions)),
         ("sent per rank and step: norms and flags", _size(wire.scalars)),

@@ -153,6 +153,8 @@ def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
     for node in gm.graph.nodes:
         if node in copies:
             continue  # part of a result that its region has taken apart
+        if node.target is operator.getitem and not node.users:
+            continue  # a part that nobody reads, maybe far from what it is a part of
         if node.op == "get_attr":
             setattr(root, node.target, getattr(gm, node.target))
         if node.op == "call_function" and not ops.is_ours(node.target) and not mutated_inputs(node):
@@ -199,6 +201,7 @@ def _call_region(
         local[source].meta = dict(source.meta)
     for node in nodes:
         local[node] = body.node_copy(node, local.__getitem__)
+        compat.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
     is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))

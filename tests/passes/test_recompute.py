@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tests.conftest  # noqa: F401
+from tests import models
 from tests.programs import (
     assert_same_numerics,
     capture,
@@ -249,3 +251,28 @@ def test_a_selective_policy_keeps_what_it_says():
     assert not [n for n in nodes_of(program, aten.addmm.default) if is_backward(n)]
     assert len([n for n in nodes_of(program, aten.gelu.default) if is_backward(n)]) == 1
     assert_same_numerics(execute(captured), execute(program))
+
+
+def test_the_compiled_lowering_takes_a_checkpointed_attention():
+    """Its tags are obeyed once: Inductor refuses them on an operator that might draw.
+
+    And of a layer norm that is repeated, a part may be repeated far away, and read by nobody.
+    """
+
+    def step(model, optimizer, *batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = models.language_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def losses(lowering):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = models.Gpt(layers=2, checkpoint=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(step, backend="zero", options={"lowering": lowering})
+        return [compiled(model, optimizer, *models.tokens(number, 2)) for number in range(2)]
+
+    torch.testing.assert_close(losses("inductor"), losses("eager"), rtol=1e-3, atol=0)

@@ -13,14 +13,16 @@ class BufferPool:
     Memory fresh from the system is zeroed page by page when it is first written: 0.25 ms a MiB,
     as long as it takes to gather it.  A buffer is given out again once nothing else holds its
     memory, so whoever keeps one, or a view of it, keeps it.  CUDA's allocator does all of this.
+    With ``is_on`` false nothing is kept, so that a budget knows of every byte.
     """
 
     def __init__(self) -> None:
+        self.is_on = True
         self._storages: list[torch.UntypedStorage] = []
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised flat tensor of ``like``'s dtype and device.  Units: elements."""
-        if like.device.type != "cpu":
+        if like.device.type != "cpu" or not self.is_on:
             return like.new_empty(numel)
         nbytes = numel * like.itemsize
         free = [index for index in range(len(self._storages)) if not self._is_held(index)]

@@ -41,6 +41,7 @@ class StepRuntime:
         stage: int,
         updates: Iterable[tuple[int, int]],
         optimizers: Mapping[int, torch.optim.Optimizer],
+        reuses_buffers: bool = True,
     ):
         self.communicator = communicator
         self.table = table
@@ -48,6 +49,7 @@ class StepRuntime:
         self.tensors = [weakref.ref(tensor) for tensor in tensors]
         self.buffers = [weakref.ref(buffer) for buffer in buffers]
         self.stage = stage
+        self.reuses_buffers = reuses_buffers
         roles = list(enumerate(map(input_role, placeholders(graph))))
         self.inputs = [(position, role) for position, role in roles if role.sharded]
         self.parameter_inputs = [
@@ -131,6 +133,7 @@ class StepRuntime:
             else:
                 values[position] = REGISTRY.gradient_shard(bound, values[position])
         assert self.program is not None, "lowered before it is first called"
+        self.communicator.buffers.is_on = self.reuses_buffers
         try:
             with torch.no_grad():
                 results = list(self.program(*values))
