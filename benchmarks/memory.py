@@ -1,7 +1,8 @@
 """Measure the memory that systems take to train one model, each in processes of its own.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --systems "FSDP2 + compile" "zerofx 3" --peak-at-most 0.8
+    python benchmarks/memory.py --parameters 200e6 --systems "FSDP2 + compile" "zerofx 3" \\
+        --kept-at-most inf --peak-at-most 0.8
 
 Everything counts from a baseline after the imports and the start of the process group.  On a CPU
 these are the operating system's figures (Linux only), on a GPU those of torch's allocator; per
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import tempfile
 import time
@@ -125,7 +127,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", nargs="+", default=["zerofx 0", "zerofx 3"], choices=SYSTEMS)
     parser.add_argument("--kept-at-most", type=float, default=0.65, help="times the first's")
-    parser.add_argument("--peak-at-most", type=float, default=0.8, help="times the first's")
+    parser.add_argument("--peak-at-most", type=float, default=math.inf, help="times the first's")
     arguments = parser.parse_args()
 
     sizes = Sizes.of(arguments).widened(arguments.parameters)
@@ -150,8 +152,10 @@ def main() -> None:
     kept, peak = last.kept / first.kept, last.at_most / first.at_most
     in_step = last.in_step / first.in_step
     print(f"\nlast to first: kept {kept:.2f}x, later peak {in_step:.2f}x, peak {peak:.2f}x")
-    if kept > arguments.kept_at_most or peak > arguments.peak_at_most:
-        sys.exit(f"more than {arguments.kept_at_most:g}x kept or {arguments.peak_at_most:g}x peak")
+    if kept > arguments.kept_at_most:
+        sys.exit(f"kept: {kept:.2f}x is more than {arguments.kept_at_most:g}x")
+    if peak > arguments.peak_at_most:
+        sys.exit(f"peak: {peak:.2f}x is more than {arguments.peak_at_most:g}x")
     if losses_differ({name: each.loss for name, each in found.items()}):
         sys.exit("the losses differ")
 
