@@ -1,212 +1,201 @@
 """Train one model with zerofx and with its peers, interleaved in one run, and print ratios.
 
     python benchmarks/speed.py
+    python benchmarks/speed.py --model llama --width 256
     python benchmarks/speed.py --systems "zerofx 3" "FSDP2 + compile" --rows 1 --length 64
 
-Every system has its own copy of the model in the same processes, one per rank of this machine.
-Rounds go through all systems in turn, a few steps each: what disturbs one disturbs its
-neighbours, and the table gives medians over rounds and ratios to the first system that is not
-zerofx.  ``compile`` is the time of the first call, less one step.  Exit status 1 if the losses of
-two systems differ by more than 1e-4.
+Two parts, one table.  Speed: every system has its own copy of the model in the same processes, one
+per rank of this machine.  Rounds go through all systems in turn, a few steps each: what disturbs
+one disturbs its neighbours; figures are medians over rounds.  Footprint: every system has
+processes of its own and an empty compile cache, for a model of as many layers and at least
+``--memory-parameters``; that gives compile seconds and peak memory (see memory.py).
+
+"sent" is what a rank sends in a step: for zerofx by its own count, which holds for any way its
+ranks reach each other; for peers what the process writes to sockets.  "exposed" is the part of a
+step in which the main thread does not compute: it is off the CPU, or in zerofx's communicator.
+Both are for CPUs only.  Exit status 1 if two systems' losses differ by more than 1e-4.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from gpt import Gpt, loss_of
+from memory import GIB, LENGTH, Footprint
+from memory import measure as measure_footprint
+from models import Sizes, batches_of
+from ranks import device_of, on_ranks
+from systems import DEFAULT, SYSTEMS, ZEROFX, losses_differ, reference_of
 from tabulate import tabulate
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-LR = 1e-4
-
-
-# Each system turns a model into a step.
-
-
-def with_zerofx(stage: int, lowering: str, **more: int) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-
-        def step(model, optimizer, tokens):
-            loss = loss_of(model, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        options = {"stage": stage, "lowering": lowering, **more}
-        compiled = torch.compile(step, backend="zero", options=options)
-        return lambda tokens: compiled(model, optimizer, tokens)
-
-    return build
-
-
-def conventional(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def with_ddp(compiled: bool) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        wrapped: nn.Module = DistributedDataParallel(model)
-        if compiled:
-            wrapped = torch.compile(wrapped)
-        return conventional(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
-
-    return build
-
-
-def with_zero_redundancy(model: nn.Module) -> Step:
-    wrapped = torch.compile(DistributedDataParallel(model))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR)
-    return conventional(wrapped, optimizer)
-
-
-def with_fsdp2(compiled: bool) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        for block in model.blocks:
-            if compiled:
-                block.compile()
-            fully_shard(block)
-        fully_shard(model)
-        return conventional(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
-
-    return build
-
-
-SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
-    **{f"zerofx {stage}": with_zerofx(stage, "inductor") for stage in (1, 2, 3)},
-    **{f"zerofx {stage} eager": with_zerofx(stage, "eager") for stage in (0, 1, 2, 3)},
-    "zerofx 3 gathered once": with_zerofx(3, "inductor", memory_budget=2**40),
-    "FSDP2 + compile": with_fsdp2(True),
-    "FSDP2": with_fsdp2(False),
-    "DDP + compile": with_ddp(True),
-    "DDP": with_ddp(False),
-    "DDP + compile + ZeroRedundancyOptimizer": with_zero_redundancy,
-}
+from zerofx.runtime.communication import Communicator
 
 
 @dataclass
-class Result:
-    """What one rank saw of one system.  Seconds per step, by round."""
+class Speed:
+    """What one rank saw of one system: for every round, per step."""
 
-    name: str
-    first_s: float
-    rounds_s: list[float]
-    losses: list[float]
+    rounds_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
-def measure(rank: int, port: int, arguments: argparse.Namespace, answers) -> None:
+def clock_communicator() -> Callable[[], float]:
+    """Return a clock of the CPU seconds that this thread spends in zerofx's communicator."""
+    spent_s = 0.0
+
+    def clocked(method: Callable) -> Callable:
+        def run(*args, **kwargs):
+            nonlocal spent_s
+            started = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent_s += time.thread_time() - started
+
+        return run
+
+    for name in ("all_reduce_start", "reduce_scatter_start", "all_gather_start", "wait"):
+        setattr(Communicator, name, clocked(getattr(Communicator, name)))
+    return lambda: spent_s
+
+
+def sent_by(name: str) -> int:
+    """Bytes that this process has sent so far, with the instrument for this system."""
+    if name in ZEROFX:
+        return sum(Communicator.of(None).traffic.sent_bytes.values())
+    with open("/proc/self/io") as io:  # gloo sends with write(), and in a round nothing else does
+        (line,) = [line for line in io if line.startswith("wchar:")]
+    return int(line.split()[1])
+
+
+def take_turns(
+    rank: int, num_ranks: int, sizes: Sizes, arguments: argparse.Namespace
+) -> dict[str, Speed]:
     """Run every system on this rank, in turns."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
+    communicating_s = clock_communicator()
+    device = device_of(rank, num_ranks)
+    batches = batches_of(sizes, arguments.rows, arguments.length, rank, device)
     torch.manual_seed(0)
-    model = Gpt(arguments.vocabulary, arguments.width, arguments.layers, arguments.heads)
-    generator = torch.Generator().manual_seed(rank)
-    shape = (arguments.rows, arguments.length + 1)
-    batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(8)]
-    results, steps = [], {}
-    for name in arguments.systems:
+    model = sizes.build().to(device)
+    found = {name: Speed() for name in arguments.systems}
+    steps = {}
+    for name in found:
         steps[name] = SYSTEMS[name](copy.deepcopy(model))
-        dist.barrier()
-        started = time.perf_counter()
-        loss = steps[name](batches[0])
-        results.append(Result(name, time.perf_counter() - started, [], [loss.item()]))
+        steps[name](batches[0])
     for number in range(arguments.rounds):
-        for result in results:
-            dist.barrier()
-            started = time.perf_counter()
+        for name, speed in found.items():
+            _start_together(device)
+            started, sent = time.perf_counter(), sent_by(name)
+            computing = time.thread_time() - communicating_s()
             for index in range(arguments.steps):
-                batch = batches[(number * arguments.steps + index + 1) % len(batches)]
-                loss = steps[result.name](batch)
-            dist.barrier()
-            result.rounds_s.append((time.perf_counter() - started) / arguments.steps)
-            result.losses.append(loss.item())
-    if rank == 0:
-        answers.put(results)
+                loss = steps[name](batches[(number * arguments.steps + index + 1) % len(batches)])
+            computed_s = time.thread_time() - communicating_s() - computing
+            exposed_s = time.perf_counter() - started - computed_s
+            sent = sent_by(name) - sent
+            _start_together(device)
+            speed.rounds_s.append((time.perf_counter() - started) / arguments.steps)
+            speed.exposed_s.append(exposed_s / arguments.steps)
+            speed.sent_bytes.append(sent / arguments.steps)
+            speed.losses.append(loss.item())
+    return found
+
+
+def _start_together(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
-    dist.destroy_process_group()
 
 
-def table(results: list[Result], tokens_per_step: int) -> str:
-    reference = next((r for r in results if not r.name.startswith("zerofx")), results[0])
-    rows = []
-    for result in results:
-        ratios = [
-            theirs / mine for theirs, mine in zip(reference.rounds_s, result.rounds_s, strict=True)
-        ]
-        step_s = statistics.median(result.rounds_s)
-        rows.append(
-            (
-                result.name,
-                f"{tokens_per_step / step_s:.0f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{max(result.first_s - step_s, 0):.1f}",
-                f"{result.losses[-1]:.5f}",
-            )
+@dataclass(frozen=True)
+class Column:
+    """One column of the table: values by system, shown with their ratios to the reference."""
+
+    header: str
+    values: dict[str, float]
+    show: str = ".1f"
+
+    def cell(self, name: str, reference: str) -> str:
+        value, base = self.values[name], self.values[reference]
+        return f"{value:{self.show}} " + (f"{value / base:5.2f}x" if base else "     -")
+
+
+def table(speeds: dict[str, Speed], footprints: dict[str, Footprint], tokens_per_step: int) -> str:
+    def medians(of: Callable[[Speed], list[float]], scale: float) -> dict[str, float]:
+        return {name: scale * statistics.median(of(speed)) for name, speed in speeds.items()}
+
+    reference = reference_of(list(speeds))
+    columns = [
+        Column(
+            "tokens/s",
+            {
+                name: tokens_per_step / statistics.median(speed.rounds_s)
+                for name, speed in speeds.items()
+            },
+            ".0f",
         )
-    headers = ("system", "tokens/s", f"against {reference.name}", "compile s", "last loss")
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    ]
+    if footprints:
+        compile_s = {name: each.compile_s for name, each in footprints.items()}
+        peak = {name: each.at_most / GIB for name, each in footprints.items()}
+        columns += [Column("compile s", compile_s), Column("peak GiB", peak, ".2f")]
+    if not torch.cuda.is_available():
+        columns += [
+            Column("sent MB", medians(lambda speed: speed.sent_bytes, 1e-6)),
+            Column("exposed ms", medians(lambda speed: speed.exposed_s, 1e3)),
+        ]
+    rows = [
+        (
+            name,
+            *(column.cell(name, reference) for column in columns),
+            f"{speed.losses[-1]:.5f}",
+        )
+        for name, speed in speeds.items()
+    ]
+    headers = ("system", *(column.header for column in columns), "last loss")
+    alignment = ("left", *("right" for _ in headers[1:]))
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=alignment)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--ranks", type=int, default=2)
+    Sizes.add_arguments(parser)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--rows", type=int, default=4, help="of one rank's batch")
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="of one system in one round")
+    parser.add_argument(
+        "--memory-parameters", type=float, default=200e6, help="0 leaves the footprint out"
+    )
     arguments = parser.parse_args()
 
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = context.Queue()
-    workers = [
-        context.Process(target=measure, args=(rank, store.port, arguments, answers))
-        for rank in range(arguments.ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    results = answers.get()
-    for worker in workers:
-        worker.join()
-    size = Gpt(arguments.vocabulary, arguments.width, arguments.layers, arguments.heads)
-    millions = sum(p.numel() for p in size.parameters()) / 1e6
-    tokens = arguments.rows * arguments.length * arguments.ranks
+    sizes = Sizes.of(arguments)
+    wide = sizes.widened(arguments.memory_parameters)
+    speeds = on_ranks(take_turns, arguments.ranks, sizes, arguments)[0]
+    footprints = {}
+    if arguments.memory_parameters:
+        footprints = {name: measure_footprint(name, wide, arguments.ranks) for name in speeds}
     print(
-        f"GPT of {millions:.1f}M parameters, fp32, AdamW; {arguments.ranks} gloo ranks, "
-        f"{arguments.rows} x {arguments.length} tokens each; torch {torch.__version__}\n"
+        f"{sizes}; {arguments.ranks} ranks, {arguments.rows} x {arguments.length} tokens each, "
+        f"fp32, AdamW; torch {torch.__version__}"
     )
-    print(table(results, tokens))
-    last = [result.losses[-1] for result in results]
-    return int(max(last) - min(last) > 1e-4 * abs(last[0]))
+    if footprints:
+        print(f"compile and peak: {wide}, 1 x {LENGTH} tokens, processes of its own, cold")
+    tokens = arguments.rows * arguments.length * arguments.ranks
+    print(f"each with its ratio to {reference_of(list(speeds))}\n")
+    print(table(speeds, footprints, tokens))
+    losses = [{name: speed.losses[-1] for name, speed in speeds.items()}]
+    losses += [{name: each.loss for name, each in footprints.items()}] if footprints else []
+    return int(any(map(losses_differ, losses)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""The benchmarks run, compare equal work, and count what they say they count."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SYSTEMS = ("zerofx 3 eager", "FSDP2", "DDP")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a benchmark's module as its command would, for one test."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for path in BENCHMARKS.glob("*.py"):
+        if path.stem not in before:
+            sys.modules.pop(path.stem, None)
+
+
+def test_speed_has_a_row_for_every_system_and_their_losses_agree():
+    sizes = "--width 64 --layers 1 --rows 1 --length 8 --rounds 1 --steps 1".split()
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "speed.py", *sizes]
+        + ["--memory-parameters", "0", "--systems", *SYSTEMS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr  # 1 if the losses differ
+    rows = ran.stdout.split("---\n")[-1].splitlines()
+    assert [row.split("  ")[0] for row in rows] == list(SYSTEMS)
+    sent_mb = [float(row.split("x")[1].split()[0]) for row in rows]
+    assert all(sent_mb), ran.stdout
+
+
+def event(name, at_s, phase):
+    payload = json.dumps({"name": name, "ts": at_s * 1e6, "ph": phase}, indent=0)
+    lines = [f"\t{line}\n" for line in payload.splitlines()]
+    return ['V1120 20:49:40.266000 1 file.py:1] {"chromium_event": {}}\n', *lines]
+
+
+def test_a_moment_of_compilation_is_counted_once(load):
+    compile_time = load("compile_time")
+    lines = [
+        *event("dynamo", 0, "B"),
+        *event("inductor_compile", 2, "B"),
+        *event("fx_codegen_and_compile", 2, "B"),
+        *event("fx_codegen_and_compile", 4, "E"),
+        *event("inductor_compile", 3, "B"),  # in another thread
+        *event("inductor_compile", 5, "E"),
+        *event("inductor_compile", 6, "E"),
+        'V1120 20:49:41 1 file.py:1] {"artifact": {"name": "fx_graph_cache_hit"}}\n',
+        *event("dynamo", 10, "E"),
+        *event("create_aot_dispatcher_function", 20, "B"),
+        *event("create_aot_dispatcher_function", 21, "E"),
+    ]
+    found = compile_time.with_trace(compile_time.Compilation(30.0, passes_s=1.5), lines)
+    assert (found.capture_s, found.inductor_s) == (10 - 4 + 1 - 1.5, 4)
+    assert (found.compiled, found.cached) == (1, 1)
+
+
+@pytest.mark.parametrize("last, differ", [(1.00005, False), (1.001, True), (float("nan"), True)])
+def test_losses_that_differ_are_found(load, last, differ):
+    assert load("systems").losses_differ({"one": 1.0, "other": last}) is differ
+
+
+def test_a_widened_model_has_the_parameters_asked_for_and_the_same_depth(load):
+    models = load("models")
+    wide = models.Sizes(layers=2).widened(20e6)
+    assert wide.layers == 2
+    assert 20e6 <= sum(parameter.numel() for parameter in wide.build().parameters()) < 25e6
