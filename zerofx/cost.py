@@ -25,10 +25,10 @@ def live_bytes(
 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
     counted, nor what an operator allocates for itself; with ``sockets`` the buffer counts that a
-    reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory lives until the
-    last reader of the last view of it.  ``ignored`` nodes count as views of nothing.  Symbolic
-    sizes count as they were when captured.  With ``early_updates`` each update counts as run
-    where its gradient is there, as ``update_in_backward`` will have it.
+    reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory
+    lives until the last reader of the last view of it.  ``ignored`` nodes count as views of
+    nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each update
+    counts as run where its gradient is there, as ``update_in_backward`` will have it.
     """
     place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
     if early_updates:
