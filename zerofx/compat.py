@@ -441,7 +441,7 @@ def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.meta.get("autograd_backward"):
             continue
-        if node.meta.get("recompute") in wanted and not _draws_randomly(node):
+        if node.meta.get("recompute") in wanted and not draws_randomly(node):
             found.add(node)
     for node in gm.graph.nodes:
         if node.target is operator.getitem and node.args[0] not in found:
@@ -461,6 +461,23 @@ def forget_checkpoints(node: torch.fx.Node) -> None:
         node.meta.pop(tag, None)
 
 
+def is_kept_by_policy(node: torch.fx.Node) -> bool:
+    """Whether a selective checkpoint's policy says to keep a node's result.
+
+    The tag is for 2.11 to 2.15; can go with ``checkpointed_nodes``.
+    """
+    policies = torch.utils.checkpoint.CheckpointPolicy
+    return node.meta.get("recompute") in (policies.MUST_SAVE, policies.PREFER_SAVE)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when captured, without a guard on it; 0 if it depends on data.
+
+    ``node.hint`` is for 2.11 to 2.15; can go when torch documents a way to ask.
+    """
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     if user.meta.get("autograd_backward"):
         return False
@@ -469,14 +486,18 @@ def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     )
 
 
-def _draws_randomly(node: torch.fx.Node) -> bool:
+def draws_randomly(node: torch.fx.Node) -> bool:
+    """Whether a node draws random numbers: attention without dropout carries the tag too.
+
+    The name of the argument is for 2.11 to 2.15; can go when torch tags calls.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # attention carries the tag even without dropout
+        if argument.name == "dropout_p":
             value = (
                 node.args[position]
                 if position < len(node.args)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 from torch import fx
 
-from zerofx.graph import provenance, served
+from zerofx.graph import provenance, served, why_kept
 from zerofx.plan import ParameterTable
 
 logger = logging.getLogger("zerofx")
@@ -52,8 +52,10 @@ class ProgramDump:
             if origin is not None:
                 serves = origin.parameter >= 0 or origin.bucket >= 0
                 what = f" {served(node, self.table)}" if serves else ""
-                node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by})"
-        return gm.print_readable(print_output=False, include_device=True) + self._origins(gm)
+                why = f": {origin.reason}" if origin.reason else ""
+                node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by}{why})"
+        body = gm.print_readable(print_output=False, include_device=True)
+        return body + self._origins(gm) + self._kept(gm)
 
     def _origins(self, gm: fx.GraphModule) -> str:
         lines = ["", "# Inserted by zerofx:"]
@@ -61,6 +63,10 @@ class ProgramDump:
             if (comment := node.meta.pop("custom_comment", None)) is not None:
                 lines.append(f"#   {node.name}: {comment}")
         return "\n".join(lines) + "\n"
+
+    def _kept(self, gm: fx.GraphModule) -> str:
+        lines = [f"#   {node.name}: {why}" for node in gm.graph.nodes if (why := why_kept(node))]
+        return "\n".join(["", "# Kept from forward to backward:", *lines, ""]) if lines else ""
 
     def _write(self, name: str, text: str) -> None:
         try:

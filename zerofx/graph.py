@@ -28,13 +28,14 @@ class Provenance:
 
     ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
     it does it for (-1 for several), ``inserted_by`` the pass.  ``bucket`` is the bucket whose
-    parameters it serves together, -1 for none.
+    parameters it serves together, -1 for none.  ``reason`` is why the pass chose to.
     """
 
     role: str
     parameter: int
     inserted_by: str
     bucket: int = -1
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
 def captured_updates(graph: fx.Graph) -> Counter[tuple[int, int]] | None:
     """The updates that the program had when it was captured; None if nobody recorded them."""
     return graph.output_node().meta.get("zerofx_updates")
+
+
+def mark_kept(node: fx.Node, reason: str) -> None:
+    """Record that a value is kept from forward to backward, and why."""
+    node.meta["zerofx_kept"] = reason
+
+
+def why_kept(node: fx.Node) -> str | None:
+    """Why a value is kept from forward to backward; None if nobody decided on it."""
+    return node.meta.get("zerofx_kept")
 
 
 def provenance(node: fx.Node) -> Provenance | None:
