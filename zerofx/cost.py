@@ -19,7 +19,8 @@ def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
     counted, nor what an operator allocates for itself, except the buffer that a reduction on a
     CPU receives into.  In a world of one, collectives allocate nothing.  Memory lives until the
-    last reader of the last view of it.  ``ignored`` nodes count as views of nothing.  Symbolic
+    last reader of the last view of it; what one call carries to the next is there from the
+    program's start, and to its end.  ``ignored`` nodes count as views of nothing.  Symbolic
     sizes count as they were when captured.
     """
     nodes = list(graph.nodes)
@@ -35,7 +36,7 @@ def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = 
             last[root] = max(last.get(root, 0), death)
     changes = [0] * (len(nodes) + 1)
     for (node, part), nbytes in sizes.items():
-        changes[order[node]] += nbytes
+        changes[0 if node.target is ops.resume_gather else order[node]] += nbytes
         changes[last.get((node, part), order[node]) + 1] -= nbytes
     for node in nodes:
         if node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
@@ -52,8 +53,10 @@ def live_bytes(graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = 
 
 def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
     """When a reader needs its operands no more: a collective reads them until its wait."""
+    if reader.target is ops.carry:
+        return len(order) - 1
     if reader.target in ops.STARTS:
-        return max(order[user] for user in reader.users)
+        return max(_done_with(user, order) for user in reader.users)
     return order[reader]
 
 

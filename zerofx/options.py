@@ -13,7 +13,14 @@ import torch
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
 # Each of these is also a boolean field of Options: a pass is turned off by its own name.
-OPTIONAL_PASSES = ("recompute", "hoist_casts", "bucket", "update_in_backward", "prefetch")
+OPTIONAL_PASSES = (
+    "recompute",
+    "hoist_casts",
+    "bucket",
+    "update_in_backward",
+    "prefetch",
+    "prefetch_across_steps",
+)
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
@@ -22,7 +29,6 @@ PLANNED = (
     "offload_dir",
     "validate",
     "fuse_optimizer",
-    "prefetch_across_steps",
     "clip",
     "delayed_update",
 )
@@ -57,6 +63,7 @@ class Options:
     bucket: bool = True
     update_in_backward: bool = True
     prefetch: bool = True
+    prefetch_across_steps: bool = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
