@@ -149,18 +149,24 @@ def plan_spans(
 
 
 def keep_gathered(
-    planned: dict[GatherUnit, list[GatherSpan]], alive: list[int], budget: int, ahead: bool
+    planned: dict[GatherUnit, list[GatherSpan]],
+    alive: list[int],
+    budget: int,
+    ahead: bool,
+    carried_from: int | None = None,
 ) -> int:
     """Keep parameters from forward to backward as far as ``budget`` bytes go; return how many.
 
     ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
-    says that each gather starts as early as the one before it.  Merges the spans of ``planned``
-    in place, those first that are kept for the shortest time: the last layers of forward.
+    says that each gather starts as early as the one before it.  From ``carried_from`` on, the
+    first gather is there for the next call, and it is from the program's start.  Merges the spans
+    of ``planned`` in place, those first that are kept for the shortest time: the last layers of
+    forward.
     Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
 
     Raises: StepError if the program does not fit with nothing kept.
     """
-    smallest = _peak(planned, alive, ahead)
+    smallest = _peak(planned, alive, ahead, carried_from)
     if smallest > budget:
         raise StepError(
             f"memory_budget is {budget} bytes, and this step allocates {smallest} with nothing "
@@ -179,14 +185,19 @@ def keep_gathered(
         for before, after in itertools.pairwise(spans):
             merged = GatherSpan(before.first, after.last, before.uses + after.uses)
             trial = [merged if span is before else span for span in spans if span is not after]
-            if _peak({**planned, unit: trial}, alive, ahead) <= budget:
+            if _peak({**planned, unit: trial}, alive, ahead, carried_from) <= budget:
                 planned[unit] = trial
                 kept += 1
                 break
     return kept
 
 
-def _peak(planned: dict[GatherUnit, list[GatherSpan]], alive: list[int], ahead: bool) -> int:
+def _peak(
+    planned: dict[GatherUnit, list[GatherSpan]],
+    alive: list[int],
+    ahead: bool,
+    carried_from: int | None,
+) -> int:
     spans = sorted(
         ((span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans),
     )
@@ -194,8 +205,24 @@ def _peak(planned: dict[GatherUnit, list[GatherSpan]], alive: list[int], ahead: 
     for index, (first, last, nbytes) in enumerate(spans):
         changes[spans[index - 1][0] if ahead and index else first] += nbytes
         changes[last + 1] -= nbytes
+    if carried_from is not None and spans:
+        first = spans[0][0]
+        nbytes = max(nbytes for begin, _, nbytes in spans if begin == first)
+        changes[0] += nbytes
+        changes[first] -= nbytes
+        changes[carried_from] += nbytes
     gathered = itertools.accumulate(changes)
     return max(map(operator.add, alive, gathered))
+
+
+def _end_of_reductions(graph: fx.Graph, order: dict[fx.Node, int]) -> int | None:
+    """Where the last wait stands: what is gathered for the next call starts no earlier.
+
+    None if the program updates nothing.
+    """
+    if not any(node.target is ops.update for node in graph.nodes):
+        return None
+    return max((order[node] for node in graph.nodes if node.target is ops.wait), default=0)
 
 
 def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
@@ -268,7 +295,10 @@ def insert_gathers(
             early_updates=ctx.options.update_in_backward,
             sockets=not ctx.options.peer_memory,
         )
-        kept = keep_gathered(spans, alive, ctx.options.memory_budget, ctx.options.prefetch)
+        ahead, carried_from = ctx.options.prefetch, None
+        if ctx.options.prefetch_across_steps:
+            carried_from = _end_of_reductions(builder.graph, order)
+        kept = keep_gathered(spans, alive, ctx.options.memory_budget, ahead, carried_from)
     gathered = []
     for unit in units:
         for span in spans[unit]:

@@ -7,6 +7,7 @@ from zerofx.passes.bucket import bucket
 from zerofx.passes.data_parallel import data_parallel
 from zerofx.passes.hoist_casts import hoist_casts
 from zerofx.passes.prefetch import prefetch
+from zerofx.passes.prefetch_across_steps import prefetch_across_steps
 from zerofx.passes.recompute import recompute
 from zerofx.passes.shard_gradients import shard_gradients
 from zerofx.passes.shard_optimizer import shard_optimizer
@@ -73,5 +74,12 @@ PIPELINE = (
         requires=frozenset({"sharded_updates"}),
         optional=True,
         smallest_stage=1,
+    ),
+    Pass(
+        "prefetch_across_steps",
+        prefetch_across_steps,
+        requires=frozenset({"sharded_parameters"}),
+        optional=True,
+        smallest_stage=3,
     ),
 )

@@ -296,7 +296,7 @@ def listing(captured: Captured) -> str:
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
-            if target == "zerofx.free":
+            if target in ("zerofx.free", "zerofx.carry"):
                 lines.append(called)
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
@@ -337,7 +337,7 @@ def gathered_bytes(captured: Captured) -> list[int]:
     """
     alive, timeline = 0, []
     for node in captured.graph.nodes:
-        if node.target is ops.all_gather_start:
+        if node.target in (ops.all_gather_start, ops.resume_gather):
             alive += _bytes_of(node)
         elif node.target is ops.free:
             alive -= _bytes_of(node.args[0])
@@ -479,6 +479,7 @@ class _Machine:
         self.rows = _in_lock_step(programs)
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
+        self.carried: list[Row] = []
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
         self.random_states = []
@@ -514,6 +515,10 @@ class _Machine:
             elif row[0].op == "call_function":
                 for rank, value in enumerate(self._call(row)):
                     self.memory[rank][row[rank]] = value
+        for start in self.carried:
+            for rank, result in enumerate(self._collective(start)):
+                message = f"the input of {start[rank].name}, which is in flight, changed"
+                assert_bitwise(result, self.started[start][rank], message)
         return self._harvest(entries)
 
     def _shard_input(self, rank: int, node: fx.Node, whole: torch.Tensor) -> torch.Tensor:
@@ -550,6 +555,7 @@ class _Machine:
             ops.gradient: lambda row: self._same(_reduce(self._operands(row), "mean")),
             ops.wait: self._wait,
             ops.free: self._free,
+            ops.carry: self._carry,
             ops.take_shard: self._take_shard,
             ops.mask_padding: self._mask_padding,
             ops.pack: self._pack,
@@ -581,7 +587,7 @@ class _Machine:
     def _collective(self, start: Row) -> list[torch.Tensor]:
         values = self._operands(start)
         assert len({value.shape for value in values}) == 1, f"{start[0].name} of unequal sizes"
-        if start[0].target is ops.all_gather_start:
+        if start[0].target in (ops.all_gather_start, ops.resume_gather):
             pieces = [
                 self._packed(rank, *pair)
                 for rank, pair in enumerate(zip(start, values, strict=True))
@@ -617,6 +623,11 @@ class _Machine:
     def _free(self, row: Row) -> list[None]:
         for value in self._operands(row):
             value.fill_(_poison(value.dtype))
+        return [None for _ in self.ranks]
+
+    def _carry(self, row: Row) -> list[None]:
+        """Remember what is left in flight for the next call's ``resume_gather``."""
+        self.carried.append(tuple(node.args[0] for node in row))
         return [None for _ in self.ranks]
 
     def _take_shard(self, row: Row) -> list[torch.Tensor]:

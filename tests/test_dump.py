@@ -19,6 +19,7 @@ from tests.programs import (
 from zerofx import ops
 from zerofx.dump import ProgramDump
 from zerofx.graph import provenance
+from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.pipeline import PIPELINE
 
 
@@ -43,10 +44,8 @@ def files(folder):
 def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
     names = ["captured", *(step.name for step in PIPELINE)]
     expected = [f"{number:02d}_{name}.py" for number, name in enumerate(names)]
-    assert files(dumped(mlp_step(), bucket=True, update_in_backward=True)) == [
-        *expected,
-        "summary.txt",
-    ]
+    everything = dict.fromkeys(OPTIONAL_PASSES, True)
+    assert files(dumped(mlp_step(), **everything)) == [*expected, "summary.txt"]
 
 
 def test_passes_that_did_not_run_leave_no_file(dumped):
@@ -103,14 +102,16 @@ def test_shapes_dtypes_and_the_users_lines_are_shown(dumped):
 
 def explanations(folder):
     """What the last program says about the nodes that passes have inserted."""
-    (last,) = folder.glob(f"*_{PIPELINE[-1].name}.py")
+    last = max(folder.glob("*.py"))
     _, explained = last.read_text().split("# Inserted by zerofx:\n")
     return explained
 
 
 def test_what_serves_a_bucket_names_its_parameters(dumped):
-    explained = explanations(dumped(mlp_step(), bucket=True))
+    explained = explanations(dumped(mlp_step(), bucket=True, prefetch_across_steps=True))
     assert re.search(r"#   gather_start_bucket0\w*: gather 0.weight, 0.bias \(\w+\)\n", explained)
+    assert "#   carry_start_bucket0: carry 0.weight, 0.bias (prefetch_across_steps)\n" in explained
+    assert "#   carry_bucket0: carry 0.weight, 0.bias (prefetch_across_steps)\n" in explained
     assert re.search(r"#   flatten_bucket\w+: flatten 2.weight, 2.bias \(\w+\)\n", explained)
 
 
@@ -151,7 +152,8 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(dumped, tmp_path, caplo
     with caplog.at_level(logging.WARNING, logger="zerofx"):
         program = clone(smallest_step())
         writer = ProgramDump(str(tmp_path), 0, "step0_0", program.table)
-        reports = run_passes(program, on_program=writer.write, bucket=True, update_in_backward=True)
+        everything = dict.fromkeys(OPTIONAL_PASSES, True)
+        reports = run_passes(program, on_program=writer.write, **everything)
         writer.write_summary(list(reports.values()))
     assert nodes_of(program, ops.update)
     messages = [record.getMessage() for record in caplog.records if record.name == "zerofx"]

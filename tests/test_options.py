@@ -42,6 +42,7 @@ def test_defaults_are_the_contracts():
         "bucket": True,
         "update_in_backward": True,
         "prefetch": True,
+        "prefetch_across_steps": False,
     }
 
 
@@ -302,7 +303,7 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
         " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, dump, recompute,"
-        " hoist_casts, bucket, update_in_backward, prefetch"
+        " hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps"
     )
 
 
@@ -312,7 +313,7 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
         " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
-        " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH"
+        " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS"
     )
 
 
@@ -374,10 +375,10 @@ def test_the_users_dict_is_left_alone():
     assert options == {"stage": 1, "reduce_dtype": "bfloat16"}
 
 
-def test_every_optional_pass_is_a_field_that_is_on_by_default():
+def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     assert switches == set(OPTIONAL_PASSES)
-    assert all(Options().enabled(name) for name in OPTIONAL_PASSES)
+    assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
 
 
 def test_no_planned_option_exists_yet():
@@ -385,9 +386,11 @@ def test_no_planned_option_exists_yet():
 
 
 @pytest.mark.parametrize("name", OPTIONAL_PASSES)
-def test_turning_one_pass_off_leaves_the_others_on(name):
-    resolved = resolve({name: False}, {})
-    assert [n for n in OPTIONAL_PASSES if not resolved.enabled(n)] == [name]
+@pytest.mark.parametrize("on", (True, False))
+def test_turning_one_pass_on_or_off_leaves_the_others_as_they_are(name, on):
+    resolved = resolve({name: on}, {})
+    expected = {**{n: Options().enabled(n) for n in OPTIONAL_PASSES}, name: on}
+    assert {n: resolved.enabled(n) for n in OPTIONAL_PASSES} == expected
 
 
 def test_a_pass_that_is_not_optional_is_always_enabled():
@@ -420,7 +423,7 @@ def test_equal_options_are_equal_and_hash_alike():
         ("accumulate", "local"),
         ("reduce_dtype", torch.bfloat16),
         ("dump", "a"),
-        *((name, False) for name in OPTIONAL_PASSES),
+        *((name, not Options().enabled(name)) for name in OPTIONAL_PASSES),
     ],
 )
 def test_every_field_takes_part_in_equality(name, value):

@@ -28,11 +28,13 @@ class WireBytes:
 def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
     """Count what one step sends.  Units: bytes per rank.
 
+    A gather that the step before has started is that step's.
+
     Source: ZeRO, Rajbhandari et al. 2020, section 7.
     """
     gathers = reductions = scalars = count = 0
     for node in gm.graph.nodes:
-        if node.target not in ops.STARTS:
+        if node.target not in ops.STARTS or node.target is ops.resume_gather:
             continue
         count += 1
         if node.target is ops.all_gather_start:
@@ -55,9 +57,12 @@ class GatheredPeak:
 
 
 def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
-    """Walk the program from start to free of every gathered buffer.  Units: bytes."""
-    alive: dict[fx.Node, int] = {}
-    peak = GatheredPeak(0, ())
+    """Walk the program from start to free of every gathered buffer.  Units: bytes.
+
+    What a step carries to the next is alive from the start.
+    """
+    alive = {node: value_bytes(node) for node in gm.graph.nodes if node.target is ops.resume_gather}
+    peak = GatheredPeak(sum(alive.values()), tuple(served(start, table) for start in alive))
     for node in gm.graph.nodes:
         if node.target is ops.all_gather_start:
             alive[node] = value_bytes(node)

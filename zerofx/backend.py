@@ -143,7 +143,8 @@ class Program:
         options, communicator = function.options, function.communicator
         self.function = function
         self.options = options
-        self.step: CapturedStep | None = step  # until it is ready
+        # Until it is ready; in a list, for torch wraps programs and copies their attributes.
+        self.captured = [step]
         self.gm, self.table = step.gm, step.table
         self.optimizers = step.optimizers
         for optimizer in map(traced.optimizer_of, self.optimizers):
@@ -180,8 +181,8 @@ class Program:
 
         What can be refused is refused before the first of these: nothing has changed then.
         """
-        options, communicator, step = self.options, self.function.communicator, self.step
-        assert step is not None, "a program is made ready once"
+        options, communicator = self.options, self.function.communicator
+        (step,) = self.captured
         try:
             runtime = StepRuntime(
                 communicator,
@@ -214,7 +215,7 @@ class Program:
             wire_bytes(self.gm, communicator.world_size).num_collectives,
             ", ".join(report.name for report in self.reports if not report.skipped),
         )
-        self.step = None  # which holds the model
+        self.captured.clear()  # which holds the model
         return runtime
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

@@ -26,7 +26,8 @@ def live_bytes(
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
     counted, nor what an operator allocates for itself; with ``sockets`` the buffer counts that a
     reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory
-    lives until the last reader of the last view of it.  ``ignored`` nodes count as views of
+    lives until the last reader of the last view of it; what one call carries to the next is there
+    from the program's start, and to its end.  ``ignored`` nodes count as views of
     nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each update
     counts as run where its gradient is there, as ``update_in_backward`` will have it.
     """
@@ -46,7 +47,7 @@ def live_bytes(
             last[root] = max(last.get(root, 0), death)
     changes = [0] * (len(nodes) + 1)
     for (node, part), nbytes in sizes.items():
-        changes[order[node]] += nbytes
+        changes[0 if node.target is ops.resume_gather else order[node]] += nbytes
         changes[last.get((node, part), order[node]) + 1] -= nbytes
     for node in nodes:
         if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
@@ -82,8 +83,10 @@ def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
 
 def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
     """When a reader needs its operands no more: a collective reads them until its wait."""
+    if reader.target is ops.carry:
+        return len(order) - 1
     if reader.target in ops.STARTS:
-        return max(order[user] for user in reader.users)
+        return max(_done_with(user, order) for user in reader.users)
     return order[reader]
 
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
+from zerofx import ops
 from zerofx.account import gathered_peak, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
+from zerofx.graph import served, value_bytes
 
 
 def explain(step: Callable) -> str:
@@ -46,6 +48,7 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", _size(_kept(program, stage, ranks))),
         ("most gathered at once", f"{_size(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})"),
+        ("gathered for the next step", _carried(program)),
         ("most allocated at once in a step", _size(max(alive))),
         ("sent per rank and step: gathers", _size(wire.gathers)),
         ("sent per rank and step: reductions", _size(wire.reductions)),
@@ -71,6 +74,13 @@ def _kept(program: Program, stage: int, ranks: int) -> int:
     if stage < 3:
         return sum(info.nbytes for info in program.table)
     return sum(info.shard_numel * info.dtype.itemsize for info in program.table)
+
+
+def _carried(program: Program) -> str:
+    """What a rank holds gathered between steps, and whose it is."""
+    carried = [node.args[0] for node in program.gm.graph.nodes if node.target is ops.carry]
+    names = ", ".join(served(start, program.table) for start in carried)
+    return f"{_size(sum(map(value_bytes, carried)))} ({names or 'none'})"
 
 
 def _counts(counts) -> str:

@@ -248,12 +248,19 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     while pending:
         for user in pending.pop().users:
             sources = aliased_inputs(user)
-            if through_gathers and user.target is ops.all_gather_start:
+            if through_gathers and user.target in (ops.all_gather_start, ops.resume_gather):
                 sources = user.all_input_nodes
             if user not in found and any(source in found for source in sources):
                 found.add(user)
                 pending.append(user)
     return found
+
+
+def writers(node: fx.Node) -> set[fx.Node]:
+    """Every node that writes to ``node``'s memory."""
+    return {
+        user for alias in aliases(node) for user in alias.users if alias in mutated_inputs(user)
+    }
 
 
 def last_use(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
@@ -321,7 +328,7 @@ def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
         node = pending.pop()
         if node in seen or node.users or node.op in ("placeholder", "output"):
             continue
-        if mutated_inputs(node) or node.target is ops.free:
+        if mutated_inputs(node) or node.target in (ops.free, ops.carry):
             continue
         seen.add(node)
         sources = list(node.all_input_nodes)

@@ -13,7 +13,14 @@ import torch
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
 # Each of these is also a boolean field of Options: a pass is turned off by its own name.
-OPTIONAL_PASSES = ("recompute", "hoist_casts", "bucket", "update_in_backward", "prefetch")
+OPTIONAL_PASSES = (
+    "recompute",
+    "hoist_casts",
+    "bucket",
+    "update_in_backward",
+    "prefetch",
+    "prefetch_across_steps",
+)
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
@@ -21,7 +28,6 @@ PLANNED = (
     "offload_tier",
     "offload_dir",
     "validate",
-    "prefetch_across_steps",
     "clip",
     "delayed_update",
 )
@@ -58,6 +64,7 @@ class Options:
     bucket: bool = True
     update_in_backward: bool = True
     prefetch: bool = True
+    prefetch_across_steps: bool = False
     fuse_optimizer: bool = True
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
 

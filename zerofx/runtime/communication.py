@@ -186,6 +186,23 @@ class Communicator:
             self.wait(gathered)
         self.traffic.gathered(-gathered.nbytes)
 
+    def complete(self, started: torch.Tensor) -> None:
+        """Let ``started`` arrive; it is still to be waited for, which then takes no time."""
+        pending = self._in_flight[id(started)]
+        work, pending.work = pending.work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except Exception as error:
+            self._explain(error, pending.kind, started.nbytes)
+            raise
+
+    def drop(self, gathering: torch.Tensor) -> None:
+        """Forget a started gather that nobody will wait for."""
+        self._in_flight.pop(id(gathering)).abandon()
+        self.traffic.gathered(-gathering.nbytes)
+
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
         """Overwrite ``tensor`` with that of one rank of the group; blocks.  For first calls."""
         target = tensor.detach()

@@ -221,7 +221,9 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"copy_ would change parameter {keeper.name!r}, a leaf that requires grad, in place. "
             "Do it under torch.no_grad()."
         )
-    keeper.write(source)
+    from zerofx.runtime.parameters import REGISTRY  # see _keeper
+
+    REGISTRY.write(keeper, source)
     return parameter
 
 

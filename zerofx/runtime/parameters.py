@@ -19,6 +19,7 @@ from torch import nn
 
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
 
@@ -33,6 +34,7 @@ class ParameterRegistry:
         self.join_timeout_s = join_timeout_s
         self.epoch = 0  # moves at every compiled call: values may have changed
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.carried = CarriedGathers()
         # The dict that the ranks last met to fill, and when: see value_for_state_dict.
         self.last_destination: tuple[weakref.ref[Any], int] | None = None
         self._bound: dict[int, BoundParameter] = {}
@@ -85,6 +87,8 @@ class ParameterRegistry:
                     self._claim_storage(parameter, info.name)
                     new[id(parameter)] = (parameter, info)
             new_buffers = self._unseen(buffers)
+            if new or new_buffers:
+                self.carried.drain()
             make_equal([p for p, _ in new.values()] + new_buffers, communicator)
             buckets: dict[int, object] = {}
             memory: dict[int, torch.Tensor] = {}
@@ -141,6 +145,7 @@ class ParameterRegistry:
         self._bound.pop(key, None)
         self._stubs.pop(id(bound.stub), None)
         self._guarded = None
+        self.carried.forget(bound)
         bound.retire()
 
     def _unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,8 +255,15 @@ class ParameterRegistry:
             except ValueError:
                 self.retire(bound)
                 raise
+            self.carried.shard_changes(bound)
             bound.free()
             self._guard_again(bound)
+
+    def write(self, bound: BoundParameter, whole: torch.Tensor) -> None:
+        """Keep this rank's range of ``whole`` as the sharded parameter's value."""
+        with self._lock:
+            self.carried.shard_changes(bound, by="load_state_dict() or copy_()")
+            bound.write(whole)
 
     def _follow(self, bound: BoundParameter, parameter: nn.Parameter) -> None:
         was = bound.info
@@ -319,7 +331,10 @@ class ParameterRegistry:
         )
 
     def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
-        """Bytes this rank holds between steps, padding included, by kind."""
+        """Bytes this rank holds between steps, padding included, by kind.
+
+        ``carried`` is what the last step has gathered for the next.
+        """
         parameters = gradients = 0
         for bound in list(self._bound.values()):
             parameter = bound.parameter
@@ -338,7 +353,12 @@ class ParameterRegistry:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
-        return {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer_states": states,
+            "carried": self.carried.nbytes,
+        }
 
 
 def _empty_bucket(info: ParameterInfo) -> torch.Tensor:

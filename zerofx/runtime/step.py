@@ -12,14 +12,15 @@ from torch import fx, nn
 
 from zerofx import ops
 from zerofx.errors import StepError
-from zerofx.graph import aliases, gradient_outputs, input_role, placeholders
+from zerofx.graph import aliases, gradient_outputs, input_role, placeholders, writers
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
 from zerofx.runtime.flat import copy_range, flatten_bucket, pack, take_shard, without_base
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
-from zerofx.runtime.whole import attach_optimizer
+from zerofx.runtime.whole import attach_optimizer, join
 
 
 class StepRuntime:
@@ -63,6 +64,13 @@ class StepRuntime:
             if role.kind == "gradient" and not role.sharded
         ]
         self.gradient_outputs = gradient_outputs(graph)
+        self.written = _written_shards(graph)
+        self.resumes = [
+            (node.args[1], node.meta["val"].dtype)
+            for node in graph.nodes
+            if node.target is ops.resume_gather
+        ]
+        self.resumed: list[Key] = []
         self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers.values()]
         self.communicates = any(node.target in ops.STARTS for node in graph.nodes)
         self.program: Callable | None = None
@@ -81,6 +89,7 @@ class StepRuntime:
         }
         for handle, runner in self.runners.items():
             runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
+        self._carried: list[tuple[Key, torch.Tensor]] = []
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
@@ -93,8 +102,12 @@ class StepRuntime:
             self.communicator,
             self.stage,
         )
+        self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
         for optimizer in map(_alive, self.optimizers):
             attach_optimizer(optimizer)
+
+    def _key(self, parameters: Iterable[int], dtype: torch.dtype) -> Key:
+        return tuple(self.bound[index] for index in parameters), dtype
 
     def kernels(self) -> dict[object, Callable]:
         """The function that runs each ``zerofx::`` operator of the program."""
@@ -103,6 +116,8 @@ class StepRuntime:
             ops.all_reduce_start: communicator.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
             ops.all_gather_start: communicator.all_gather_start,
+            ops.resume_gather: self.resume_gather,
+            ops.carry: self.carry,
             ops.wait: communicator.wait,
             ops.free: communicator.free,
             ops.take_shard: self.take_shard,
@@ -135,16 +150,21 @@ class StepRuntime:
         assert self.program is not None, "lowered before it is first called"
         self.communicator.buffers.is_on = self.reuses_buffers
         try:
+            REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
             with torch.no_grad():
                 results = list(self.program(*values))
             self._finish_updates()
+            for key, gathering in self._carried:
+                REGISTRY.carried.put(key, self.communicator, gathering)
             if self.communicates:
                 self.communicator.settle()
         except BaseException:
+            REGISTRY.carried.step_failed(self.communicator, self.resumed)
             if self.communicates:
                 self.communicator.abandon()
             raise
         finally:
+            self._carried.clear()
             self._updated.clear()
             self._found_inf.clear()
             self._cuts.clear()
@@ -156,6 +176,21 @@ class StepRuntime:
             elif gradient is not None:
                 results[position] = REGISTRY.mark_averaged(without_base(gradient))
         return results
+
+    def resume_gather(
+        self, shard: torch.Tensor, parameters: list[int], world_size: int
+    ) -> torch.Tensor:
+        key = self._key(parameters, shard.dtype)
+        carried = REGISTRY.carried.take(key)
+        if carried is not None:
+            if carried.gathering is not None:
+                return carried.gathering
+            if carried.unsure_since:
+                join(key[0], f"{carried.unsure_since} before a step that prefetches across steps")
+        return self.communicator.all_gather_start(shard, world_size)
+
+    def carry(self, gathering: torch.Tensor, parameters: list[int]) -> None:
+        self._carried.append((self._key(parameters, gathering.dtype), gathering))
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
         """Copy this rank's range, next to those of its bucket's other parameters."""
@@ -237,6 +272,15 @@ class StepRuntime:
     def _finish_updates(self) -> None:
         for optimizer in self._updated:
             self.runners[optimizer].end()
+
+
+def _written_shards(graph: fx.Graph) -> set[int]:
+    """The parameters whose shards the program writes to."""
+    return {
+        input_role(node).parameter
+        for node in placeholders(graph, "parameter")
+        if input_role(node).sharded and writers(node)
+    }
 
 
 def _alive(reference: weakref.ref) -> Any:

@@ -24,11 +24,14 @@ from zerofx.runtime.parameters import REGISTRY
 Lookup = Callable[[torch.Tensor], BoundParameter | None]
 
 
-def _join(bounds: Iterable[BoundParameter], name: str) -> None:
+def join(bounds: Iterable[BoundParameter], name: str) -> None:
     """Return once every rank that holds shards of ``bounds`` is in ``name`` too.
+
+    Nothing that a step has left in flight is so afterwards.
 
     Raises: RuntimeError on the ranks that came, if one does not.
     """
+    REGISTRY.carried.drain()
     groups = {id(bound.communicator.group): bound.communicator for bound in bounds}
     for communicator in groups.values():
         if communicator.world_size > 1:
@@ -52,7 +55,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
     Raises: RuntimeError if a rank does not join.
     """
     bounds = [bound for bound in _bound_in(model) if bound.is_sharded]
-    _join((bound for bound in bounds if not bound.is_open), "full_params()")
+    join((bound for bound in bounds if not bound.is_open), "full_params()")
     with contextlib.ExitStack() as opened:
         for bound in bounds:
             REGISTRY.open(bound)
@@ -66,7 +69,7 @@ def value_for_state_dict(bound: BoundParameter, destination: Any) -> torch.Tenso
     A parameter with two names is gathered once: as in plain torch, both entries share memory.
     """
     if not _has_met_for(destination):
-        _join([bound], "state_dict()")
+        join([bound], "state_dict()")
         REGISTRY.last_destination = _meeting(destination)
     value = bound.snapshot_in(destination, REGISTRY.epoch)
     if value is None:
@@ -191,7 +194,7 @@ class OptimizerAttachment:
     def on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Put whole CPU tensors in place of the shards; ``optimizer.state`` stays as it is."""
         bounds = [bound for bound in self.bounds(optimizer) if bound in self.sharded]
-        _join(bounds, "optimizer.state_dict()")
+        join(bounds, "optimizer.state_dict()")
         by_parameter = {id(bound.parameter): bound for bound in bounds}
         seen: set[int] = set()
         number = 0
@@ -290,7 +293,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
                 f"{held[0].name!r} and would be left with them. Give it too: "
                 "zerofx.unshard(model, optimizer)."
             )
-    _join((bound for bound in bounds if bound.stage > 0), "unshard()")
+    join((bound for bound in bounds if bound.stage > 0), "unshard()")
     for optimizer in given:
         _unshard_states(optimizer, bounds)
     for bound in bounds:
