@@ -140,10 +140,13 @@ def keeping_result(captured: Captured, position: int) -> Captured:
     return result
 
 
+PLAIN = {"lowering": "eager", "bucket": False, "update_in_backward": False}
+
+
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
     """The facts that a pass is given.  Without buckets unless asked for: one story at a time."""
     return PassContext(
-        resolve({"stage": stage, "bucket": False, "update_in_backward": False, **options}, {}),
+        resolve({**PLAIN, "stage": stage, **options}, {}),
         captured.table,
         rank,
         captured.world_size,

@@ -43,7 +43,9 @@ def forget_compiled_code():
 
 
 def zero(step, stage: int = 3, **options):
-    return torch.compile(step, backend="zero", options={"stage": stage, **options})
+    return torch.compile(
+        step, backend="zero", options={"stage": stage, "lowering": "eager", **options}
+    )
 
 
 def good_step(model, optimizer, x, y):

@@ -79,7 +79,7 @@ class Pair:
 
     def compiled(self, function, **options):
         options = {**self.options, **options}
-        return torch.compile(function, backend="zero", options=options)
+        return torch.compile(function, backend="zero", options={"lowering": "eager", **options})
 
     def batch(self, number: int, dtype: torch.dtype = torch.float32):
         whole = [tensor.to(dtype) for tensor in models.features(number, 4 * self.world_size)]

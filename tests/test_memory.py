@@ -119,8 +119,8 @@ def hold(stage: int) -> Held:
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"stage": stage, "lowering": "eager"}
     # An evaluation binds the model, so that the first step has nothing else to allocate whole.
-    torch.compile(evaluate, backend="zero", options=options)(model, x)
-    step = torch.compile(update, backend="zero", options=options)
+    torch.compile(evaluate, backend="zero", options={"lowering": "eager", **options})(model, x)
+    step = torch.compile(update, backend="zero", options={"lowering": "eager", **options})
     spans: list[tuple[int, int]] = []
     run = OptimizerRunner.run
 
@@ -338,8 +338,8 @@ def gathered(tied: bool, vocabulary: int, lowering: str) -> Gathered:
     communicator = Communicator.of(None)  # kept: only a living one is the step's own
     traffic = communicator.traffic
     options = {"stage": 3, "lowering": lowering}
-    step = torch.compile(learn, backend="zero", options=options)
-    evaluation = torch.compile(predict, backend="zero", options=options)
+    step = torch.compile(learn, backend="zero", options={"lowering": "eager", **options})
+    evaluation = torch.compile(predict, backend="zero", options={"lowering": "eager", **options})
     tokens = torch.randint(0, vocabulary, (1, 3))
     with LiveGathers() as live:
         step(model, optimizer, tokens)

@@ -30,7 +30,7 @@ def words_of(kind, options, environ=None):
 def test_defaults_are_the_contracts():
     assert dataclasses.asdict(resolve(None, {})) == {
         "stage": 3,
-        "lowering": "eager",
+        "lowering": "inductor",
         "process_group": None,
         "accumulate": None,
         "reduce_dtype": None,
@@ -43,6 +43,8 @@ def test_defaults_are_the_contracts():
         "update_in_backward": True,
         "prefetch": True,
         "prefetch_across_steps": False,
+        "fuse_optimizer": True,
+        "peer_memory": True,
     }
 
 
@@ -303,7 +305,8 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
         " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, dump, recompute,"
-        " hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps"
+        " hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps,"
+        " fuse_optimizer, peer_memory"
     )
 
 
@@ -313,7 +316,8 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
         " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
-        " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS"
+        " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
+        " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY"
     )
 
 
@@ -377,7 +381,7 @@ def test_the_users_dict_is_left_alone():
 
 def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
-    assert switches == set(OPTIONAL_PASSES)
+    assert switches == {*OPTIONAL_PASSES, "fuse_optimizer", "peer_memory"}
     assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
 
 

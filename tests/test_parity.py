@@ -100,7 +100,7 @@ def trained_by_zero(stage: int, max_norm: float | None, lr: float, lowering: str
     options = {"stage": stage, "lowering": lowering}
 
     def wrap(step, model):
-        return torch.compile(step, backend="zero", options=options), model
+        return torch.compile(step, backend="zero", options={"lowering": "eager", **options}), model
 
     return train(wrap, max_norm, lr, dist.get_rank(), world_size, world_size)
 

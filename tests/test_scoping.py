@@ -90,7 +90,9 @@ def forget_compiled_code():
 
 
 def zero(step, stage: int = 3, **options):
-    return torch.compile(step, backend="zero", options={"stage": stage, **options})
+    return torch.compile(
+        step, backend="zero", options={"stage": stage, "lowering": "eager", **options}
+    )
 
 
 def train_step(model, optimizer, x, y):
@@ -390,7 +392,7 @@ assert "zerofx" not in sys.modules
 model = nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-@torch.compile(backend="zero")
+@torch.compile(backend="zero", options={"lowering": "eager"})
 def step(model, optimizer, x):
     loss = model(x).square().mean()
     loss.backward()

@@ -43,12 +43,10 @@ class Options:
 
     stage: int = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
-    lowering: str = "eager"
+    lowering: str = "inductor"
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
     process_group: object = None
     """The data-parallel ranks: a process group or device mesh.  None is the world."""
-    peer_memory: bool = True
-    """Ranks of one machine may read each other's memory; off, all goes through sockets."""
     accumulate: str | None = None
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = None
@@ -67,6 +65,8 @@ class Options:
     prefetch_across_steps: bool = False
     fuse_optimizer: bool = True
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
+    peer_memory: bool = True
+    """Ranks of one machine may read each other's memory; off, all goes through sockets."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
@@ -289,15 +289,13 @@ _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
     "lowering": _Choice(("eager", "inductor")),
     "process_group": _Group(),
-    "peer_memory": _Switch(),
-    "fuse_optimizer": _Switch(),
     "accumulate": _Choice(("local", "sharded"), optional=True),
     "reduce_dtype": _ReduceDtype(),
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
     "dump": _Folder(),
 }
-_ACCEPTED |= {name: _Switch() for name in OPTIONAL_PASSES}
+_ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, "fuse_optimizer", "peer_memory")}
 
 
 def _check_option_name(name: object) -> None:

@@ -371,7 +371,9 @@ class Training:
         self.number = 0
 
     def compiled(self, function):
-        return torch.compile(function, backend="zero", options=self.options)
+        return torch.compile(
+            function, backend="zero", options={"lowering": "eager", **self.options}
+        )
 
     def call(self, function=None, rows: int = 3, **arguments) -> int:
         """Run one step; return how many gathers it started."""
@@ -474,7 +476,9 @@ def train_with_another_function(training):
 def train_with_one_that_does_not_carry(training):
     if not hasattr(training, "plain"):
         options = {**training.options, "prefetch_across_steps": False}
-        training.plain = torch.compile(train_twice_as_much, backend="zero", options=options)
+        training.plain = torch.compile(
+            train_twice_as_much, backend="zero", options={"lowering": "eager", **options}
+        )
     training.call(training.plain)
 
 
