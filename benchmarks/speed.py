@@ -6,8 +6,8 @@
 
 Two parts, one table.  Speed: every system has its own copy of the model in the same processes, one
 per rank of this machine.  Rounds go through all systems in turn, a few steps each: what disturbs
-one disturbs its neighbours; figures are medians over rounds.  Footprint: every system has
-processes of its own and an empty compile cache, for a model of as many layers and at least
+one disturbs its neighbours; figures are medians over rounds, ratios too.  Footprint: every system
+has processes of its own and an empty compile cache, for a model of as many layers and at least
 ``--memory-parameters``; that gives compile seconds and peak memory (see memory.py).
 
 "sent" is what a rank sends in a step: for zerofx by its own count, which holds for any way its
@@ -116,47 +116,39 @@ def _start_together(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table: values by system, shown with their ratios to the reference."""
+    """One column of the table: values by system, one for every round."""
 
     header: str
-    values: dict[str, float]
+    values: dict[str, list[float]]
     show: str = ".1f"
 
     def cell(self, name: str, reference: str) -> str:
-        value, base = self.values[name], self.values[reference]
-        return f"{value:{self.show}} " + (f"{value / base:5.2f}x" if base else "     -")
+        """The median, and that of the ratios to the reference in the same round."""
+        pairs = zip(self.values[name], self.values[reference], strict=True)
+        ratios = [value / base for value, base in pairs if base]
+        ratio = f"{statistics.median(ratios):5.2f}x" if ratios else "     -"
+        return f"{statistics.median(self.values[name]):{self.show}} {ratio}"
 
 
 def table(speeds: dict[str, Speed], footprints: dict[str, Footprint], tokens_per_step: int) -> str:
-    def medians(of: Callable[[Speed], list[float]], scale: float) -> dict[str, float]:
-        return {name: scale * statistics.median(of(speed)) for name, speed in speeds.items()}
+    def by_round(of: Callable[[Speed], list[float]]) -> dict[str, list[float]]:
+        return {name: of(speed) for name, speed in speeds.items()}
 
-    reference = reference_of(list(speeds))
     columns = [
-        Column(
-            "tokens/s",
-            {
-                name: tokens_per_step / statistics.median(speed.rounds_s)
-                for name, speed in speeds.items()
-            },
-            ".0f",
-        )
+        Column("tokens/s", by_round(lambda s: [tokens_per_step / t for t in s.rounds_s]), ".0f")
     ]
     if footprints:
-        compile_s = {name: each.compile_s for name, each in footprints.items()}
-        peak = {name: each.at_most / GIB for name, each in footprints.items()}
-        columns += [Column("compile s", compile_s), Column("peak GiB", peak, ".2f")]
+        compile_s = {name: [each.compile_s] for name, each in footprints.items()}
+        peak_gib = {name: [each.at_most / GIB] for name, each in footprints.items()}
+        columns += [Column("compile s", compile_s), Column("peak GiB", peak_gib, ".2f")]
     if not torch.cuda.is_available():
         columns += [
-            Column("sent MB", medians(lambda speed: speed.sent_bytes, 1e-6)),
-            Column("exposed ms", medians(lambda speed: speed.exposed_s, 1e3)),
+            Column("sent MB", by_round(lambda s: [sent / 1e6 for sent in s.sent_bytes])),
+            Column("exposed ms", by_round(lambda s: [1e3 * t for t in s.exposed_s])),
         ]
+    reference = reference_of(list(speeds))
     rows = [
-        (
-            name,
-            *(column.cell(name, reference) for column in columns),
-            f"{speed.losses[-1]:.5f}",
-        )
+        (name, *(column.cell(name, reference) for column in columns), f"{speed.losses[-1]:.5f}")
         for name, speed in speeds.items()
     ]
     headers = ("system", *(column.header for column in columns), "last loss")
@@ -189,7 +181,7 @@ def main() -> int:
         f"fp32, AdamW; torch {torch.__version__}"
     )
     if footprints:
-        print(f"compile and peak: {wide}, 1 x {LENGTH} tokens, processes of its own, cold")
+        print(f"compile and peak: {wide}, 1 x {LENGTH} tokens, each system alone and cold")
     tokens = arguments.rows * arguments.length * arguments.ranks
     print(f"each with its ratio to {reference_of(list(speeds))}\n")
     print(table(speeds, footprints, tokens))

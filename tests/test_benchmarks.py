@@ -50,12 +50,13 @@ def test_a_moment_of_compilation_is_counted_once(load):
     lines = [
         *event("dynamo", 0, "B"),
         *event("inductor_compile", 2, "B"),
-        *event("fx_codegen_and_compile", 2, "B"),
-        *event("fx_codegen_and_compile", 4, "E"),
+        *event("fx_graph_cache_miss", 2, "i"),
+        *event("fx_graph_cache_hit", 3, "i"),
         *event("inductor_compile", 3, "B"),  # in another thread
         *event("inductor_compile", 5, "E"),
         *event("inductor_compile", 6, "E"),
         'V1120 20:49:41 1 file.py:1] {"artifact": {"name": "fx_graph_cache_hit"}}\n',
+        'V1120 20:49:41 1 file.py:1] {"artifact": {"name": "fx_graph_cache_miss"}}\n',
         *event("dynamo", 10, "E"),
         *event("create_aot_dispatcher_function", 20, "B"),
         *event("create_aot_dispatcher_function", 21, "E"),
