@@ -38,6 +38,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -807,14 +808,17 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callab
 
     ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
     thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
-    tracing needs.  For 2.11 to 2.15; can go when torch has a public compiler of aten graphs.
+    tracing needs.  Under a tracing context with a shape environment, without which Inductor
+    leaves its disk cache alone.  For 2.11 to 2.15; can go when torch has a public compiler of
+    aten graphs.
     """
     # Not at the top: only this lowering needs it, and the import takes 1.6 to 2.0 s (2.11, 2.13
     # and 2.15 on two busy CPU cores, November 2026).
     from torch._inductor.compile_fx import compile_fx
 
     def compile_region() -> Callable:
-        with torch.no_grad():
+        fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        with torch.no_grad(), tracing(TracingContext(fakes)):
             return compile_fx(gm, inputs)
 
     with ThreadPoolExecutor(max_workers=1) as thread:
