@@ -52,6 +52,9 @@ _FUSED = _packets(
     " select_backward slice_backward softplus_backward"
 )
 
+_ALL_CHEAP = _CHEAP | _NORMS
+_ALL_FUSED = _CHEAP | _NORMS | _FUSED
+
 
 def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
     """The stretches of backward, one or more for each call of it."""
@@ -259,7 +262,8 @@ class _Backward:
         levels = {
             self.program.reading_level(reader) for reader in readers if not is_backward(reader)
         }
-        if len(levels) > 1:  # as a residual stream: it would be computed from its beginning
+        # As a residual stream: it would be computed from its beginning.
+        if len(levels) > 1 and self.program.level[node] > 0:
             return "read on both sides of what nothing fuses with"
         return ""
 
@@ -431,7 +435,14 @@ def _is_fused(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
         return True
-    return _packet(node) in _CHEAP | _NORMS | _FUSED
+    return _packet(node) in _ALL_FUSED or _becomes_pointwise(node)
+
+
+def _becomes_pointwise(node: fx.Node) -> bool:
+    """Whether Inductor makes a pointwise operator of a node: as of rotary embeddings' angles."""
+    if _packet(node) in (aten.mm, aten.bmm):
+        return node.args[0].meta["val"].shape[-1] == 1
+    return _packet(node) is aten.cat and len(set(node.args[0])) == 1
 
 
 def _is_repeatable(node: fx.Node) -> bool:
@@ -445,8 +456,9 @@ def _is_repeatable(node: fx.Node) -> bool:
         return False
     if _is_view(node):
         return True
-    if torch.Tag.pointwise not in node.target.tags and _packet(node) not in _CHEAP | _NORMS:
-        return False
+    if torch.Tag.pointwise not in node.target.tags and _packet(node) not in _ALL_CHEAP:
+        if not _becomes_pointwise(node):
+            return False
     devices = {s.meta["val"].device for s in (node, *node.all_input_nodes) if _is_tensor(s)}
     return len(devices) <= 1
 

@@ -803,6 +803,15 @@ def set_source_line(text: str) -> None:
 # For lowering: lower.py.
 
 
+def mark_emptied(placeholder: torch.fx.Node) -> None:
+    """Let the compiled graph empty the list that it is given here, as it consumes what is in it.
+
+    ``meta["steal_arg"]`` is for 2.11 to 2.15; can go when ``compile_fx`` returns a function that
+    takes a list.
+    """
+    placeholder.meta["steal_arg"] = True
+
+
 def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
     """Compile an aten graph for these very inputs; returns a function of them.
 

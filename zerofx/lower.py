@@ -94,6 +94,9 @@ class CompiledRegion(nn.Module):
     Compiling with the values at hand needs no tracing context of the step's own compilation.
     Equal regions, as those of equal layers, share what has been compiled.  A region with
     symbolic sizes is compiled once for each set of them.
+
+    It takes its inputs in a list, which it empties: what forward has saved for backward, and
+    nobody reads later, is freed while the region runs and not after it.
     """
 
     _known: dict[str, dict[tuple, Callable]] = {}  # by what a region computes
@@ -104,11 +107,11 @@ class CompiledRegion(nn.Module):
         self.is_dynamic = is_dynamic
         self.compiled = self._known.setdefault(_computation(gm.graph), {})
 
-    def forward(self, *values: Any) -> tuple[Any, ...]:
+    def forward(self, values: list[Any]) -> tuple[Any, ...]:
         sizes = tuple(map(_size, values)) if self.is_dynamic else ()
         if sizes not in self.compiled:
-            self.compiled[sizes] = compat.compile_with_inductor(self.gm, list(values))
-        return self.compiled[sizes](*values)
+            self.compiled[sizes] = compat.compile_with_inductor(self.gm, [values])
+        return self.compiled[sizes](values)
 
 
 def _computation(graph: fx.Graph) -> str:
@@ -196,8 +199,10 @@ def _call_region(
     ]
     body = fx.Graph()
     local = {}
-    for source in inputs:
-        local[source] = body.placeholder(source.name)
+    values = body.placeholder("values")
+    compat.mark_emptied(values)
+    for position, source in enumerate(inputs):
+        local[source] = body.call_function(operator.getitem, (values, position))
         local[source].meta = dict(source.meta)
     for node in nodes:
         local[node] = body.node_copy(node, local.__getitem__)
@@ -206,9 +211,15 @@ def _call_region(
     name = f"region_{sum(1 for _ in root.children())}"
     is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
     root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), is_dynamic))
-    call = graph.call_module(name, tuple(copies[source] for source in inputs))
+    # A call of its own: the program's names for the inputs are gone when the region begins.
+    box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
+    call = graph.call_module(name, (box,))
     for position, node in enumerate(outputs):
         copies[node] = graph.call_function(operator.getitem, (call, position))
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
 
 
 def _is_symbolic(value: Any) -> bool:

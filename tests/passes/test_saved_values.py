@@ -114,13 +114,34 @@ class Dropped(nn.Module):
         return self.down(torch.cat([F.silu(gate) * up, by_hand(up)], -1))
 
 
+class Rotated(nn.Module):
+    """A rotary embedding: its angles are an outer product, twice."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("frequencies", torch.rand(1, width // 2, 1))
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1]).float()[None, None]
+        angles = (self.frequencies @ positions).transpose(1, 2)
+        angles = torch.cat([angles, angles], -1)
+        rows = self.first(x)
+        left, right = rows.chunk(2, -1)
+        return self.second(rows * angles.cos() + torch.cat([-right, left], -1) * angles.sin())
+
+
 MODELS = {
+    "rotary": Rotated,
     "gated": lambda: nn.Sequential(Gated(), Gated()),
     "by hand": lambda: nn.Sequential(ByHand(), ByHand()),
     "dropout": lambda: nn.Sequential(Dropped(), Dropped()),
     "group norm": lambda: nn.Sequential(*(Convolved(nn.GroupNorm(2, 4)) for _ in range(2))),
     "batch norm": lambda: nn.Sequential(*(Convolved(nn.BatchNorm2d(4)) for _ in range(2))),
 }
+
+
+SHORT = ("gated", "rotary")  # 10 s each, for Inductor's decompositions
 
 
 def batch_for(name, rows):
@@ -224,7 +245,9 @@ def is_a_tensor(node):
     return isinstance(node.args[0].meta["val"], torch.Tensor)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=() if m in SHORT else pytest.mark.long) for m in MODELS]
+)
 def test_keeps_no_more_than_torch_does(name):
     """Inductor's own decompositions, and functorch's min-cut partitioner."""
     torch.manual_seed(0)
