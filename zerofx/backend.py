@@ -26,6 +26,7 @@ from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.runtime.agreement import Agreement
+from zerofx.runtime.buffers import return_freed_memory
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
@@ -219,9 +220,13 @@ class Program:
         return runtime
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        if self.runtime is None:
-            self.runtime = self._make_ready()
-        return self.runtime(inputs)
+        if self.runtime is not None:
+            return self.runtime(inputs)
+        self.runtime = self._make_ready()
+        return_freed_memory()
+        results = self.runtime(inputs)
+        return_freed_memory()
+        return results
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from zerofx import compat
@@ -41,3 +44,15 @@ class BufferPool:
 
     def _is_held(self, index: int) -> bool:
         return compat.is_storage_held(self._storages[index])
+
+
+def return_freed_memory() -> None:
+    """Hand memory that has been freed back to the system; where there is no glibc, do nothing.
+
+    Binding cuts every parameter to its shard and compiling takes much for a moment.  glibc would
+    keep most of what they free, in pieces under 32 MiB, for later: 0.3 GiB of 2.2 with 211M
+    parameters on 2 ranks.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
