@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import role
+from zerofx.graph import aliases, role
 from zerofx.passes.base import Counts, PassContext
+
+aten = torch.ops.aten
 
 
 def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -25,18 +28,31 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         y = mm(x, a)
         b = zerofx.wait(start);  z = mm(y, b)
 
-    At most one gather is in flight ahead of the parameter in use.
+    At most one gather is in flight ahead of the parameter in use.  At stages 1 and 2, where all
+    that is gathered is parameters' new values, each starts behind its update, travels while
+    backward goes on, and is written where the next one starts.  Before::
+
+        u = zerofx.update(s, g, 1, 0);  dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
+        copy_(p, zerofx.wait(zerofx.all_gather_start(u, 2)))
+        copy_(q, zerofx.wait(zerofx.all_gather_start(v, 2)))
+
+    After::
+
+        u = zerofx.update(s, g, 1, 0);  start = zerofx.all_gather_start(u, 2)
+        dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
+        a = zerofx.wait(start);  start_1 = zerofx.all_gather_start(v, 2);  copy_(p, a)
+        copy_(q, zerofx.wait(start_1))
     """
-    moved = 0
     waits = [
         node
         for node in gm.graph.nodes
         if node.target is ops.wait and node.args[0].target is ops.all_gather_start
     ]
+    if all(map(_is_only_written, waits)):
+        return {"prefetched": _start_behind_updates(waits)}
+    moved = 0
     for previous, wait in itertools.pairwise(waits):
-        chain = [wait.args[0]]
-        while role(chain[-1].all_input_nodes[0]) in ("gather_cast", "pack"):
-            chain.append(chain[-1].all_input_nodes[0])
+        chain = _chain(wait)
         anchor = max(previous, *chain[-1].all_input_nodes)
         if not anchor < chain[-1]:
             continue
@@ -44,3 +60,65 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             anchor.append(node)
         moved += 1
     return {"prefetched": moved}
+
+
+def _chain(wait: fx.Node) -> list[fx.Node]:
+    """The start of a gather and what prepares its input, last node first."""
+    chain = [wait.args[0]]
+    while role(chain[-1].all_input_nodes[0]) in ("gather_cast", "pack"):
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain
+
+
+def _is_only_written(wait: fx.Node) -> bool:
+    """Whether what is gathered is only copied into inputs, and freed."""
+    views = aliases(wait)
+    users = {user for view in views for user in view.users}
+    return all(user in views or user.target is ops.free or _writes_an_input(user) for user in users)
+
+
+def _writes_an_input(node: fx.Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"
+
+
+def _start_behind_updates(waits: list[fx.Node]) -> int:
+    """Start each gather once its input is there, and write the one before; return how many."""
+    ready = {wait: max(_chain(wait)[-1].all_input_nodes) for wait in waits}
+    started: fx.Node | None = None
+    previous: fx.Node | None = None
+    for wait in sorted(waits, key=ready.__getitem__):
+        here = ready[wait] if started is None else max(ready[wait], started)
+        ahead = [] if previous is None else [previous]
+        for node in (*ahead, *reversed(_chain(wait))):
+            here.append(node)
+            here = node
+        started = here
+        if previous is not None:
+            _write_behind(previous, started)
+        previous = wait
+    return len(waits)
+
+
+def _write_behind(wait: fx.Node, anchor: fx.Node) -> None:
+    """Move what follows a gather's wait behind ``anchor`` and the last reader of old values."""
+    views = aliases(wait)
+    rest = sorted({user for view in views for user in view.users})
+    for write in rest:
+        if write.target is aten.copy_.default:
+            anchor = max([anchor, *_readers(write.args[0])])
+    for node in rest:
+        anchor.append(node)
+        anchor = node
+
+
+def _readers(parameter: fx.Node) -> list[fx.Node]:
+    """Who reads an input before it is written to; a collective does until its wait."""
+    memory = aliases(parameter)
+    readers = {
+        user
+        for alias in memory
+        for user in alias.users
+        if user.op != "output" and not (_writes_an_input(user) and user.args[0] in memory)
+    }
+    waits = {user for reader in readers if reader.target in ops.STARTS for user in reader.users}
+    return [*readers, *waits]

@@ -15,15 +15,18 @@ from tests.programs import (
     context_of,
     evaluation,
     execute,
+    gathers_of,
     listing,
     mlp_step,
     nodes_of,
+    parameter_named,
     rewritten,
+    rewritten_by_rank,
     run_passes,
     smallest_step,
 )
 from zerofx import GraphError, ops
-from zerofx.graph import program_order
+from zerofx.graph import input_role, program_order
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 
@@ -193,6 +196,82 @@ def test_at_stage_1_the_next_parameter_is_gathered_while_one_is_written():
     writes = nodes_of(program, aten.copy_.default)
     for write, (start, wait) in zip(writes, gathers(program)[1:], strict=False):
         assert order[start] < order[write] < order[wait]
+
+
+def between(program, start, wait, *targets):
+    order = program_order(program.graph)
+    return [n for n in nodes_of(program, *targets) if order[start] < order[n] < order[wait]]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_new_value_travels_while_others_are_computed_and_reduced(stage):
+    captured = mlp_step(4)
+    programs = rewritten_by_rank(captured, stage=stage, update_in_backward=True)
+    for program in programs:
+        order = program_order(program.graph)
+        layers = gathers(program)
+        assert len(layers) == 4
+        for start, _ in layers:
+            (update, *_) = sorted(start.args[0].args[0], reverse=True)
+            assert update.target is ops.update
+            # Nothing but the gather's packing and the arrival of the one before.
+            assert order[start] - order[update] <= 3
+        for start, wait in layers[:-1]:
+            assert between(program, start, wait, ops.reduce_scatter_start)
+            assert between(program, start, wait, ops.update)
+        # At stage 1 nothing is reduced before the tail; at 2 a gradient is, one layer later.
+        for start, wait in layers[:-2]:
+            assert bool(between(program, start, wait, aten.mm.default)) == (stage == 2)
+    assert_same_numerics(execute(captured), execute(programs))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_behind_clipping_new_values_travel_while_others_are_updated(stage):
+    program = rewritten(mlp_step(4, clip=True), stage=stage, update_in_backward=True)
+    pairs = gathers(program)
+    assert len(pairs) == 8
+    for start, wait in pairs[:-1]:
+        assert between(program, start, wait, ops.update)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("bucket", [False, True])
+def test_one_new_value_is_in_flight_and_two_are_alive(stage, bucket):
+    for program in rewritten_by_rank(mlp_step(4), stage=stage, bucket=bucket):
+        in_flight = alive = most = 0
+        for node in program.graph.nodes:
+            arrives = node.target is ops.wait and node.args[0].target is ops.all_gather_start
+            in_flight += (node.target is ops.all_gather_start) - arrives
+            alive += (node.target is ops.all_gather_start) - (node.target is ops.free)
+            most = max(most, alive)
+            assert in_flight <= 1 and alive <= 2
+        assert (in_flight, alive, most) == (0, 0, 2)
+
+
+def test_a_parameter_is_written_behind_the_last_reader_of_its_old_value():
+    """What the last layer was, read when backward has long updated it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        was = model[2].weight.detach().exp().sum() * loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return was
+
+    captured = capture(step, torch.randn(3, 5), world_size=2)
+    program = rewritten(captured, stage=2, update_in_backward=True)
+    order = program_order(program.graph)
+    (reader,) = nodes_of(program, aten.exp.default)
+    writes = {input_role(w.args[0]).parameter: w for w in nodes_of(program, aten.copy_.default)}
+    read = parameter_named(program, "2.weight").index
+    (start,) = gathers_of(program, "2.weight")
+    assert order[start] < order[reader] < order[writes[read]]
+    assert any(order[write] < order[reader] for write in writes.values())
+    assert_same_numerics(execute(captured), execute(program))
 
 
 def test_leaves_a_single_gather_alone():
