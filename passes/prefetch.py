@@ -29,7 +29,6 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         b = zerofx.wait(start);  z = mm(y, b)
 
     At most one gather is in flight ahead of the parameter in use.  At stages 1 and 2, where all
-    At most one gather is in flight ahead of the parameter in use.  At stages 1 and 2, where all
     that is gathered is parameters' new values, each starts behind its update, travels while
     backward goes on, and is written where the next one starts.  Before::
 

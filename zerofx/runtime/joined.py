@@ -12,9 +12,7 @@ from zerofx.runtime.flat import ordinary_tensors, without_base
 
 
 def adjoin(first: Tensor, second: Tensor) -> bool:
-    """Whether a flat tensor begins where another ends.  One without elements is anywhere."""
-    if not first.numel() or not second.numel():
-        return True
+    """Whether a flat tensor begins where another ends, in the same memory."""
     return (
         first.data_ptr() + first.nbytes == second.data_ptr()
         and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
@@ -22,7 +20,10 @@ def adjoin(first: Tensor, second: Tensor) -> bool:
 
 
 def join(pieces: Sequence[Tensor]) -> Tensor:
-    """View flat tensors, each of which begins where the one before it ends, as one."""
+    """View flat tensors, each of which begins where the one before it ends, as one.
+
+    Those without elements may stand anywhere.
+    """
     first = next((piece for piece in pieces if piece.numel()), pieces[0])
     length = sum(piece.numel() for piece in pieces)
     return first.detach().as_strided((length,), (1,), first.storage_offset())

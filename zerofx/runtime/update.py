@@ -168,23 +168,34 @@ class OptimizerRunner:
     def _neighbours(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
     ) -> Iterator[list[tuple[Tensor, Tensor, int]]]:
-        """Cut a list of updates where groups change or memory is not contiguous."""
+        """Sort updates by where their shards lie, and cut where groups change or memory does.
+
+        What has no elements on this rank lies nowhere, and goes with the first of its group.
+        """
         assert self._groups is not None
-        members: list[tuple[Tensor, Tensor, int]] = []
-        last = None
-        for member in zip(data, grads, parameters, strict=True):
+        pieces: list[tuple[Any, list[tuple[Tensor, Tensor, int]]]] = []
+        members = sorted(
+            zip(data, grads, parameters, strict=True),
+            key=lambda member: (not member[0].numel(), member[0].data_ptr()),
+        )
+        for member in members:
             group = self._groups.get(id(self._parameters[member[2]][0]()))
-            here = (group, member[0].dtype, member[1].dtype)
-            if members and not (
-                here == last
-                and adjoin(members[-1][0], member[0])
-                and adjoin(members[-1][1], member[1])
-            ):
-                yield members
-                members = []
-            members.append(member)
-            last = here
-        yield members
+            kind = (id(group), member[0].dtype, member[1].dtype)
+            if member[0].numel():
+                candidates = [
+                    piece
+                    for known, piece in pieces[-1:]
+                    if known == kind
+                    and adjoin(piece[-1][0], member[0])
+                    and adjoin(piece[-1][1], member[1])
+                ]
+            else:
+                candidates = [piece for known, piece in pieces if known == kind][:1]
+            if candidates:
+                candidates[0].append(member)
+            else:
+                pieces.append((kind, [member]))
+        yield from (piece for _, piece in pieces)
 
     def _run_joined(self, members: list[tuple[Tensor, Tensor, int]]) -> bool:
         """Update shards that are one piece of memory with one kernel; False if that cannot be."""
