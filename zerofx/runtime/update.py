@@ -204,9 +204,9 @@ class OptimizerRunner:
         users = [self._parameters[parameter][0]() for parameter in parameters]
         assert self._groups is not None
         group = self._groups.get(id(users[0]))
-        states = [optimizer.state.get(user) for user in users]
+        states = [optimizer.state.get(user) or {} for user in users]
         lengths = [member[0].numel() for member in members]
-        if group is None or not all(states) or sum(lengths) < FEWEST_ELEMENTS:
+        if group is None or sum(lengths) < FEWEST_ELEMENTS:
             return False
         joined = self._joined.setdefault(parameters, JoinedStates())
         values = joined.of(states, lengths)
@@ -239,7 +239,8 @@ class OptimizerRunner:
                 run,
             )
         group.changed.update(new_group)
-        joined.keep(new_state, states, lengths)
+        if new_state:
+            joined.keep(new_state, [optimizer.state[user] for user in users], lengths)
         return True
 
     def end(self) -> None:
