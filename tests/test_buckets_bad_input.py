@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -13,8 +14,8 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
-from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx import backend
+from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx import StepError, backend
 from zerofx.runtime.agreement import AgreementError
 from zerofx.runtime.communication import Communicator
 
@@ -268,3 +269,61 @@ def test_other_buckets_on_one_rank_are_named_before_anything_is_sent(
 def test_modules_registered_in_another_order_on_one_rank_train_all_the_same(ranks, stage):
     """Parameters count in the order of their use."""
     assert ranks(2).run(outcome, "registered", stage, timeout_s=60) == [("", "trained", 0)] * 2
+
+
+# Batches that differ, with a budget: what is kept gathered depends on what is left of it.
+
+FEW, MANY = 2, 400
+
+
+def uneven(share: float, later: bool, agreement_timeout_s: float = 60.0) -> tuple[str, str]:
+    """Train with more rows on rank 1; return the error's type and words.
+
+    ``share`` is of the smallest budget for those rows; ``later``: the first step is even.
+    """
+    torch._dynamo.reset()
+    rows = MANY if dist.get_rank() == 1 else FEW
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = adamw(model)
+    try:
+        zero(step, 3, memory_budget=1)(model, optimizer, torch.ones(MANY, WIDTH))
+    except Exception as error:
+        smallest = int(str(error).split("allocates ")[1].split()[0])
+    compiled = zero(step, 3, memory_budget=int(share * smallest))
+    own_timeout, backend.AGREEMENT_TIMEOUT_S = backend.AGREEMENT_TIMEOUT_S, agreement_timeout_s
+    try:
+        if later:
+            compiled(model, optimizer, torch.ones(FEW, WIDTH))
+        compiled(model, optimizer, torch.ones(rows, WIDTH))
+    except Exception as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+    finally:
+        backend.AGREEMENT_TIMEOUT_S = own_timeout
+    return "", "trained"
+
+
+def test_ranks_that_would_keep_different_parameters_gathered_are_refused(ranks):
+    for kind, text in ranks(2).run(uneven, 1.0, False, timeout_s=60):
+        assert kind == AgreementError.__name__, text
+        assert "ranks 0 and 1 compiled different programs" in text and "all_gather" in text
+
+
+def test_a_budget_that_is_too_small_on_one_rank_ends_both(ranks):
+    (kind, text), (other_kind, other) = ranks(2).run(uneven, 0.9, False, timeout_s=60)
+    assert (kind, other_kind) == (AgreementError.__name__, StepError.__name__)
+    assert "rank 1 could not compile" in text
+    assert "memory_budget is" in other and "give it that much" in other and other[:40] in text
+
+
+def test_with_room_for_both_uneven_batches_train(ranks):
+    assert ranks(2).run(uneven, 2.0, False, timeout_s=60) == [("", "trained")] * 2
+
+
+def test_a_larger_batch_later_on_one_rank_ends_in_words_and_not_in_a_hang():
+    with contextlib.closing(Ranks(2, group_timeout_s=10.0)) as two:
+        (_, text), (kind, other) = two.run(uneven, 1.0, True, 3.0, timeout_s=90)
+        two.kill()
+    assert kind == AgreementError.__name__, other
+    assert "rank(s) [0] posted no schedule" in other and "all_gather" in other
+    assert "another rank has died or is not calling the same function" in text
