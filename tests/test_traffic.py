@@ -45,7 +45,7 @@ def build(tied: bool) -> nn.Module:
     return model
 
 
-def count(stage: int, tied: bool, autocast: bool) -> Sent:
+def count(stage: int, tied: bool, autocast: bool, bucket: bool = True) -> Sent:
     def step(model, optimizer, *batch):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = language_loss(model, *batch)
@@ -60,7 +60,8 @@ def count(stage: int, tied: bool, autocast: bool) -> Sent:
     optimizer = torch.optim.AdamW(model.parameters())
     communicator = Communicator.of(None)  # kept: only a living one is the step's own
     traffic = communicator.traffic
-    compiled = torch.compile(step, backend="zero", options={"stage": stage, "lowering": "eager"})
+    options = {"stage": stage, "lowering": "eager", "bucket": bucket}
+    compiled = torch.compile(step, backend="zero", options=options)
     traffic.reset()
     compiled(model, optimizer, *models.tokens(0, 2))
     first = traffic.snapshot()
@@ -130,6 +131,31 @@ def test_stage_3_gathers_twice_only_what_backward_reads(ranks, world_size, tied,
         assert sent.later["gather"] == padded(gathered, model, 2 * world_size + 1)
         assert once + gathered <= 3 * once
         check_the_rest(sent, 3, sizes, world_size)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_turn_a_collective_per_parameter_into_one_per_layer(ranks, stage):
+    """And the bytes stay, but for padding and the biases that backward would not have gathered."""
+    model = build(tied=True)
+    parameters, layers = len(list(model.parameters())), 3  # embedding, block, last norm
+    alone, together = (
+        ranks(2).run(count, stage, True, False, bucket, timeout_s=TIMEOUT_S)
+        for bucket in (False, True)
+    )
+    biases = sum(sent_once(p.numel(), 2) for p in model.parameters() if p.dim() == 1)
+    for before, after in zip(alone, together, strict=True):
+        assert before.collectives["reduce_scatter"] == parameters
+        assert after.collectives["reduce_scatter"] == layers
+        gathers = [sent.collectives["all_gather"] for sent in (before, after)]
+        if stage < 3:
+            assert gathers == [parameters, layers]
+        else:  # most are gathered for forward and again for backward
+            assert gathers[0] > parameters and layers <= gathers[1] <= 2 * layers
+        padding = 16 * 3 * parameters
+        assert after.later["reduce"] <= before.later["reduce"] + padding
+        again = (biases + padding) * (stage == 3)
+        assert after.later["gather"] <= before.later["gather"] + padding + again
+        assert after.later["scalar"] == before.later["scalar"]
 
 
 def test_autocast_halves_what_stage_3_gathers_for_matrix_products():

@@ -80,9 +80,10 @@ def flatten_bucket(
     buffer = buffers.empty(infos[0].place.shard_numel * infos[0].world_size, wholes[0])
     end = 0
     for whole, info in zip(wholes, infos, strict=True):
-        buffer[end : info.place.offset].zero_()
-        end = info.place.offset + info.numel
-        whole_from_flat(buffer[info.place.offset : end], info).copy_(whole)
+        start, stop = info.place.offset, info.place.offset + info.numel
+        buffer[end:start].zero_()
+        whole_from_flat(buffer[start:stop], info).copy_(whole)
+        end = max(end, stop)  # one of no elements may come after its neighbour at the same place
     buffer[end:].zero_()
     return buffer
 
