@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.buffers import HUGE_PAGE_BYTES, BufferPool
 
 LIKE = torch.empty(0)
 
@@ -40,6 +40,25 @@ def test_idle_buffers_of_another_size_are_let_go():
     kept = pool.empty(100, LIKE)
     pool.empty(1000, LIKE)
     pool.empty(10, LIKE)
-    assert sorted(storage.nbytes() for storage in pool._storages) == [40, 400]
+    assert sorted(nbytes for _, nbytes in pool._ranges) == [40, 400]
     pool.clear()
     assert kept.numel() == 100 and not pool._storages
+
+
+def test_a_large_buffer_begins_on_a_page_and_holds_what_was_asked_for():
+    pool = BufferPool()
+    numel = HUGE_PAGE_BYTES // 4 + 3
+    buffer = pool.empty(numel, LIKE)
+    assert buffer.data_ptr() % HUGE_PAGE_BYTES == 0 and buffer.shape == (numel,)
+    buffer.fill_(1)
+    address = buffer.data_ptr()
+    del buffer
+    assert pool.empty(numel, LIKE).data_ptr() == address
+
+
+def test_without_reuse_every_buffer_is_its_own_and_no_larger():
+    pool = BufferPool()
+    pool.is_on = False
+    buffer = pool.empty(HUGE_PAGE_BYTES, LIKE)
+    assert buffer.untyped_storage().nbytes() == 4 * HUGE_PAGE_BYTES
+    assert not pool._storages

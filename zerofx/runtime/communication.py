@@ -216,7 +216,9 @@ class Communicator:
         """Return every rank's [n] as [N * n]; blocks.  For state dicts and other reading."""
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
         nbytes = shard.nbytes * self.world_size
+        self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
         gathered = self.wait(self._start("all_gather", "setup", nbytes, launch))
+        self.buffers.is_on = True
         self.settle()
         return gathered
 

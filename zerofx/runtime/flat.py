@@ -57,13 +57,17 @@ def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torc
     if parts:
         first = parts[0][0]
         storage = first.untyped_storage()
-        in_place = storage.nbytes() == numel * first.itemsize and all(
+        start = first.storage_offset() - parts[0][1].position_in_shard
+        is_whole = storage.nbytes() == numel * first.itemsize or numel == sum(
+            shard.numel() for shard, _ in parts
+        )
+        in_place = is_whole and all(
             shard.untyped_storage().data_ptr() == storage.data_ptr()
-            and shard.storage_offset() == info.position_in_shard
+            and shard.storage_offset() == start + info.position_in_shard
             for shard, info in parts
         )
         if in_place:
-            return first.as_strided((numel,), (1,), 0)
+            return first.as_strided((numel,), (1,), start)
     buffer = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
     for shard, info in parts:
         buffer.narrow(0, info.position_in_shard, info.shard_numel).copy_(shard)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, without_base
 
 
@@ -90,7 +91,9 @@ class JoinedStates:
             value is not view for value, view in zip(values, views, strict=True)
         ):
             with ordinary_tensors():
-                self._divide(name, torch.cat(list(values)), states, lengths)
+                flat = torch.empty(sum(lengths), dtype=values[0].dtype, device=values[0].device)
+                prefer_huge_pages(flat)
+                self._divide(name, torch.cat(list(values), out=flat), states, lengths)
         return self._flat[name]
 
     def _divide(

@@ -19,6 +19,7 @@ from torch import nn
 
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
@@ -362,7 +363,9 @@ class ParameterRegistry:
 
 
 def _empty_bucket(info: ParameterInfo) -> torch.Tensor:
-    return torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
+    buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
+    prefer_huge_pages(buffer)
+    return buffer
 
 
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:

@@ -200,7 +200,7 @@ class StepRuntime:
         key = (info.place.bucket, whole.dtype)
         buffer, taken = self._cuts.get(key, (None, {parameter}))
         if parameter in taken:  # once more, maybe of another value: into memory of its own
-            buffer = whole.new_zeros(info.place.shard_numel)
+            buffer = self.communicator.buffers.empty(info.place.shard_numel, whole).zero_()
             taken = set()
             self._cuts[key] = buffer, taken
         taken.add(parameter)
