@@ -207,6 +207,7 @@ class Program:
             runtime.kernels(),
             options.lowering,
             runtime.update_together if fuses else None,
+            runtime.reduce_bucket_start,
         )
         logger.info(
             "stage %d on %d ranks: %d parameters, %d collectives; %s",

@@ -18,13 +18,15 @@ def lower(
     kernels: Mapping[object, Callable],
     lowering: str,
     update_together: Callable | None = None,
+    reduce_bucket_start: Callable | None = None,
 ) -> Callable:
     """Return a function of the program's inputs.
 
     ``kernels`` holds the function that runs each ``zerofx::`` operator.  ``eager`` runs every
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.  ``update_together``, if given, runs
-    several updates that follow one another.
+    several updates that follow one another; ``reduce_bucket_start`` reduces a bucket of what
+    would be copied into its buffer for that alone.
     """
     root = nn.Module()
     graph = _with_compiled_regions(gm, root) if lowering == "inductor" else fx.Graph()
@@ -35,6 +37,8 @@ def lower(
                 setattr(root, node.target, getattr(gm, node.target))
     if update_together is not None:
         _merge_updates(graph, update_together)
+    if reduce_bucket_start is not None:
+        _reduce_unflattened(graph, reduce_bucket_start)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in kernels:
             node.target = kernels[node.target]
@@ -73,6 +77,20 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
             pending.append(node)
         elif pending and not _may_stand_between(node, pending):
             flush()
+
+
+def _reduce_unflattened(graph: fx.Graph, reduce_bucket_start: Callable) -> None:
+    """Replace a copy into a bucket's buffer and the reduction that alone reads it by one call."""
+    for start in list(graph.nodes):
+        if start.target is not ops.reduce_scatter_start:
+            continue
+        flat, *others = start.args
+        if flat.target is ops.flatten_bucket and list(flat.users) == [start]:
+            with graph.inserting_before(start):
+                call = graph.call_function(reduce_bucket_start, (*flat.args, *others))
+            start.replace_all_uses_with(call)
+            graph.erase_node(start)
+            graph.erase_node(flat)
 
 
 def _shared(update: fx.Node) -> tuple:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -151,6 +151,26 @@ class Communicator:
             self._transport(flat).reduce_scatter, flat.detach().contiguous(), reduction
         )
         return self._start("reduce_scatter", "reduce", flat.nbytes, launch)
+
+    def reduce_scatter_pieces_start(
+        self,
+        pieces: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        numel: int,
+        reduction: str,
+    ) -> torch.Tensor | None:
+        """Do as ``reduce_scatter_start`` on a buffer that would have these at ``offsets``.
+
+        The rest of it would be zero.  None where the buffer itself is needed: this starts nothing
+        then.
+        """
+        transport = self._transport(pieces[0])
+        if not isinstance(transport, PeerTransport):
+            return None
+        self._check_reduction(reduction, pieces[0].dtype)
+        launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
+        nbytes = numel * pieces[0].itemsize
+        return self._start("reduce_scatter", "reduce", nbytes, launch)
 
     def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
         """Start concatenating every rank's [n] to [N * n], alive until ``free``."""

@@ -92,6 +92,23 @@ def flatten_bucket(
     return buffer
 
 
+def flat_pieces(
+    wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the tensors that make up a bucket's flat buffer, each flat, and where they lie in it.
+
+    They are views where a tensor is dense in its parameter's storage order, else copies; those
+    without elements are left out.
+    """
+    pieces, offsets = [], []
+    for whole, info in zip(wholes, infos, strict=True):
+        if info.numel:
+            ordered = whole.detach().permute(info.storage_order)
+            pieces.append(ordered.to(wholes[0].dtype).reshape(-1))
+            offsets.append(info.place.offset)
+    return pieces, offsets
+
+
 def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     """View a flat buffer that begins with a parameter's elements as the parameter.
 

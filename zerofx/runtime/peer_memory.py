@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -115,8 +115,8 @@ class PeerMemory:
         self.timeout_s = compat.timeout_s(group)
         self.board = _Board(nonce=secrets.randbits(62))
         self.count = 0
-        self._open: dict[int, torch.Tensor] = {}  # not finished here, by number
-        self._leaving: deque[tuple[_Moment, torch.Tensor]] = deque()  # not finished elsewhere
+        self._open: dict[int, tuple] = {}  # what is not finished here, by number
+        self._leaving: deque[tuple[_Moment, tuple]] = deque()  # what is not finished elsewhere
         self._seen = _Progress(), _Entry()
         # Stores become visible in program order on x86 alone.
         self._read = (
@@ -145,8 +145,8 @@ class PeerMemory:
         if self.is_readable:
             atexit.register(_settle_at_exit, weakref.ref(self))
 
-    def post(self, source: torch.Tensor) -> int:
-        """Let the others read a contiguous tensor until all have finished; return its number."""
+    def post(self, sources: Sequence[torch.Tensor]) -> int:
+        """Let the others read contiguous tensors until all have finished; return their number."""
         self.forget()
         if len(self._open) + len(self._leaving) >= SLOTS:
             raise StepError(
@@ -155,17 +155,20 @@ class PeerMemory:
         self.count += 1
         number = self.board.progress.failures * _NUMBERS_PER_EPOCH + self.count
         entry = self.board.entries[_slot(number)]
-        entry.address, entry.nbytes = source.data_ptr(), source.nbytes
+        addresses = (c_int64 * len(sources))(*(source.data_ptr() for source in sources))
+        entry.address = ctypes.addressof(addresses)
+        entry.nbytes = sum(source.nbytes for source in sources)
         entry.number = number
-        self._open[number] = source
+        self._open[number] = (addresses, *sources)
         return number
 
-    def find(self, peer: _Peer, number: int, nbytes: int) -> int:
-        """Wait until a peer has posted a collective; return the address of its data.
+    def find(self, peer: _Peer, number: int, sources: Sequence[torch.Tensor]) -> list[int]:
+        """Wait until a peer has posted a collective; return where its tensors like these lie.
 
         Raises: StepError if the peer's step has failed, or it posts something else; RuntimeError
         if the peer is dead or does not come within the group's timeout.
         """
+        nbytes = sum(source.nbytes for source in sources)
         pause_s, deadline = 0.0, 0.0
         while True:
             progress, entry = self._look(peer, number)
@@ -177,7 +180,10 @@ class PeerMemory:
                         f"expects {nbytes}: the ranks call different functions, or one has "
                         "skipped a call. Call the same compiled functions in the same order."
                     )
-                return entry.address
+                addresses = (c_int64 * len(sources))()
+                where = _Range(entry.address, ctypes.sizeof(addresses))
+                self._transfer(peer, (_range(addresses),), (where,))
+                return list(addresses)
             if progress.failures > self.board.progress.failures:
                 raise StepError(
                     f"the step failed on rank {peer.rank}, so rank {self.rank} cannot finish it: "
@@ -194,15 +200,26 @@ class PeerMemory:
             time.sleep(pause_s)
             pause_s = min(pause_s + 2e-6, LONGEST_PAUSE_S)
 
-    def copy(self, peer: _Peer, address: int, into: torch.Tensor) -> None:
-        """Copy a peer's bytes from ``address`` into a contiguous tensor.
+    def copy(self, peer: _Peer, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copy a peer's bytes from each address into the contiguous tensor beside it.
 
         Raises: RuntimeError if the peer is dead.
         """
-        target, left = into.data_ptr(), into.nbytes
-        while left:
-            copied = self._transfer(peer, (_Range(target, left),), (_Range(address, left),))
-            target, address, left = target + copied, address + copied, left - copied
+        for first in range(0, len(parts), MOST_RANGES):
+            some = parts[first : first + MOST_RANGES]
+            local = tuple(_Range(into.data_ptr(), into.nbytes) for _, into in some)
+            remote = tuple(_Range(address, into.nbytes) for address, into in some)
+            copied = self._transfer(peer, local, remote)
+            for here, there in zip(local, remote, strict=True):  # at most 2 GiB at once
+                done = min(copied, here.nbytes)
+                copied -= done
+                while done < here.nbytes:
+                    left = here.nbytes - done
+                    done += self._transfer(
+                        peer,
+                        (_Range(here.address + done, left),),
+                        (_Range(there.address + done, left),),
+                    )
 
     def finish(self, number: int) -> None:
         """Tell the others that this rank will read no more of a collective."""
@@ -289,6 +306,9 @@ class PeerMemory:
         return copied
 
 
+MOST_RANGES = 512
+"""Of one call; the system takes 1,024."""
+
 LONGEST_PAUSE_S = 2e-4
 """How long a waiting rank sleeps between two looks at a peer's board."""
 
@@ -301,7 +321,7 @@ def _slot(number: int) -> int:
     return failures % 2 * SLOTS + count % SLOTS
 
 
-def _range(value: ctypes.Structure | c_int64) -> _Range:
+def _range(value: ctypes.Structure | ctypes.Array | c_int64) -> _Range:
     return _Range(ctypes.addressof(value), ctypes.sizeof(value))
 
 

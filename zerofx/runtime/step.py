@@ -17,7 +17,14 @@ from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.flat import copy_range, flatten_bucket, pack, take_shard, without_base
+from zerofx.runtime.flat import (
+    copy_range,
+    flat_pieces,
+    flatten_bucket,
+    pack,
+    take_shard,
+    without_base,
+)
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer, join
@@ -216,6 +223,26 @@ class StepRuntime:
     ) -> torch.Tensor:
         infos = [self.table[index] for index in parameters]
         return flatten_bucket(wholes, infos, self.communicator.buffers)
+
+    def reduce_bucket_start(
+        self,
+        wholes: list[torch.Tensor],
+        parameters: list[int],
+        numel: int,
+        reduction: str,
+        world_size: int,
+    ) -> torch.Tensor:
+        """Start reducing a bucket, from where its gradients are if the transport can."""
+        infos = [self.table[index] for index in parameters]
+        pieces, offsets = flat_pieces(wholes, infos)
+        communicator = self.communicator
+        numel = infos[0].place.shard_numel * infos[0].world_size
+        if pieces and self.reuses_buffers:
+            started = communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
+            if started is not None:
+                return started
+        flat = flatten_bucket(wholes, infos, communicator.buffers)
+        return communicator.reduce_scatter_start(flat, reduction, world_size)
 
     def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
         start, stop = self.table[parameter].owned_by(self.communicator.rank)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -302,16 +303,24 @@ class PeerWork:
     """A collective among ranks that read each other's memory: it happens at the wait."""
 
     def __init__(
-        self, memory: PeerMemory, source: torch.Tensor, collect: Callable[[int], None]
+        self,
+        memory: PeerMemory,
+        sources: Sequence[torch.Tensor],
+        collect: Callable[[dict[int, list[int]]], None],
     ) -> None:
         self.memory = memory
+        self.sources = sources
         self.collect = collect
-        self.number = memory.post(source)
+        self.number = memory.post(sources)
 
     def wait(self) -> None:
         """Read what this rank needs of the others, which may have to start it first."""
-        self.collect(self.number)
-        self.memory.finish(self.number)
+        memory = self.memory
+        addresses = {
+            peer.rank: memory.find(peer, self.number, self.sources) for peer in memory.peers
+        }
+        self.collect(addresses)
+        memory.finish(self.number)
 
 
 class PeerTransport:
@@ -337,14 +346,24 @@ class PeerTransport:
             started = self._scatter_and_gather(flat, reduction)
         else:
             result = torch.empty_like(flat)
-            work = self._reduce(flat, 0, reduction, result)
+            work = self._reduce([flat], [0], 0, reduction, result)
             started = Started(result, work, sent_bytes=(self.world_size - 1) * flat.nbytes)
         started.result = started.result[: flat.numel()].view(input.shape)
         return started
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
-        result = flat.new_empty(flat.numel() // self.world_size)
-        work = self._reduce(flat, self.rank * result.numel(), reduction, result)
+        return self.reduce_scatter_pieces([flat], [0], flat.numel(), reduction)
+
+    def reduce_scatter_pieces(
+        self, pieces: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, reduction: str
+    ) -> Started:
+        """Reduce-scatter a flat buffer of ``numel`` elements that need not exist.
+
+        ``pieces`` are flat and contiguous, and would lie at ``offsets``, in order; the rest of it
+        would be zero.
+        """
+        result = pieces[0].new_empty(numel // self.world_size)
+        work = self._reduce(pieces, offsets, self.rank * result.numel(), reduction, result)
         return Started(result, work, sent_bytes=(self.world_size - 1) * result.nbytes)
 
     def all_gather(self, shard: torch.Tensor) -> Started:
@@ -359,44 +378,59 @@ class PeerTransport:
         pieces = result.chunk(self.world_size)
         own = pieces[self.rank].copy_(shard)
 
-        def collect(number: int) -> None:
+        def collect(addresses: dict[int, list[int]]) -> None:
             for peer in self.memory.peers:
-                address = self.memory.find(peer, number, own.nbytes)
-                self.memory.copy(peer, address, pieces[peer.rank])
+                (address,) = addresses[peer.rank]
+                self.memory.copy(peer, [(address, pieces[peer.rank])])
 
-        return PeerWork(self.memory, own, collect)
+        return PeerWork(self.memory, [own], collect)
 
     def _reduce(
-        self, flat: torch.Tensor, start: int, reduction: str, result: torch.Tensor
+        self,
+        pieces: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        start: int,
+        reduction: str,
+        result: torch.Tensor,
     ) -> PeerWork:
-        """Reduce the range that begins at ``start`` of every rank's flat buffer into ``result``."""
+        """Reduce the range that begins at ``start`` of every rank's buffer into ``result``."""
         combine = REDUCTIONS[reduction]
-        own = flat[start : start + result.numel()]
-        step = max(self.PIECE_BYTES // flat.itemsize, 1)
-        offset = start * flat.itemsize
+        peers = {peer.rank: peer for peer in self.memory.peers}
+        step = max(self.PIECE_BYTES // result.itemsize, 1)
 
-        def collect(number: int) -> None:
-            peers = {peer.rank: peer for peer in self.memory.peers}
-            addresses = {
-                rank: self.memory.find(peer, number, flat.nbytes) + offset
-                for rank, peer in peers.items()
-            }
-            scratch = result.new_empty(min(step, result.numel()) if self.world_size > 2 else 0)
+        def collect(addresses: dict[int, list[int]]) -> None:
+            scratch = result.new_empty(min(step, result.numel()))
             for at in range(0, result.numel(), step):
                 out = result[at : at + step]
+                parts = _overlaps(pieces, offsets, start + at, out.numel())
+                covered = sum(length for *_, length in parts)
                 total = None
                 for rank in range(self.world_size):
-                    if rank == self.rank:
-                        piece = own[at : at + step]
+                    is_free = total is None or (rank == 1 and self.rank == 0)
+                    piece = out if is_free and rank != self.rank else scratch[: out.numel()]
+                    if covered < out.numel():
+                        piece.zero_()
+                    if rank != self.rank:
+                        self.memory.copy(
+                            peers[rank],
+                            [
+                                (
+                                    addresses[rank][index] + first * out.itemsize,
+                                    piece[to : to + length],
+                                )
+                                for index, first, to, length in parts
+                            ],
+                        )
+                    elif len(parts) == 1 and covered == out.numel():
+                        index, first, _, length = parts[0]
+                        piece = pieces[index][first : first + length]
                     else:
-                        is_free = total is None or rank == 1 and self.rank == 0
-                        piece = out if is_free else scratch[: out.numel()]
-                        at_byte = addresses[rank] + at * flat.itemsize
-                        self.memory.copy(peers[rank], at_byte, piece)
+                        for index, first, to, length in parts:
+                            piece[to : to + length] = pieces[index][first : first + length]
                     total = piece if total is None else combine(total, piece, out=out)
                 _divide(out, reduction, self.world_size)
 
-        return PeerWork(self.memory, flat, collect)
+        return PeerWork(self.memory, pieces, collect)
 
     def _scatter_and_gather(self, flat: torch.Tensor, reduction: str) -> Started:
         """Reduce-scatter now, all-gather at the wait: every rank must wait in the same order."""
@@ -407,6 +441,22 @@ class PeerTransport:
             self._gather(result, scattered.result).wait()
 
         return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
+
+
+def _overlaps(
+    pieces: Sequence[torch.Tensor], offsets: Sequence[int], start: int, length: int
+) -> list[tuple[int, int, int, int]]:
+    """What of a range each piece covers: its index, from where in it, to where, how much."""
+    found = []
+    for index in range(max(bisect_right(offsets, start) - 1, 0), len(pieces)):
+        first = max(start - offsets[index], 0)
+        to = offsets[index] + first - start
+        if to >= length:
+            break
+        count = min(pieces[index].numel() - first, length - to)
+        if count > 0:
+            found.append((index, first, to, count))
+    return found
 
 
 Transport = LocalTransport | NativeTransport | GlooTransport | PeerTransport
