@@ -301,8 +301,9 @@ def insert_gathers(
         kept = keep_gathered(spans, alive, ctx.options.memory_budget, ahead, carried_from)
     gathered = []
     for unit in units:
-        for span in spans[unit]:
-            gathered.append(_gather(builder, unit, span))
+        for number, span in enumerate(spans[unit]):
+            reason = _why_gathered(unit, span, number, ctx.options.memory_budget)
+            gathered.append(_gather(builder, unit, span, reason))
     order = program_order(builder.graph)
     for wait in gathered:
         last = last_use(aliases(wait), order)
@@ -320,7 +321,21 @@ def insert_gathers(
     return {"gathers": len(gathered), "kept from forward to backward": kept}
 
 
-def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan) -> fx.Node:
+def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int | None) -> str:
+    """In words of the dump: why here, and why it is not gathered once for all its readers."""
+    size = f"{unit.nbytes / 1e6:.3g} MB"
+    directions = {is_backward(reader) for reader, _ in span.uses}
+    readers = "forward and backward" if len(directions) > 1 else "backward"
+    readers = readers if True in directions else "forward"
+    if number:
+        limit = "no memory_budget is set" if budget is None else "it does not fit memory_budget"
+        return f"{size} again for {readers}: to keep it since its last gather, {limit}"
+    if len(directions) > 1 and unit.regather and budget is not None:
+        return f"{size} once for {readers}: it fits memory_budget, or nothing lies between"
+    return f"{size} for {readers}"
+
+
+def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -> fx.Node:
     """Insert one gather before the span's first reader; return its ``wait``."""
     graph, info = builder.graph, unit.sources[0].parameter
     first_reader = span.uses[0][0]
@@ -332,7 +347,9 @@ def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan) -> fx.Node:
                 aten._to_copy.default, shard, dtype=unit.sources[0].cast_to,
                 role="gather_cast", **origin,
             )  # fmt: skip
-        start = builder.call(ops.all_gather_start, shard, info.world_size, role="gather", **origin)
+        start = builder.call(
+            ops.all_gather_start, shard, info.world_size, role="gather", reason=reason, **origin
+        )
         wait = builder.call(ops.wait, start, role="gather", **origin)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:

@@ -109,7 +109,9 @@ def explanations(folder):
 
 def test_what_serves_a_bucket_names_its_parameters(dumped):
     explained = explanations(dumped(mlp_step(), bucket=True, prefetch_across_steps=True))
-    assert re.search(r"#   gather_start_bucket0\w*: gather 0.weight, 0.bias \(\w+\)\n", explained)
+    assert re.search(
+        r"#   gather_start_bucket0\w*: gather 0.weight, 0.bias \(\w+: .* MB .*\)\n", explained
+    )
     assert "#   carry_start_bucket0: carry 0.weight, 0.bias (prefetch_across_steps)\n" in explained
     assert "#   carry_bucket0: carry 0.weight, 0.bias (prefetch_across_steps)\n" in explained
     assert re.search(r"#   flatten_bucket\w+: flatten 2.weight, 2.bias \(\w+\)\n", explained)
@@ -123,7 +125,7 @@ def test_every_inserted_node_is_explained(dumped):
     assert len(explained.splitlines()) == len(inserted) > 0
     for start in nodes_of(program, ops.all_gather_start):
         name = program.table[provenance(start).parameter].name
-        assert f"#   {start.name}: gather {name} (shard_parameters)\n" in explained
+        assert f"#   {start.name}: gather {name} (shard_parameters: " in explained
     assert re.search(r"#   \w+: reduce_scalar \(shard_optimizer\)", explained)
 
 
@@ -168,3 +170,11 @@ def test_a_line_of_source_in_any_alphabet_is_written(dumped):
 
     text = (dumped(capture(step, torch.randn(3)), stage=0) / "00_captured.py").read_bytes()
     assert "größe = x * 2" in text.decode("utf-8")
+
+
+def test_gathers_say_why_they_are_there(dumped):
+    without = explanations(dumped(mlp_step(num_layers=4)))
+    assert re.search(r"MB again for backward: .* no memory_budget is set\)", without)
+    least = explanations(dumped(mlp_step(num_layers=4), memory_budget=10**9))
+    assert "again for backward" not in least
+    assert re.search(r"MB once for forward and backward: it fits memory_budget", least)

@@ -162,11 +162,13 @@ class Builder:
         parameter: int = -1,
         bucket: int = -1,
         like: fx.Node | None = None,
+        reason: str = "",
         **kwargs: Any,
     ) -> fx.Node:
         """Insert ``target(*args, **kwargs)`` at the graph's insertion point.
 
-        ``like`` lends the user's source line and the forward or backward tag.
+        ``like`` lends the user's source line and the forward or backward tag; ``reason`` is why
+        the pass chose to.
         """
         name = self._name(target, role, parameter, bucket)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -174,7 +176,7 @@ class Builder:
             for key in ("stack_trace", "autograd_backward", "nn_module_stack"):
                 if key in like.meta:
                     node.meta[key] = like.meta[key]
-        node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by, bucket)
+        node.meta["zerofx"] = Provenance(role, parameter, self.inserted_by, bucket, reason)
         self.refresh(node)
         return node
 
