@@ -33,7 +33,9 @@ def step(model, optimizer, *batch):
 
 
 def zero(function: Callable, stage: int, **options) -> Callable:
-    return torch.compile(function, backend="zero", options={"stage": stage, **options})
+    return torch.compile(
+        function, backend="zero", options={"stage": stage, "lowering": "eager", **options}
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from tests.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.runtime import update as updates
-from zerofx.runtime.joined import JoinedStates, adjoin, join
+from zerofx.runtime.joined import adjoin, join, joined_state
 from zerofx.runtime.update import OptimizerRunner
 
 SHAPES = ((40, 3), (7,), (0, 5), (64, 2), (2,), (33,))
@@ -211,9 +211,16 @@ def test_adjoin_and_join():
 
 
 def test_states_that_differ_in_kind_are_not_joined():
-    joined = JoinedStates()
     shard = torch.ones(2)
-    assert joined.of([{"a": shard}, {}], [2, 2]) is None
-    assert joined.of([{"a": 1}, {"a": 2}], [2, 2]) is None
-    assert joined.of([{"a": shard}, {"a": shard.double()}], [2, 2]) is None
-    assert joined.of([{"a": 1}, {"a": 1}], [2, 2]) == {"a": 1}
+    assert joined_state([{"a": shard}, {}], [2, 2]) is None
+    assert joined_state([{"a": 1}, {"a": 2}], [2, 2]) is None
+    assert joined_state([{"a": shard}, {"a": shard.double()}], [2, 2]) is None
+    assert joined_state([{"a": 1}, {"a": 1}], [2, 2]) == {"a": 1}
+
+
+def test_states_next_to_each_other_are_not_copied_again(uncompiled):
+    bucket = Bucket(CASES["adamw"], together=True)
+    bucket.step(0)
+    addresses = [state["exp_avg"].data_ptr() for state in bucket.states]
+    bucket.step(1)
+    assert [state["exp_avg"].data_ptr() for state in bucket.states] == addresses

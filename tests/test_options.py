@@ -422,7 +422,7 @@ def test_equal_options_are_equal_and_hash_alike():
     "name, value",
     [
         ("stage", 0),
-        ("lowering", "inductor"),
+        ("lowering", "eager"),
         ("process_group", Group()),
         ("accumulate", "local"),
         ("reduce_dtype", torch.bfloat16),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.ranks import Ranks, ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.errors import StepError
 from zerofx.runtime import peer_memory
 from zerofx.runtime.communication import Communicator, GlooTransport, PeerTransport
@@ -185,3 +185,56 @@ def test_a_process_stays_until_the_others_have_read_its_memory():
     with closing(Ranks(2)) as own:
         with pytest.raises(RuntimeError, match="rank 0 died, exit code 0"):
             own.run(finish_first)
+
+
+def differences_of_sparse_layouts(stage):
+    """Gradients of stride 0, of a stride, and of a column: what others read is what they hold."""
+    torch.manual_seed(0)
+    weights = torch.randn(64, 9)
+
+    def parameters():
+        return [torch.nn.Parameter(torch.zeros(64)) for _ in range(5)] + [
+            torch.nn.Parameter(torch.zeros(64, 8)),
+            torch.nn.Parameter(torch.zeros(64, 1)),
+        ]
+
+    def learn(model, optimizer):
+        a, b, c, d, e, wide, column = model
+        loss = (a + b).sum() + (torch.stack([c, d], 1) * weights[:, :2]).sum()
+        loss = loss + (torch.cat([wide, column], 1) * weights).sum() + (e * a).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, plain = torch.nn.ParameterList(parameters()), torch.nn.ParameterList(parameters())
+    options = {"stage": stage, "lowering": "eager"}
+    compiled = torch.compile(learn, backend="zero", options=options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, plain)]
+    for _ in range(2):
+        compiled(model, optimizers[0])
+        learn(plain, optimizers[1])
+    whole = model.state_dict()
+    return max((whole[name] - p).abs().max().item() for name, p in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_are_not_dense_arrive(ranks, stage, world_size):
+    assert max(ranks(world_size).run(differences_of_sparse_layouts, stage)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_are_not_dense_arrive_over_sockets(ranks_on_sockets, stage):
+    assert max(ranks_on_sockets(2).run(differences_of_sparse_layouts, stage)) < 1e-5
+
+
+def test_a_source_with_holes_is_refused(ranks):
+    ranks(2).run(post_with_holes)
+
+
+def post_with_holes():
+    comm = Communicator.of(None)
+    comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
+    with pytest.raises(ValueError, match="make it contiguous"):
+        PeerMemory.of(dist.group.WORLD).post([torch.ones(8)[::2]])

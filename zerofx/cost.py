@@ -13,6 +13,10 @@ from zerofx import ops
 from zerofx.graph import aliased_inputs, mutated_inputs
 
 
+UPDATE_TEMPORARIES = 2
+"""Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
+
+
 def live_bytes(
     graph: fx.Graph,
     world_size: int,
@@ -24,7 +28,7 @@ def live_bytes(
     """Bytes that the program has allocated and not freed while each of its nodes runs.
 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
-    counted, nor what an operator allocates for itself; with ``sockets`` the buffer counts that a
+    counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer counts that a
     reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory
     lives until the last reader of the last view of it; what one call carries to the next is there
     from the program's start, and to its end.  ``ignored`` nodes count as views of
@@ -55,6 +59,10 @@ def live_bytes(
             if world_size > 1 and node.meta["val"].device.type == "cpu":
                 changes[order[node]] += received
                 changes[_done_with(node, order) + 1] -= received
+        if node.target is ops.update:
+            temporary = UPDATE_TEMPORARIES * _bytes_of(node.args[0].meta["val"])
+            changes[order[node]] += temporary
+            changes[order[node] + 1] -= temporary
     alive: list[int] = []
     total = 0
     for node, change in zip(nodes, changes, strict=False):

@@ -195,6 +195,8 @@ class Communicator:
         except Exception as error:
             self._explain(error, pending.kind, started.nbytes)
             raise
+        if not self.buffers.is_on:
+            self.settle()  # a budget counts memory as gone when the program lets go of it
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
@@ -237,10 +239,11 @@ class Communicator:
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
         nbytes = shard.nbytes * self.world_size
         self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
-        gathered = self.wait(self._start("all_gather", "setup", nbytes, launch))
-        self.buffers.is_on = True
-        self.settle()
-        return gathered
+        try:
+            return self.wait(self._start("all_gather", "setup", nbytes, launch))
+        finally:
+            self.buffers.is_on = True
+            self.settle()
 
     def settle(self) -> None:
         """Wait until no other rank reads this one's memory: what comes next may write to it."""

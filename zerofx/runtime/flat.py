@@ -97,14 +97,15 @@ def flat_pieces(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return the tensors that make up a bucket's flat buffer, each flat, and where they lie in it.
 
-    They are views where a tensor is dense in its parameter's storage order, else copies; those
-    without elements are left out.
+    They are contiguous: views where a tensor is dense in its parameter's storage order, else
+    copies.  Those without elements are left out.
     """
     pieces, offsets = [], []
     for whole, info in zip(wholes, infos, strict=True):
         if info.numel:
             ordered = whole.detach().permute(info.storage_order)
-            pieces.append(ordered.to(wholes[0].dtype).reshape(-1))
+            # contiguous() too: reshape keeps the stride of what has one dimension.
+            pieces.append(ordered.to(wholes[0].dtype).reshape(-1).contiguous())
             offsets.append(info.place.offset)
     return pieces, offsets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,79 +31,74 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
     return first.detach().as_strided((length,), (1,), first.storage_offset())
 
 
-class JoinedStates:
-    """The optimizer's states of neighbouring shards, in one flat tensor for each kind.
+def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
+    """See the optimizer's states of neighbouring shards as one; None if they differ in kind.
 
-    ``optimizer.state`` holds views of them, so that each parameter has its own as ever; one
-    that somebody has replaced is found by its identity, and copied in again.
+    Shards of a state that are not next to each other are moved there: ``optimizer.state`` then
+    holds views, so that each parameter has its own as ever.
     """
-
-    def __init__(self) -> None:
-        self._flat: dict[str, Tensor] = {}
-        self._views: dict[str, list[Tensor]] = {}
-
-    def of(self, states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
-        """One state for all of them; None if they differ in more than their shards' values."""
-        first = states[0]
-        if any(state.keys() != first.keys() for state in states):
+    first = states[0]
+    if any(state.keys() != first.keys() for state in states):
+        return None
+    joined: dict[str, Any] = {}
+    for name in first:
+        values = [state[name] for state in states]
+        if _are_shards(values, lengths):
+            joined[name] = _side_by_side(name, values, states, lengths)
+        elif all(_same_number(values[0], value) for value in values):
+            joined[name] = values[0]
+        else:
             return None
-        joined: dict[str, Any] = {}
-        for name in first:
-            values = [state[name] for state in states]
-            if _are_shards(values, lengths):
-                joined[name] = self._lay_out(name, values, states, lengths)
-            elif all(_same_number(values[0], value) for value in values):
-                joined[name] = values[0]
-            else:
-                return None
-        return joined
+    return joined
 
-    def keep(
-        self, new: Mapping[str, Any], states: Sequence[dict[str, Any]], lengths: Sequence[int]
-    ) -> None:
-        """Give each parameter its part of a new state."""
-        total = sum(lengths)
-        for name, value in new.items():
-            if isinstance(value, Tensor) and value.shape == (total,):
-                if value is not self._flat.get(name):
-                    self._divide(name, value, states, lengths)
-            elif isinstance(value, Tensor):
-                for state in states:
-                    if not isinstance(state.get(name), Tensor):
-                        state[name] = value.clone()
-                    elif state[name] is not value:
-                        state[name].copy_(value)
-            else:
-                for state in states:
-                    state[name] = value
-        for state in states:
-            for name in [name for name in state if name not in new]:
-                del state[name]
 
-    def _lay_out(
-        self,
-        name: str,
-        values: Sequence[Tensor],
-        states: Sequence[dict[str, Any]],
-        lengths: Sequence[int],
-    ) -> Tensor:
-        views = self._views.get(name, ())
-        if len(views) != len(values) or any(
-            value is not view for value, view in zip(values, views, strict=True)
-        ):
-            with ordinary_tensors():
-                flat = torch.empty(sum(lengths), dtype=values[0].dtype, device=values[0].device)
-                prefer_huge_pages(flat)
-                self._divide(name, torch.cat(list(values), out=flat), states, lengths)
-        return self._flat[name]
+def keep_state(
+    new: Mapping[str, Any],
+    joined: Mapping[str, Any],
+    states: Sequence[dict[str, Any]],
+    lengths: Sequence[int],
+) -> None:
+    """Give each parameter its part of what an update of ``joined`` has returned."""
+    total = sum(lengths)
+    for name, value in new.items():
+        if isinstance(value, Tensor) and value.shape == (total,):
+            if value is not joined.get(name):
+                _divide(name, value, states, lengths)
+        elif isinstance(value, Tensor):
+            for state in states:
+                if not isinstance(state.get(name), Tensor):
+                    state[name] = value.clone()
+                elif state[name] is not value:
+                    state[name].copy_(value)
+        else:
+            for state in states:
+                state[name] = value
+    for state in states:
+        for name in [name for name in state if name not in new]:
+            del state[name]
 
-    def _divide(
-        self, name: str, flat: Tensor, states: Sequence[dict[str, Any]], lengths: Sequence[int]
-    ) -> None:
-        self._flat[name] = flat
-        self._views[name] = [without_base(part) for part in flat.split(list(lengths))]
-        for state, view in zip(states, self._views[name], strict=True):
-            state[name] = view
+
+def _side_by_side(
+    name: str,
+    values: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    lengths: Sequence[int],
+) -> Tensor:
+    there = [value for value in values if value.numel()]
+    if all(adjoin(one, other) for one, other in pairwise(there)):
+        return join(values)
+    with ordinary_tensors():
+        flat = torch.empty(sum(lengths), dtype=values[0].dtype, device=values[0].device)
+        prefer_huge_pages(flat)
+        _divide(name, torch.cat(list(values), out=flat), states, lengths)
+    return flat
+
+
+def _divide(
+    name: str, flat: Tensor, states: Sequence[dict[str, Any]], lengths: Sequence[int]
+) -> None:
+    for state, part in zip(states, flat.split(list(lengths)), strict=True):
+        state[name] = without_base(part)
 
 
 def _are_shards(values: Sequence[Any], lengths: Sequence[int]) -> bool:

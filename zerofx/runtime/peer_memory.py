@@ -147,6 +147,8 @@ class PeerMemory:
 
     def post(self, sources: Sequence[torch.Tensor]) -> int:
         """Let the others read contiguous tensors until all have finished; return their number."""
+        if not all(source.is_contiguous() for source in sources):
+            raise ValueError("others read a source's bytes from its first on: make it contiguous")
         self.forget()
         if len(self._open) + len(self._leaving) >= SLOTS:
             raise StepError(

@@ -99,6 +99,7 @@ class StepRuntime:
         self._carried: list[tuple[Key, torch.Tensor]] = []
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._parameter_storages: set[int] = set()
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
 
     def bind(self) -> None:
@@ -120,7 +121,7 @@ class StepRuntime:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator = self.communicator
         return {
-            ops.all_reduce_start: communicator.all_reduce_start,
+            ops.all_reduce_start: self.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
             ops.all_gather_start: communicator.all_gather_start,
             ops.resume_gather: self.resume_gather,
@@ -146,6 +147,11 @@ class StepRuntime:
                     "this program was compiled for another model than the one it is called with. "
                     "Compile the step once per model: torch.compile(step, backend='zero')."
                 )
+        if self.stage < 3:
+            self._parameter_storages = {
+                values[position].untyped_storage().data_ptr()
+                for position, _ in self.parameter_inputs
+            }
         for position, index in self.whole_gradients:
             REGISTRY.check_averaged(self.bound[index], values[position])
         for position, role in self.inputs:
@@ -234,7 +240,7 @@ class StepRuntime:
     ) -> torch.Tensor:
         """Start reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index] for index in parameters]
-        pieces, offsets = flat_pieces(wholes, infos)
+        pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
         communicator = self.communicator
         numel = infos[0].place.shard_numel * infos[0].world_size
         if pieces and self.reuses_buffers:
@@ -243,6 +249,17 @@ class StepRuntime:
                 return started
         flat = flatten_bucket(wholes, infos, communicator.buffers)
         return communicator.reduce_scatter_start(flat, reduction, world_size)
+
+    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
+        return self.communicator.all_reduce_start(self._own_memory(input), reduction)
+
+    def _own_memory(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy of what is a parameter's memory, which an update may write before others read.
+
+        The gradient of ``a`` in ``(a * b).sum()`` is ``b``, and a compiler may say just that.
+        """
+        storage = value.untyped_storage().data_ptr()
+        return value.clone() if storage in self._parameter_storages else value
 
     def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
         start, stop = self.table[parameter].owned_by(self.communicator.rank)

@@ -207,7 +207,7 @@ class GlooTransport:
         self.world_size = group.size()
 
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        flat = input.reshape(-1)
+        flat = input.reshape(-1).contiguous()  # reshape keeps the stride of one dimension
         is_scalar = reduction != "mean" and flat.nbytes <= SCALAR_BYTES
         adds_floats = reduction in ("mean", "sum") and not is_exact(flat.dtype)
         if is_scalar or not adds_floats:
@@ -339,7 +339,7 @@ class PeerTransport:
         self.sockets = GlooTransport(group, buffers)
 
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        flat = input.reshape(-1)
+        flat = input.reshape(-1).contiguous()  # reshape keeps the stride of one dimension
         is_scalar = reduction != "mean" and flat.nbytes <= SCALAR_BYTES
         adds_floats = reduction in ("mean", "sum") and not is_exact(flat.dtype)
         if adds_floats and not is_scalar and self.world_size > 2:
@@ -398,35 +398,36 @@ class PeerTransport:
         peers = {peer.rank: peer for peer in self.memory.peers}
         step = max(self.PIECE_BYTES // result.itemsize, 1)
 
+        def fetch(rank: int, addresses: list[int], parts: list, into: torch.Tensor) -> torch.Tensor:
+            if sum(length for *_, length in parts) < into.numel():
+                into.zero_()
+            if rank == self.rank:
+                for index, first, to, length in parts:
+                    into[to : to + length] = pieces[index][first : first + length]
+                return into
+            where = [
+                (addresses[index] + first * into.itemsize, into[to : to + length])
+                for index, first, to, length in parts
+            ]
+            self.memory.copy(peers[rank], where)
+            return into
+
         def collect(addresses: dict[int, list[int]]) -> None:
-            scratch = result.new_empty(min(step, result.numel()))
+            scratch = result.new_empty(0)
             for at in range(0, result.numel(), step):
                 out = result[at : at + step]
                 parts = _overlaps(pieces, offsets, start + at, out.numel())
-                covered = sum(length for *_, length in parts)
                 total = None
                 for rank in range(self.world_size):
-                    is_free = total is None or (rank == 1 and self.rank == 0)
-                    piece = out if is_free and rank != self.rank else scratch[: out.numel()]
-                    if covered < out.numel():
-                        piece.zero_()
-                    if rank != self.rank:
-                        self.memory.copy(
-                            peers[rank],
-                            [
-                                (
-                                    addresses[rank][index] + first * out.itemsize,
-                                    piece[to : to + length],
-                                )
-                                for index, first, to, length in parts
-                            ],
-                        )
-                    elif len(parts) == 1 and covered == out.numel():
-                        index, first, _, length = parts[0]
+                    index, first, _, length = parts[0] if parts else (0, 0, 0, 0)
+                    if rank == self.rank and length == out.numel():
                         piece = pieces[index][first : first + length]
+                    elif rank != self.rank and (total is None or (rank == 1 and self.rank == 0)):
+                        piece = fetch(rank, addresses[rank], parts, out)
                     else:
-                        for index, first, to, length in parts:
-                            piece[to : to + length] = pieces[index][first : first + length]
+                        if not scratch.numel():
+                            scratch = result.new_empty(min(step, result.numel()))
+                        piece = fetch(rank, addresses.get(rank, []), parts, scratch[: out.numel()])
                     total = piece if total is None else combine(total, piece, out=out)
                 _divide(out, reduction, self.world_size)
 

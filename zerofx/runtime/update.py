@@ -21,7 +21,7 @@ from zerofx.codegen.independence import check_independent
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.plan import ParameterInfo
-from zerofx.runtime.joined import JoinedStates, adjoin, join
+from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
@@ -68,7 +68,6 @@ class OptimizerRunner:
         self._gradients_read_later = gradients_read_later
         self._updates: dict[Hashable, list[Update]] = {}
         self._kernels: dict[Hashable, UpdateKernel | None] = {}
-        self._joined: dict[tuple[int, ...], JoinedStates] = {}
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._groups: dict[int, _GroupOfStep] | None = None
@@ -208,8 +207,7 @@ class OptimizerRunner:
         lengths = [member[0].numel() for member in members]
         if group is None or sum(lengths) < FEWEST_ELEMENTS:
             return False
-        joined = self._joined.setdefault(parameters, JoinedStates())
-        values = joined.of(states, lengths)
+        values = joined_state(states, lengths)
         if values is None:
             return False
         with torch.no_grad():
@@ -240,7 +238,7 @@ class OptimizerRunner:
             )
         group.changed.update(new_group)
         if new_state:
-            joined.keep(new_state, [optimizer.state[user] for user in users], lengths)
+            keep_state(new_state, values, [optimizer.state[user] for user in users], lengths)
         return True
 
     def end(self) -> None:
