@@ -97,7 +97,8 @@ def train(form: Form, stage: int, off: tuple[str, ...]) -> Trained:
     model = Gpt(layers=2, width=33, checkpoint=form.checkpoint)
     # Adam makes full steps of rounding errors where a gradient is zero, unless epsilon is larger.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    options = {"stage": stage, "lowering": form.lowering, **dict.fromkeys(off, False)}
+    passes = {name: name not in off for name in OPTIONAL_PASSES}
+    options = {"stage": stage, "lowering": form.lowering, **passes}
     known = set(backend.zero.functions)
     compiled = torch.compile(step, backend="zero", options=options)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -207,7 +207,8 @@ class Program:
             runtime.kernels(),
             options.lowering,
             runtime.update_together if fuses else None,
-            runtime.reduce_bucket_start,
+            # A budget counts a bucket's buffer, and its gradients as gone once they are in it.
+            runtime.reduce_bucket_start if options.memory_budget is None else None,
         )
         logger.info(
             "stage %d on %d ranks: %d parameters, %d collectives; %s",

@@ -12,7 +12,6 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import aliased_inputs, mutated_inputs
 
-
 UPDATE_TEMPORARIES = 2
 """Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
 
@@ -28,12 +27,12 @@ def live_bytes(
     """Bytes that the program has allocated and not freed while each of its nodes runs.
 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
-    counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer counts that a
-    reduction on a CPU receives into.  In a world of one, collectives allocate nothing.  Memory
-    lives until the last reader of the last view of it; what one call carries to the next is there
-    from the program's start, and to its end.  ``ignored`` nodes count as views of
-    nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each update
-    counts as run where its gradient is there, as ``update_in_backward`` will have it.
+    counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer
+    counts that a reduction on a CPU receives into.  In a world of one, collectives allocate
+    nothing.  Memory lives until the last reader of the last view of it; what one call carries to
+    the next is there from the program's start, and to its end.  ``ignored`` nodes count as views
+    of nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each
+    update counts as run where its gradient is there, as ``update_in_backward`` will have it.
     """
     place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
     if early_updates:

@@ -243,7 +243,7 @@ class StepRuntime:
         pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
         communicator = self.communicator
         numel = infos[0].place.shard_numel * infos[0].world_size
-        if pieces and self.reuses_buffers:
+        if pieces:
             started = communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
             if started is not None:
                 return started

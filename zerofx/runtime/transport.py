@@ -347,7 +347,9 @@ class PeerTransport:
         else:
             result = torch.empty_like(flat)
             work = self._reduce([flat], [0], 0, reduction, result)
-            started = Started(result, work, sent_bytes=(self.world_size - 1) * flat.nbytes)
+            padding = -flat.numel() % self.world_size if reduction == "mean" else 0
+            sent_bytes = (self.world_size - 1) * (flat.numel() + padding) * flat.itemsize
+            started = Started(result, work, sent_bytes=sent_bytes)  # as if cut and padded
         started.result = started.result[: flat.numel()].view(input.shape)
         return started
 
