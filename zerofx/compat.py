@@ -673,12 +673,11 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def is_storage_held(storage: torch.UntypedStorage) -> bool:
-    """Whether anything has this memory besides the one container that it is passed from.
+    """Whether a tensor has this memory, or anything else in C++ besides its one Python object.
 
     ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
     """
-    # The container's reference, this argument, and getrefcount's.
-    return torch._C._storage_Use_Count(storage._cdata) > 1 or sys.getrefcount(storage) > 3
+    return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 # For updates traced from optimizers: codegen/.
