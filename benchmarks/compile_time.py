@@ -197,7 +197,7 @@ def targets(found: Found, name: str, layers: list[int]) -> list[tuple[bool, str]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     Sizes.add_arguments(parser, nargs="+", default=[4, 24])
-    systems = ["zerofx 3", "zerofx 3 inductor", "DDP + compile", COMPILED_UPDATE, "FSDP2 + compile"]
+    systems = ["zerofx 3", "DDP + compile", COMPILED_UPDATE, "FSDP2 + compile"]
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()

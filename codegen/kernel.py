@@ -6,7 +6,6 @@ left reads each element of the parameter, its gradient and its moments once, and
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,24 +33,23 @@ class UpdateKernel:
     """A traced update, its elementwise part compiled by Inductor for shards of any length."""
 
     def __init__(self, numbers: fx.GraphModule, elements: fx.GraphModule, plan: _Plan) -> None:
-        self.numbers = numbers
-        self.elements = elements
+        self._numbers = numbers
         self._run = compat.compile_for_any_length(elements)
         self._plan = plan
 
     @classmethod
-    def of(cls, gm: fx.GraphModule, num_shards: Sequence[bool]) -> UpdateKernel | None:
+    def of(cls, gm: fx.GraphModule, is_shard: Sequence[bool]) -> UpdateKernel | None:
         """Split and compile an update's graph; None if an operation of it is not known here.
 
-        ``num_shards`` says of each placeholder whether it is a shard.
+        ``is_shard`` says it of each tensor among the placeholders, which numbers follow.
         """
-        split = _split(gm, num_shards)
+        split = _split(gm, is_shard)
         return cls(*split) if split is not None else None
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns."""
         plan = self._plan
-        numbers = self.numbers(*(values[position] for position in plan.numbers))
+        numbers = self._numbers(*(values[position] for position in plan.numbers))
         known = numbers[: plan.num_results]
         inputs = [
             number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
@@ -105,7 +103,7 @@ def _split(
         inside[node] = elements.placeholder(node.name)
     root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is
     for node in gm.graph.nodes:
-        if node is output or node in inside and node in shards:
+        if node is output or node in shards:
             continue
         if node not in elementwise:
             if node.op == "placeholder":
@@ -180,6 +178,5 @@ def _is_in_place(node: fx.Node) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target._schema.is_mutable
-        and target is not operator.getitem
         and isinstance(node.args[0], fx.Node)
     )

@@ -100,8 +100,8 @@ def test_together_is_as_each_by_itself(name, shapes, uncompiled):
         assert_alike(one, other)
 
 
-# What they compute has an operator that the kernel does not know yet.
-NOT_ONE_KERNEL = {"rprop", "asgd", "adamax", "lion"}
+# It gives numbers to an operator that the kernel does not know yet.
+NOT_ONE_KERNEL = {"rprop"}
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - NOT_HERE - NOT_ONE_KERNEL))
@@ -110,6 +110,14 @@ def test_neighbours_take_one_kernel(name, uncompiled, kernels):
     bucket.step(0)
     bucket.step(1)
     assert kernels() == 2
+
+
+@pytest.mark.parametrize("name", sorted(NOT_ONE_KERNEL))
+def test_an_operator_that_the_kernel_does_not_know_runs_one_by_one(name, uncompiled, kernels):
+    bucket = Bucket(CASES[name], together=True)
+    bucket.step(0)
+    bucket.step(1)
+    assert kernels() == 0
 
 
 @pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (2, 0, 3, 1, 5, 4)])

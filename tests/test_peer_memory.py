@@ -2,6 +2,7 @@
 
 import time
 from contextlib import closing
+from unittest import mock
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_what_was_gathered_whole_may_be_overwritten_at_once(ranks):
     assert ranks(3).run(write_after_step) == [[150_000.0] * 20] * 3
 
 
-def fail_on_one_rank(folder):
+def fail_on_one_rank():
     """Rank 1's step fails between two collectives; rank 0 waits for the second."""
     comm = Communicator.of(None)
     comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
@@ -123,9 +124,9 @@ def fail_on_one_rank(folder):
     return comm.wait(comm.all_reduce_start(torch.ones(3), "sum")).tolist()
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_those_that_wait_for_it(ranks, tmp_path):
+def test_a_step_that_fails_on_one_rank_fails_on_those_that_wait_for_it(ranks):
     started = time.monotonic()
-    assert ranks(3).run(fail_on_one_rank, tmp_path) == [[3.0] * 3] * 3
+    assert ranks(3).run(fail_on_one_rank) == [[3.0] * 3] * 3
     assert time.monotonic() - started < 30  # the group's timeout is 60
 
 
@@ -229,12 +230,61 @@ def test_gradients_that_are_not_dense_arrive_over_sockets(ranks_on_sockets, stag
     assert max(ranks_on_sockets(2).run(differences_of_sparse_layouts, stage)) < 1e-5
 
 
-def test_a_source_with_holes_is_refused(ranks):
-    ranks(2).run(post_with_holes)
-
-
 def post_with_holes():
     comm = Communicator.of(None)
     comm.wait(comm.all_reduce_start(torch.ones(1), "sum"))
     with pytest.raises(ValueError, match="make it contiguous"):
         PeerMemory.of(dist.group.WORLD).post([torch.ones(8)[::2]])
+
+
+def test_a_source_with_holes_is_refused(ranks):
+    ranks(2).run(post_with_holes)
+
+
+class SwapsGradients(torch.autograd.Function):
+    """The gradient of each factor is the other's very memory."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return b.view_as(b), a.view_as(a)
+
+
+def sources_in_parameters(stage):
+    def learn(model, optimizer):
+        loss = SwapsGradients.apply(*model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(50)) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"stage": stage, "lowering": "eager"}
+    compiled = torch.compile(learn, backend="zero", options=options)
+    a, b = (p.detach().clone() for p in model)
+    kept = {p.untyped_storage().data_ptr() for p in model}
+    found = []
+    post = PeerMemory.post
+
+    def watched(self, sources):
+        found.extend(source.untyped_storage().data_ptr() in kept for source in sources)
+        return post(self, sources)
+
+    with mock.patch.object(PeerMemory, "post", watched):
+        compiled(model, optimizer)
+    expected = [a - 0.1 * b, b - 0.1 * a]
+    off = [(p.detach() - q).abs().max().item() for p, q in zip(model, expected, strict=True)]
+    return len(found), any(found), max(off)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_is_a_parameters_memory_is_copied_first(ranks, stage):
+    for posted, in_parameters, off in ranks(2).run(sources_in_parameters, stage):
+        assert posted > 0 and not in_parameters and off < 1e-6

@@ -3,7 +3,7 @@
 Linux lets a process read the memory of another one of the same user (``process_vm_readv``), as
 MPI libraries do between ranks of a node.  A rank writes on its board where the data of each
 collective lies, and reads what it needs of the others' when it waits.  Two ranks on 2 cores,
-16 MiB gathered: 1.6 ms against 8.0 over gloo's sockets (docs/measured.md).
+16 MiB gathered: 1.6 to 2.2 ms against 6.6 to 7.1 over gloo's sockets (docs/measured.md).
 """
 
 from __future__ import annotations
