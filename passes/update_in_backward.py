@@ -65,15 +65,15 @@ def _last_reader(update: fx.Node) -> list[fx.Node]:
 
     In a world of one, what has been gathered is the shard's own memory.
     """
-    value = update.args[0]
-    if value.target is ops.take_shard:
-        return []  # a copy of its own
+    value = cut = update.args[0]
+    if cut.target is ops.take_shard:
+        value = cut.args[0]  # whose memory it may turn out to be: zerofx/in_place.py
     readers: set[fx.Node] = set()
     pending = [value]
     while pending:
         node = pending.pop()
         for user in node.users:
-            if user is update or user in readers or user.op == "output":
+            if user in (update, cut) or user in readers or user.op == "output":
                 continue
             if mutated_inputs(user):
                 continue  # a write, which follows the update

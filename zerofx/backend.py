@@ -20,6 +20,7 @@ from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError, StepError
 from zerofx.graph import updates
+from zerofx.in_place import buckets_updated_in_place
 from zerofx.lower import lower
 from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
@@ -184,6 +185,7 @@ class Program:
         """
         options, communicator = self.options, self.function.communicator
         (step,) = self.captured
+        in_place = buckets_updated_in_place(self.gm.graph, self.table) if options.bucket else []
         try:
             runtime = StepRuntime(
                 communicator,
@@ -195,6 +197,7 @@ class Program:
                 updates(self.gm.graph),
                 {handle: traced.optimizer_of(handle) for handle in self.optimizers},
                 reuses_buffers=options.memory_budget is None,
+                in_place=[bucket.parameters for bucket in in_place],
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
@@ -209,6 +212,8 @@ class Program:
             runtime.update_together if fuses else None,
             # A budget counts a bucket's buffer, and its gradients as gone once they are in it.
             runtime.reduce_bucket_start if options.memory_budget is None else None,
+            runtime.write_back,
+            in_place,
         )
         logger.info(
             "stage %d on %d ranks: %d parameters, %d collectives; %s",

@@ -680,6 +680,17 @@ def is_storage_held(storage: torch.UntypedStorage) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
+# For parameters that move into their bucket's memory: runtime/bucket_memory.py.
+
+
+def is_memory_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has this one's memory too, or anything else in C++.
+
+    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # it, and Python
+
+
 # For updates traced from optimizers: codegen/.
 
 

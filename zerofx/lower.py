@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from zerofx import compat, ops
-from zerofx.graph import aliased_inputs, mutated_inputs
+from zerofx.graph import aliased_inputs, erase_unused, mutated_inputs
+from zerofx.in_place import WholeBucket
 
 
 def lower(
@@ -19,6 +21,8 @@ def lower(
     lowering: str,
     update_together: Callable | None = None,
     reduce_bucket_start: Callable | None = None,
+    write_back: Callable | None = None,
+    in_place: Sequence[WholeBucket] = (),
 ) -> Callable:
     """Return a function of the program's inputs.
 
@@ -26,13 +30,21 @@ def lower(
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.  ``update_together``, if given, runs
     several updates that follow one another; ``reduce_bucket_start`` reduces a bucket of what
-    would be copied into its buffer for that alone.
+    would be copied into its buffer for that alone; ``write_back`` stands for all copies of
+    updated values into the parameters of a bucket, for those of ``in_place``.
     """
     root = nn.Module()
-    graph = _with_compiled_regions(gm, root) if lowering == "inductor" else fx.Graph()
-    if lowering != "inductor":
-        graph.output(graph.graph_copy(gm.graph, {}))
-        for node in gm.graph.nodes:
+    program = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    program.output(program.graph_copy(gm.graph, copies))
+    if write_back is not None:
+        for bucket in in_place:
+            _write_back_together(program, bucket, copies, write_back)
+    if lowering == "inductor":
+        graph = _with_compiled_regions(gm, program, root)
+    else:
+        graph = program
+        for node in graph.nodes:
             if node.op == "get_attr":
                 setattr(root, node.target, getattr(gm, node.target))
     if update_together is not None:
@@ -43,6 +55,23 @@ def lower(
         if node.op == "call_function" and node.target in kernels:
             node.target = kernels[node.target]
     return fx.GraphModule(root, graph, "ZeroProgram")
+
+
+def _write_back_together(
+    graph: fx.Graph,
+    bucket: WholeBucket,
+    copies: Mapping[fx.Node, fx.Node],
+    write_back: Callable,
+) -> None:
+    """Replace the copies of a gathered bucket into its parameters by one call."""
+    wait, writes = copies[bucket.wait], [copies[write] for write in bucket.writes]
+    with graph.inserting_after(wait):
+        wholes = [write.args[0] for write in writes]
+        graph.call_function(write_back, (wait, wholes, list(bucket.parameters)))
+    for write in writes:
+        value = write.args[1]
+        graph.erase_node(write)
+        erase_unused(graph, [value])
 
 
 def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
@@ -157,7 +186,7 @@ def _size(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
-def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
+def _with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
     """Copy a program with each run of compute replaced by a call of its compiled region."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -171,14 +200,14 @@ def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
             _call_region(gm, pending, graph, root, copies)
         pending.clear()
 
-    for node in gm.graph.nodes:
+    for node in program.nodes:
         if node in copies:
             continue  # part of a result that its region has taken apart
         if node.target is operator.getitem and not node.users:
             continue  # a part that nobody reads, maybe far from what it is a part of
         if node.op == "get_attr":
             setattr(root, node.target, getattr(gm, node.target))
-        if node.op == "call_function" and not ops.is_ours(node.target) and not mutated_inputs(node):
+        if _is_compute(node):
             pending.append(node)
             continue
         flush()
@@ -187,6 +216,12 @@ def _with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return graph
+
+
+def _is_compute(node: fx.Node) -> bool:
+    if node.op != "call_function" or isinstance(node.target, MethodType):  # the runtime's
+        return False
+    return not ops.is_ours(node.target) and not mutated_inputs(node)
 
 
 def _computes(node: fx.Node) -> bool:

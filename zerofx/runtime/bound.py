@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.flat import copy_range, gather, ordinary_tensors, take_shard, without_storage
 
 
@@ -20,7 +21,7 @@ class BoundParameter:
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
     tensor without storage that stands for it as ``parameter.grad``.  Parameters of one bucket
-    have the same ``bucket``, None for one alone.
+    have the same ``bucket``, None for one alone, and at stages 1 and 2 the same ``memory``.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -30,6 +31,7 @@ class BoundParameter:
     own_class: type
     guarded_class: type
     bucket: object = None
+    memory: BucketMemory | None = None
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     open_count: int = 0
@@ -130,7 +132,10 @@ class BoundParameter:
 
     def retire(self) -> None:
         """Let go of the shards for good."""
-        self.retired, self.gradient, self._shard = True, None, None
+        parameter = self.parameter
+        if self.memory is not None and parameter is not None:
+            self.memory.leave(parameter)
+        self.retired, self.gradient, self._shard, self.memory = True, None, None, None
 
     def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
         if self.gradient is not None and parameter.grad is not self.stub:

@@ -172,10 +172,15 @@ class Communicator:
         nbytes = numel * pieces[0].itemsize
         return self._start("reduce_scatter", "reduce", nbytes, launch)
 
-    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
-        """Start concatenating every rank's [n] to [N * n], alive until ``free``."""
+    def all_gather_start(
+        self, shard: torch.Tensor, world_size: int, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Start concatenating every rank's [n] to [N * n], alive until ``free``.
+
+        ``into`` is where, if given: a flat buffer of which ``shard`` is this rank's part.
+        """
         self._check_world(world_size)
-        launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
+        launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1), into)
         gathered = self._start("all_gather", "gather", shard.nbytes * world_size, launch)
         self.traffic.gathered(gathered.nbytes)
         return gathered

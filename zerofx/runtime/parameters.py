@@ -19,6 +19,7 @@ from torch import nn
 
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
@@ -93,11 +94,19 @@ class ParameterRegistry:
             make_equal([p for p, _ in new.values()] + new_buffers, communicator)
             buckets: dict[int, object] = {}
             memory: dict[int, torch.Tensor] = {}
+            members: dict[int, list[tuple[nn.Parameter, ParameterInfo]]] = {}
+            for parameter, info in new.values():
+                members.setdefault(info.place.bucket, []).append((parameter, info))
+            homes: dict[int, BucketMemory] = {}
             for parameter, info in new.values():
                 bound = self._add(parameter, info, communicator, stage)
                 number = info.place.bucket
                 if info.shares_bucket:
                     bound.bucket = buckets.setdefault(number, object())
+                if stage in (1, 2):
+                    if number not in homes:
+                        homes[number] = BucketMemory(members[number], communicator.rank)
+                    bound.memory = homes[number]
                 if stage == 3:
                     if info.shares_bucket:
                         if number not in memory:

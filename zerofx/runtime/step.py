@@ -15,6 +15,7 @@ from zerofx.errors import StepError
 from zerofx.graph import aliases, gradient_outputs, input_role, placeholders, writers
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
 from zerofx.runtime.flat import (
@@ -23,6 +24,7 @@ from zerofx.runtime.flat import (
     flatten_bucket,
     pack,
     take_shard,
+    whole_from_flat,
     without_base,
 )
 from zerofx.runtime.parameters import REGISTRY
@@ -34,7 +36,8 @@ class StepRuntime:
     """Runs one lowered program for one compiled function.
 
     ``graph`` is the program after all passes, ``tensors`` the table's parameters; ``updates``
-    are the (optimizer, parameter) pairs that it updates.
+    are the (optimizer, parameter) pairs that it updates.  ``in_place`` are the buckets, as their
+    parameters' indices, that it may write to before its last copies do.
 
     Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
     """
@@ -50,6 +53,7 @@ class StepRuntime:
         updates: Iterable[tuple[int, int]],
         optimizers: Mapping[int, torch.optim.Optimizer],
         reuses_buffers: bool = True,
+        in_place: Iterable[Sequence[int]] = (),
     ):
         self.communicator = communicator
         self.table = table
@@ -58,6 +62,7 @@ class StepRuntime:
         self.buffers = [weakref.ref(buffer) for buffer in buffers]
         self.stage = stage
         self.reuses_buffers = reuses_buffers
+        self.in_place = list(in_place)
         roles = list(enumerate(map(input_role, placeholders(graph))))
         self.inputs = [(position, role) for position, role in roles if role.sharded]
         self.parameter_inputs = [
@@ -96,6 +101,10 @@ class StepRuntime:
         }
         for handle, runner in self.runners.items():
             runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
+        # Weakly too: a bucket's memory goes with its parameters.
+        self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
+        self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
+        self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
         self._carried: list[tuple[Key, torch.Tensor]] = []
         self._updated: dict[int, set[int]] = {}
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -110,6 +119,12 @@ class StepRuntime:
             self.communicator,
             self.stage,
         )
+        self._memories = []
+        for parameters in self.in_place:
+            memory = self.bound[parameters[0]].memory
+            if memory is not None and len(memory.infos) == len(parameters):
+                if all(self.bound[index].memory is memory for index in parameters):
+                    self._memories.append((weakref.ref(memory), parameters))
         self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
         for optimizer in map(_alive, self.optimizers):
             attach_optimizer(optimizer)
@@ -123,7 +138,7 @@ class StepRuntime:
         return {
             ops.all_reduce_start: self.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
-            ops.all_gather_start: communicator.all_gather_start,
+            ops.all_gather_start: self.all_gather_start,
             ops.resume_gather: self.resume_gather,
             ops.carry: self.carry,
             ops.wait: communicator.wait,
@@ -147,6 +162,11 @@ class StepRuntime:
                     "this program was compiled for another model than the one it is called with. "
                     "Compile the step once per model: torch.compile(step, backend='zero')."
                 )
+        for reference, parameters in self._memories:
+            memory = _alive(reference)
+            if memory.is_home():
+                self._homes.update(dict.fromkeys(parameters, memory))
+                self._gathered_into[memory.own.data_ptr()] = memory.flat
         if self.stage < 3:
             self._parameter_storages = {
                 values[position].untyped_storage().data_ptr()
@@ -181,6 +201,8 @@ class StepRuntime:
             self._updated.clear()
             self._found_inf.clear()
             self._cuts.clear()
+            self._homes.clear()
+            self._gathered_into.clear()
             self.communicator.buffers.clear()
         for position, index in self.gradient_outputs.items():
             gradient = results[position]
@@ -189,6 +211,22 @@ class StepRuntime:
             elif gradient is not None:
                 results[position] = REGISTRY.mark_averaged(without_base(gradient))
         return results
+
+    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
+        into = self._gathered_into.get(shard.data_ptr())
+        return self.communicator.all_gather_start(shard, world_size, into)
+
+    def write_back(
+        self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
+    ) -> None:
+        """Copy a bucket's new values to its parameters, if they do not live there already."""
+        if self._homes.get(parameters[0]) is None:
+            for whole, index in zip(wholes, parameters, strict=True):
+                info = self.table[index]
+                whole.copy_(whole_from_flat(gathered[info.place.offset :], info))
+            return
+        for whole in wholes:  # as a copy would: a graph built on the old values is stale
+            torch.autograd.graph.increment_version(whole)
 
     def resume_gather(
         self, shard: torch.Tensor, parameters: list[int], world_size: int
@@ -206,8 +244,14 @@ class StepRuntime:
         self._carried.append((self._key(parameters, gathering.dtype), gathering))
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
-        """Copy this rank's range, next to those of its bucket's other parameters."""
+        """Copy this rank's range, next to those of its bucket's other parameters.
+
+        Of a parameter that lives in its bucket's memory, it is the range itself.
+        """
         info = self.table[parameter]
+        memory = self._homes.get(parameter)
+        if memory is not None and id(whole) in memory.shards:
+            return memory.shards[id(whole)]
         if not info.shares_bucket:
             return take_shard(whole, info, self.communicator.rank)
         key = (info.place.bucket, whole.dtype)
@@ -222,6 +266,9 @@ class StepRuntime:
         return shard
 
     def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+        memory = self._homes.get(parameters[0])
+        if memory is not None and memory.is_made_of(shards):
+            return memory.own
         return pack(shards, [self.table[index] for index in parameters])
 
     def flatten_bucket(

@@ -141,8 +141,8 @@ class LocalTransport:
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         return Started(flat.view(-1))
 
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        return Started(shard.view(-1))
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
+        return Started(shard.view(-1) if into is None else into)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         return Started(tensor)
@@ -180,8 +180,8 @@ class NativeTransport:
         finish = partial(_divide, result, reduction, self.world_size)
         return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
 
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        result = shard.new_empty(shard.numel() * self.world_size)
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
+        result = shard.new_empty(shard.numel() * self.world_size) if into is None else into
         work = _all_gather(result, shard, group=self.group, async_op=True)
         return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
 
@@ -226,8 +226,10 @@ class GlooTransport:
         finish = partial(self._reduce, received.chunk(self.world_size), reduction, result)
         return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
 
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        result = self.buffers.empty(shard.numel() * self.world_size, shard)
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
+        result = into
+        if result is None:
+            result = self.buffers.empty(shard.numel() * self.world_size, shard)
         return Started(
             result, self._gather(result, shard), sent_bytes=(self.world_size - 1) * shard.nbytes
         )
@@ -246,7 +248,7 @@ class GlooTransport:
         """
         if self.world_size == 2:
             own, other = out.chunk(2) if self.rank == 0 else reversed(out.chunk(2))
-            own.copy_(shard)
+            _copy_unless_there(own, shard)
             splits = [0, shard.nbytes] if self.rank == 0 else [shard.nbytes, 0]
             return self._all_to_all(other, shard, splits, splits)
         buffers = _as_bytes(out), _as_bytes(shard)
@@ -368,8 +370,10 @@ class PeerTransport:
         work = self._reduce(pieces, offsets, self.rank * result.numel(), reduction, result)
         return Started(result, work, sent_bytes=(self.world_size - 1) * result.nbytes)
 
-    def all_gather(self, shard: torch.Tensor) -> Started:
-        result = self.buffers.empty(shard.numel() * self.world_size, shard)
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
+        result = into
+        if result is None:
+            result = self.buffers.empty(shard.numel() * self.world_size, shard)
         work = self._gather(result, shard)
         return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
 
@@ -378,7 +382,7 @@ class PeerTransport:
 
     def _gather(self, result: torch.Tensor, shard: torch.Tensor) -> PeerWork:
         pieces = result.chunk(self.world_size)
-        own = pieces[self.rank].copy_(shard)
+        own = _copy_unless_there(pieces[self.rank], shard)
 
         def collect(addresses: dict[int, list[int]]) -> None:
             for peer in self.memory.peers:
@@ -467,6 +471,10 @@ Transport = LocalTransport | NativeTransport | GlooTransport | PeerTransport
 
 def is_exact(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _copy_unless_there(own: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    return own if own.data_ptr() == shard.data_ptr() else own.copy_(shard)
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
