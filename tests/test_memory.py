@@ -29,9 +29,13 @@ TIMEOUT_S = 600.0
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every CPU storage that a live tensor refers to, by its identity."""
+    """Bytes of every CPU storage that a live tensor refers to, by its identity.
+
+    Of storages over the same memory the largest counts.
+    """
     gc.collect()
     found = {}
+    memory = []
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu":
             continue
@@ -39,6 +43,12 @@ def storages() -> dict[int, int]:
             continue
         storage = torch.Tensor.untyped_storage(thing)
         found[storage._cdata] = storage.nbytes()
+        memory.append((storage.data_ptr(), -storage.nbytes(), storage._cdata))
+    end = 0
+    for start, negative, key in sorted(set(memory)):
+        if start - negative <= end:
+            del found[key]
+        end = max(end, start - negative)
     return found
 
 
@@ -235,11 +245,11 @@ class LiveGathers:
         self.starts = 0
         start = Communicator.all_gather_start
 
-        def watched_start(communicator, shard, world_size):
+        def watched_start(communicator, shard, world_size, into=None):
             self.communicator = communicator
             self._compare()
             self.starts += 1
-            result = start(communicator, shard, world_size)
+            result = start(communicator, shard, world_size, into)
             storage = result.untyped_storage()
             self.storages.append((StorageWeakRef(storage), storage.nbytes()))
             return result

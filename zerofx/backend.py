@@ -197,6 +197,7 @@ class Program:
                 updates(self.gm.graph),
                 {handle: traced.optimizer_of(handle) for handle in self.optimizers},
                 reuses_buffers=options.memory_budget is None,
+                moves_whole=options.bucket,
                 in_place=[bucket.parameters for bucket in in_place],
             )
         except Exception as error:

@@ -66,8 +66,11 @@ class ParameterRegistry:
         buffers: Sequence[torch.Tensor],
         communicator: Any,
         stage: int,
+        moves_whole: bool = False,
     ) -> list[BoundParameter]:
         """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
+
+        At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.
 
         Only what has not been seen before is touched, so that a second compilation or another
         function of the same model changes nothing.  Collective for new ones.
@@ -103,9 +106,10 @@ class ParameterRegistry:
                 number = info.place.bucket
                 if info.shares_bucket:
                     bound.bucket = buckets.setdefault(number, object())
-                if stage in (1, 2):
+                if moves_whole and stage in (1, 2):
                     if number not in homes:
                         homes[number] = BucketMemory(members[number], communicator.rank)
+                        homes[number].is_home()
                     bound.memory = homes[number]
                 if stage == 3:
                     if info.shares_bucket:
@@ -346,16 +350,20 @@ class ParameterRegistry:
         ``carried`` is what the last step has gathered for the next.
         """
         parameters = gradients = 0
+        memories: set[BucketMemory] = set()
         for bound in list(self._bound.values()):
             parameter = bound.parameter
             if parameter is None:
                 continue
             shard = bound.shard if bound.is_sharded and not bound.is_open else None
             parameters += parameter.nbytes if shard is None else shard.nbytes
+            if bound.memory is not None:
+                memories.add(bound.memory)
             if bound.gradient is not None and parameter.grad is bound.stub:
                 gradients += bound.gradient.nbytes
             elif parameter.grad is not None and parameter.grad is not bound.stub:
                 gradients += parameter.grad.nbytes
+        parameters += sum(memory.padding_bytes for memory in memories)
         states = sum(
             value.nbytes
             for optimizer in optimizers

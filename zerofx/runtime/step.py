@@ -36,8 +36,9 @@ class StepRuntime:
     """Runs one lowered program for one compiled function.
 
     ``graph`` is the program after all passes, ``tensors`` the table's parameters; ``updates``
-    are the (optimizer, parameter) pairs that it updates.  ``in_place`` are the buckets, as their
-    parameters' indices, that it may write to before its last copies do.
+    are the (optimizer, parameter) pairs that it updates.  With ``moves_whole`` whole
+    parameters live in their bucket's memory; ``in_place`` are the buckets, as their parameters'
+    indices, that the program may write to before its last copies do.
 
     Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
     """
@@ -53,6 +54,7 @@ class StepRuntime:
         updates: Iterable[tuple[int, int]],
         optimizers: Mapping[int, torch.optim.Optimizer],
         reuses_buffers: bool = True,
+        moves_whole: bool = False,
         in_place: Iterable[Sequence[int]] = (),
     ):
         self.communicator = communicator
@@ -62,6 +64,7 @@ class StepRuntime:
         self.buffers = [weakref.ref(buffer) for buffer in buffers]
         self.stage = stage
         self.reuses_buffers = reuses_buffers
+        self.moves_whole = moves_whole
         self.in_place = list(in_place)
         roles = list(enumerate(map(input_role, placeholders(graph))))
         self.inputs = [(position, role) for position, role in roles if role.sharded]
@@ -118,6 +121,7 @@ class StepRuntime:
             list(map(_alive, self.buffers)),
             self.communicator,
             self.stage,
+            self.moves_whole,
         )
         self._memories = []
         for parameters in self.in_place:
