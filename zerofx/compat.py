@@ -822,8 +822,8 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
     placeholder.meta["steal_arg"] = True
 
 
-def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-    """Compile an aten graph for these very inputs; returns a function of them.
+def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[list[Any]]) -> Callable:
+    """Compile an aten graph for these very inputs, in lists; returns a function of those.
 
     ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
     thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
@@ -835,10 +835,16 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callab
     # and 2.15 on two busy CPU cores, November 2026).
     from torch._inductor.compile_fx import compile_fx
 
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+    def static(value: Any) -> Any:
+        """AOTAutograd takes sizes for symbols otherwise, and fails if one is a view's offset."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return fakes.from_tensor(value, static_shapes=True) if is_tensor else value
+
     def compile_region() -> Callable:
-        fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with torch.no_grad(), tracing(TracingContext(fakes)):
-            return compile_fx(gm, inputs)
+            return compile_fx(gm, [list(map(static, values)) for values in inputs])
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(compile_region).result()
