@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.errors import StepError
-from zerofx.graph import Builder, mark_gradient, placeholders
+from zerofx.graph import Builder, mark_gradient
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.local_gradients import leave_unreduced, take_in_unreduced
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.uniformity import check_updates_are_uniform
 
@@ -29,18 +29,18 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         start = zerofx.all_reduce_start(mm, "mean");  g = zerofx.wait(start)
 
     Gradients that a loop adds up inside the step are averaged once, after the sum, unless
-    ``accumulate="sharded"`` asks for each micro-batch.
+    ``accumulate="sharded"`` asks for each micro-batch.  With ``accumulate="local"`` those that
+    a call leaves in ``p.grad`` are not averaged, unless it reads them; the call that does
+    averages what has come together.
     """
     check_updates_are_uniform(gm.graph, ctx.table, ctx.world_size)
-    if ctx.options.accumulate == "local" and placeholders(gm.graph, "gradient"):
-        raise StepError(
-            "accumulate='local' keeps unreduced gradients between calls, which this version does "
-            "not do: accumulate in a loop inside one step, where it is the default, or leave the "
-            "option out, and each call adds to the averaged gradient."
-        )
-    merged = 0
+    counts = {"sums averaged once": 0}
+    if ctx.options.accumulate == "local":
+        take_in_unreduced(gm.graph)
     if ctx.options.accumulate != "sharded":
-        merged = _average_sums_once(gm.graph)
+        counts["sums averaged once"] = _average_sums_once(gm.graph)
+    if ctx.options.accumulate == "local":
+        counts["left unreduced"] = leave_unreduced(gm, ctx)
     pairs = _reduce_gradients(gm, ctx)
     for start, _ in pairs:
         for cast in start.all_input_nodes:
@@ -50,7 +50,7 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     stagger_waits(pairs)
     if ctx.options.stage == 0:
         _update_in_place(gm, ctx)
-    return {"averaged": len(pairs), "sums averaged once": merged}
+    return {"averaged": len(pairs), **counts}
 
 
 def _average_sums_once(graph: fx.Graph) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import placeholders, role
+from zerofx.graph import input_role, placeholders, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.placement import hoist, stagger_waits
 from zerofx.passes.shard_optimizer import scatter_gradients
@@ -25,12 +25,14 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         mm = ...;  start = zerofx.reduce_scatter_start(flatten(mm), "mean", 2)
         relu_backward = ...;  g = zerofx.wait(start)
 
-    Gradients that other functions left in ``p.grad`` come in, and go out, as shards.
+    Gradients that other functions left in ``p.grad`` come in, and go out, as shards, unless they
+    are unreduced.
     Source: ZeRO, Rajbhandari et al. 2020, section 5.2.
     """
     propagation = ShardPropagation(gm, ctx, "shard_gradients")
     for node in placeholders(gm.graph, "gradient"):
-        propagation.shard_input(node)
+        if not input_role(node).unreduced:
+            propagation.shard_input(node)
     scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
     counts = propagation.run()
     pairs = _hoist_reductions(gm.graph)

@@ -24,7 +24,10 @@ from zerofx.graph import (
     mutated_inputs,
     rank_varying,
     set_input_role,
+    sharded_results,
     source_line,
+    unreduced_results,
+    written_gradients,
 )
 from zerofx.passes.base import PassContext
 from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
@@ -63,9 +66,7 @@ class ShardPropagation:
         self.values: dict[fx.Node, ShardedValue] = {}
         self.sources: list[GatherSource] = []
         # Results that an earlier pass has already turned into shards stay so.
-        self.sharded_results: set[int] = gm.graph.output_node().meta.setdefault(
-            "zerofx_sharded_results", set()
-        )
+        self.sharded_results = sharded_results(gm.graph)
         self.varying = rank_varying(gm.graph, ctx.world_size)
         self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
 
@@ -268,9 +269,13 @@ class ShardPropagation:
     def _visit_output(self, node: fx.Node) -> None:
         """A gradient leaves the program as its shard at stages 2 and 3, all else whole.
 
+        One that replaces a gradient left unreduced before does so from stage 1 on.
+
         A result that is an input stands for that input's object, whatever it holds.
         """
-        slots = gradient_outputs(self.graph) if self.ctx.options.stage >= 2 else {}
+        slots = dict(written_gradients(self.graph))
+        if self.ctx.options.stage >= 2:
+            slots |= gradient_outputs(self.graph)
         results = list(node.args[0])
         whole: list[fx.Node] = []  # in order: every rank must gather them alike
         for position, result in enumerate(results):
@@ -293,12 +298,15 @@ class ShardPropagation:
             return
         output = self.graph.output_node()
         results = list(output.args[0])
-        for position, index in gradient_outputs(self.graph).items():
-            if position in self.sharded_results or results[position].op == "placeholder":
+        slots = {**gradient_outputs(self.graph), **written_gradients(self.graph)}
+        done = self.sharded_results | unreduced_results(self.graph)
+        for position, index in slots.items():
+            if position in done or results[position].op == "placeholder":
                 continue
             with self.graph.inserting_before(output):
                 info = self.ctx.table[index]
                 results[position] = self._shard_operand(results[position], info, output)
+                self.sharded_results.add(position)
         output.args = (tuple(results),)
 
     def _use_whole(self, node: fx.Node, only: fx.Node | None = None) -> None:

@@ -463,6 +463,14 @@ FORMS["accumulation_across_two_functions_sharded"] = Form(
 )
 
 
+FORMS["accumulation_across_two_functions_local"] = Form(
+    functools.partial(accumulation_across_two_functions, accumulate="local"),
+    graphs=3,
+    sums_over_shards=True,
+    rows=(6,),
+)
+
+
 # One program for calls that only accumulate, and one for those that also update.
 @form(graphs=2)
 def update_at_every_other_call(zero):
@@ -1121,6 +1129,7 @@ AT_EVERY_STAGE = (
     "tied_weights",
     "gradients_never_zeroed",
     "accumulation_across_two_functions",
+    "accumulation_across_two_functions_local",
     "scaler_with_unscaled_clipping",
     "weights_decayed_by_hand",
 )

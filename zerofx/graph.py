@@ -45,12 +45,14 @@ class InputRole:
     A ``number`` is one that the user passes, and not a size of some tensor.
 
     ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
-    other kinds.  ``sharded`` says that the program receives this rank's flat shard of it.
+    other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
+    ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks.
     """
 
     kind: str
     parameter: int = -1
     sharded: bool = False
+    unreduced: bool = False
 
 
 def input_role(node: fx.Node) -> InputRole:
@@ -70,6 +72,24 @@ def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
 def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
     """Positions of results that become some ``p.grad`` -> that parameter's index."""
     return graph.output_node().meta.get("zerofx_gradients", {})
+
+
+def sharded_results(graph: fx.Graph) -> set[int]:
+    """Positions of results that leave as this rank's shards; to be added to."""
+    return graph.output_node().meta.setdefault("zerofx_sharded_results", set())
+
+
+def unreduced_results(graph: fx.Graph) -> set[int]:
+    """Positions of results that become some ``p.grad`` without being averaged; to be added to."""
+    return graph.output_node().meta.setdefault("zerofx_unreduced_results", set())
+
+
+def written_gradients(graph: fx.Graph) -> dict[int, int]:
+    """Positions of results that replace an unreduced gradient that came in -> its parameter.
+
+    They are behind those that the step returns; to be added to.
+    """
+    return graph.output_node().meta.setdefault("zerofx_written_gradients", {})
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:
@@ -295,7 +315,8 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             value = node.meta.get("val")
             is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
             kind = input_role(node).kind
-            if kind == "buffer" or (kind == "other" and not is_scalar):
+            is_own = kind == "buffer" or input_role(node).unreduced
+            if is_own or (kind == "other" and not is_scalar):
                 varying.add(node)
         elif node.target is ops.gradient or node.target in ops.STARTS:
             continue  # the same on all ranks once it has been averaged or gathered

@@ -17,6 +17,7 @@ from zerofx.graph import (
     aliases,
     captured_updates,
     gradient_of,
+    gradient_outputs,
     input_role,
     mutated_inputs,
     parameter_of,
@@ -26,8 +27,10 @@ from zerofx.graph import (
     rank_varying,
     role,
     source_line,
+    unreduced_results,
     updates,
     writers,
+    written_gradients,
 )
 from zerofx.plan import ParameterInfo, ParameterTable
 
@@ -59,6 +62,7 @@ def verify(
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         _updates_read_averaged_gradients(gm.graph, table)
+        _stored_gradients_are_what_they_are_called(gm.graph, table)
 
 
 def _broken(node: fx.Node, rule: str) -> GraphError:
@@ -343,6 +347,21 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
                 )
 
 
+def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: ParameterTable) -> None:
+    """What a step leaves in ``p.grad`` is the same on all ranks, or declared to be unreduced."""
+    results = graph.output_node().args[0]
+    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
+    declared = unreduced_results(graph)
+    for position, parameter in {**gradient_outputs(graph), **written_gradients(graph)}.items():
+        result = results[position]
+        if result in varying and position not in declared and result.op != "placeholder":
+            raise _broken(
+                result,
+                f"becomes the gradient of {table[parameter].name!r}, and is neither averaged over "
+                "the ranks nor declared to be unreduced.",
+            )
+
+
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
@@ -368,7 +387,9 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             continue
         seen.add(node)
         if node.op == "placeholder":
-            if input_role(node).kind == "gradient" and input_role(node).parameter == parameter:
+            role_of_input = input_role(node)
+            is_gradient = role_of_input.kind == "gradient" and not role_of_input.unreduced
+            if is_gradient and role_of_input.parameter == parameter:
                 return True
             continue
         origin = provenance(node)

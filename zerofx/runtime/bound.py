@@ -20,8 +20,10 @@ class BoundParameter:
     """One parameter that zero-compiled functions have taken charge of.
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
-    tensor without storage that stands for it as ``parameter.grad``.  Parameters of one bucket
-    have the same ``bucket``, None for one alone, and at stages 1 and 2 the same ``memory``.
+    tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
+    whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
+    one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
+    ``memory``.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -34,6 +36,7 @@ class BoundParameter:
     memory: BucketMemory | None = None
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
+    is_unreduced: bool = False
     open_count: int = 0
     retired: bool = False
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
@@ -54,6 +57,13 @@ class BoundParameter:
     def is_sharded(self) -> bool:
         """Whether the values live in ``shard`` (stage 3) and not in the parameter."""
         return self.stage == 3 and not self.retired
+
+    @property
+    def what_is_kept(self) -> str:
+        """In words: what there is of a gradient that crosses calls."""
+        if self.is_unreduced:
+            return "accumulate='local' keeps each rank's own, not yet averaged over the ranks,"
+        return f"ZeRO stage {self.stage} keeps only this rank's shard of it"
 
     @property
     def is_open(self) -> bool:
@@ -154,8 +164,8 @@ class BoundParameter:
             if current is not None and current.grad is self.stub:
                 raise RuntimeError(
                     f"an eager backward() would add to the gradient of parameter {self.name!r}, "
-                    f"and ZeRO stage {self.stage} keeps only this rank's shard of it between "
-                    "steps. Compile the function that calls backward() with "
+                    f"and {self.what_is_kept} between steps. "
+                    "Compile the function that calls backward() with "
                     "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
                 )
 

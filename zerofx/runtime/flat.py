@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,17 @@ def copy_range(shard: torch.Tensor, whole: torch.Tensor, info: ParameterInfo, ra
     start, stop = info.owned_by(rank)
     flat = whole.detach().permute(info.storage_order).reshape(-1)
     shard[: stop - start].copy_(flat[start:stop])
+
+
+def whole_from_shard(shard: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
+    """Return a whole tensor that holds ``rank``'s range of it, and zeros elsewhere.
+
+    Shapes: ``[info.shard_numel]`` -> ``info.shape``, with its strides.
+    """
+    start, stop = info.owned_by(rank)
+    flat = shard.new_zeros(info.numel)
+    flat[start:stop].copy_(shard[: stop - start])
+    return whole_from_flat(flat, info)
 
 
 def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torch.Tensor:
@@ -196,6 +207,22 @@ def without_storage(info: ParameterInfo) -> torch.Tensor:
     tensor = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def in_memory_of_its_own(
+    tensor: torch.Tensor, info: ParameterInfo, users: Mapping[int, int]
+) -> torch.Tensor:
+    """The tensor with the parameter's strides and dtype, in memory that nothing else looks at.
+
+    ``users`` counts who looks at a storage, by its address.  A copy, if it is not so already.
+    """
+    storage = tensor.untyped_storage()
+    is_own = users[storage.data_ptr()] == 1 and storage.nbytes() == info.nbytes
+    if is_own and tensor.stride() == info.stride and tensor.dtype == info.dtype:
+        return tensor
+    with ordinary_tensors():
+        own = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
+        return own.copy_(tensor)
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:

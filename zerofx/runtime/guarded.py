@@ -101,8 +101,16 @@ class ShardedParameter(_Guarded, nn.Parameter):
     """A parameter between steps, when each rank keeps its own shard of it and nothing else."""
 
 
-class ShardedGradient(_Guarded, torch.Tensor):
+class GuardedGradient(_Guarded, torch.Tensor):
+    """A gradient between steps, whose values are not what a reader would take them for."""
+
+
+class ShardedGradient(GuardedGradient):
     """A gradient between steps, when each rank keeps its own shard of it and nothing else."""
+
+
+class UnreducedGradient(GuardedGradient):
+    """A gradient between steps, when each rank keeps its own, which nobody has averaged yet."""
 
 
 @functools.cache
@@ -186,11 +194,11 @@ def _guarded_among(value: Any) -> Iterator[torch.Tensor]:
 def _refusal(touched: str, tensor: torch.Tensor) -> str:
     keeper = _keeper(tensor)
     name = repr(keeper.name) if keeper is not None else "whose model is gone"
-    if isinstance(tensor, ShardedGradient):
-        stage = keeper.stage if keeper is not None else "2 or 3"
+    if isinstance(tensor, GuardedGradient):
+        kept = keeper.what_is_kept if keeper is not None else "nothing of it is kept"
         return (
-            f"{touched!r} needs the values of the gradient of parameter {name}, and ZeRO stage "
-            f"{stage} keeps only this rank's shard of it between steps. Do it inside the compiled "
+            f"{touched!r} needs the values of the gradient of parameter {name}, and {kept} between "
+            "steps. Do it inside the compiled "
             "step, or get plain objects back with zerofx.unshard(model, optimizer)."
         )
     return (
@@ -235,7 +243,7 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     and any other ``detach`` (whose caller would take the result for a live view) refused.
     """
     tensor = args[0]
-    if isinstance(tensor, ShardedGradient):
+    if isinstance(tensor, GuardedGradient):
         return NotImplemented
     keeper = _keeper(tensor)
     caller = frame.f_locals
@@ -248,12 +256,12 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
 
 
 def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Zero the shards behind gradients: ``optimizer.zero_grad(set_to_none=False)``."""
+    """Zero what is behind gradients: ``optimizer.zero_grad(set_to_none=False)``."""
     tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if any(isinstance(tensor, ShardedParameter) for tensor in tensors):
         return NotImplemented
     for tensor in tensors:
-        if not isinstance(tensor, ShardedGradient):
+        if not isinstance(tensor, GuardedGradient):
             tensor.zero_()
             continue
         keeper = _keeper(tensor)
@@ -266,7 +274,7 @@ def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> 
 
 def _detach_in_place(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """A gradient between steps has no history to be detached from."""
-    return args[0] if isinstance(args[0], ShardedGradient) else NotImplemented
+    return args[0] if isinstance(args[0], GuardedGradient) else NotImplemented
 
 
 _SPECIAL: dict[str, Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,8 +22,19 @@ from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.carried import CarriedGathers
-from zerofx.runtime.flat import make_equal, ordinary_tensors, take_shard, without_storage
-from zerofx.runtime.guarded import ShardedGradient, check_guardable, guarded_class
+from zerofx.runtime.flat import (
+    make_equal,
+    ordinary_tensors,
+    take_shard,
+    whole_from_shard,
+    without_storage,
+)
+from zerofx.runtime.guarded import (
+    ShardedGradient,
+    UnreducedGradient,
+    check_guardable,
+    guarded_class,
+)
 
 
 class ParameterRegistry:
@@ -223,7 +234,7 @@ class ParameterRegistry:
             for bound, parameter in self._with_stub():
                 bound.drop_gradient_unless_used(parameter)
                 bound.refuse_eager_accumulation(parameter)
-                bound.stub.__class__ = ShardedGradient
+                _guard_stub(bound)
             for reference, _, guarded in self._swaps():
                 parameter = reference()
                 if parameter is not None:
@@ -295,8 +306,12 @@ class ParameterRegistry:
                 bound.allow_accumulation(parameter)
             self._drop(bound, id(parameter))
 
-    def store_gradient(self, bound: BoundParameter, shard: torch.Tensor) -> torch.Tensor:
+    def store_gradient(
+        self, bound: BoundParameter, gradient: torch.Tensor, *, unreduced: bool = False
+    ) -> torch.Tensor:
         """Keep a gradient's shard, and return what to store as ``parameter.grad``.
+
+        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.
 
         Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
         object every time, so that Dynamo's guards on it hold.
@@ -305,28 +320,51 @@ class ParameterRegistry:
             if bound.stub is None:
                 bound.stub = without_storage(bound.info)
                 self._stubs[id(bound.stub)] = bound
-            bound.gradient = shard.detach()
+            bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
             if self._depth == 0:
-                bound.stub.__class__ = ShardedGradient
+                _guard_stub(bound)
             return bound.stub
 
     def gradient_shard(self, bound: BoundParameter, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
 
-        Raises: RuntimeError for a stub whose gradient has been released, or another's stub.
+        Raises: RuntimeError for a stub whose gradient has been released, another's stub, or a
+        gradient that was left unreduced.
         """
         if gradient is bound.stub and bound.gradient is not None:
+            if bound.is_unreduced:
+                _refuse_unreduced(bound)
             return bound.gradient
-        owner = self._stubs.get(id(gradient))
-        if owner is not None and owner.stub is gradient:
-            raise RuntimeError(
-                f"the gradient of parameter {bound.name!r} stands for a shard of {owner.name!r} "
-                "that has been released or belongs to that parameter: it was taken off p.grad and "
-                "put back. Leave p.grad to backward() and zero_grad()."
-            )
         self.check_averaged(bound, gradient)
         with ordinary_tensors():
             return take_shard(gradient, bound.info, bound.communicator.rank)
+
+    def unreduced_gradient(
+        self, bound: BoundParameter, gradient: torch.Tensor, is_changed: bool
+    ) -> torch.Tensor:
+        """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
+
+        An average is one, and so is its shard times the number of ranks among zeros.
+
+        Raises: RuntimeError as ``check_averaged``; and for a plain tensor ``is_changed``, which
+        would then hold what is no average, for all to read.
+        """
+        if gradient is not bound.stub or bound.gradient is None:
+            self.check_averaged(bound, gradient)
+            if is_changed:
+                raise RuntimeError(
+                    f"the gradient of parameter {bound.name!r} was left by a function without "
+                    "accumulate='local', as a whole average, and this function has that option. "
+                    "Give it to every function that backward, clipping and the update are in, or "
+                    "call optimizer.zero_grad() in between."
+                )
+            return gradient
+        if not bound.is_unreduced:
+            with ordinary_tensors():
+                shares = bound.gradient * bound.communicator.world_size
+                whole = whole_from_shard(shares, bound.info, bound.communicator.rank)
+            bound.gradient, bound.is_unreduced = whole, True
+        return bound.gradient
 
     def mark_averaged(self, gradient: torch.Tensor) -> torch.Tensor:
         """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks."""
@@ -334,7 +372,19 @@ class ParameterRegistry:
         return gradient
 
     def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Raise RuntimeError for a whole gradient that one rank computed for itself."""
+        """Raise RuntimeError for what is not the whole mean over the ranks.
+
+        That is a whole gradient that one rank computed for itself, or a stub.
+        """
+        owner = self._stubs.get(id(gradient))
+        if owner is not None and owner.stub is gradient:
+            if owner is bound and bound.gradient is not None:
+                _refuse_unreduced(bound)
+            raise RuntimeError(
+                f"the gradient of parameter {bound.name!r} stands for one of {owner.name!r} "
+                "that has been released or belongs to that parameter: it was taken off p.grad and "
+                "put back. Leave p.grad to backward() and zero_grad()."
+            )
         if bound.communicator.world_size == 1 or hasattr(gradient, "_zerofx_averaged"):
             return
         raise RuntimeError(
@@ -383,6 +433,20 @@ def _empty_bucket(info: ParameterInfo) -> torch.Tensor:
     buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
     prefer_huge_pages(buffer)
     return buffer
+
+
+def _guard_stub(bound: BoundParameter) -> None:
+    assert bound.stub is not None
+    bound.stub.__class__ = UnreducedGradient if bound.is_unreduced else ShardedGradient
+
+
+def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
+    raise RuntimeError(
+        f"the gradient of parameter {bound.name!r} was left by a function with "
+        f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
+        "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
+        "clipping and the update are in, or call optimizer.zero_grad() in between."
+    )
 
 
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:

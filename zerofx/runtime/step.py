@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,16 @@ from torch import fx, nn
 
 from zerofx import ops
 from zerofx.errors import StepError
-from zerofx.graph import aliases, gradient_outputs, input_role, placeholders, writers
+from zerofx.graph import (
+    aliases,
+    gradient_outputs,
+    input_role,
+    placeholders,
+    sharded_results,
+    unreduced_results,
+    writers,
+    written_gradients,
+)
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
@@ -22,6 +32,7 @@ from zerofx.runtime.flat import (
     copy_range,
     flat_pieces,
     flatten_bucket,
+    in_memory_of_its_own,
     pack,
     take_shard,
     whole_from_flat,
@@ -73,12 +84,20 @@ class StepRuntime:
             for position, role in roles
             if role.kind == "parameter"
         ]
+        gradients = [(position, role) for position, role in roles if role.kind == "gradient"]
         self.whole_gradients = [
             (position, role.parameter)
-            for position, role in roles
-            if role.kind == "gradient" and not role.sharded
+            for position, role in gradients
+            if not role.sharded and not role.unreduced
+        ]
+        self.unreduced_gradients = [
+            (position, role.parameter) for position, role in gradients if role.unreduced
         ]
         self.gradient_outputs = gradient_outputs(graph)
+        self.unreduced_results = frozenset(unreduced_results(graph))
+        self.renewed_gradients = dict(written_gradients(graph))
+        self.sharded_results = frozenset(sharded_results(graph))
+        self.changed_gradients = _changed_gradients(graph)
         self.written = _written_shards(graph)
         self.resumes = [
             (node.args[1], node.meta["val"].dtype)
@@ -178,6 +197,11 @@ class StepRuntime:
             }
         for position, index in self.whole_gradients:
             REGISTRY.check_averaged(self.bound[index], values[position])
+        for position, index in self.unreduced_gradients:
+            is_changed = index in self.changed_gradients
+            values[position] = REGISTRY.unreduced_gradient(
+                self.bound[index], values[position], is_changed
+            )
         for position, role in self.inputs:
             bound = self.bound[role.parameter]
             if role.kind == "parameter":
@@ -209,11 +233,10 @@ class StepRuntime:
             self._gathered_into.clear()
             self.communicator.buffers.clear()
         for position, index in self.gradient_outputs.items():
-            gradient = results[position]
-            if self.stage >= 2:
-                results[position] = REGISTRY.store_gradient(self.bound[index], gradient)
-            elif gradient is not None:
-                results[position] = REGISTRY.mark_averaged(without_base(gradient))
+            if position not in self.unreduced_results:
+                results[position] = self._stored_average(index, results[position])
+        if self.unreduced_results or self.renewed_gradients:
+            self._keep_unreduced(results, values)
         return results
 
     def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -231,6 +254,32 @@ class StepRuntime:
             return
         for whole in wholes:  # as a copy would: a graph built on the old values is stale
             torch.autograd.graph.increment_version(whole)
+
+    def _stored_average(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        bound = self.bound[index]
+        if gradient is not None and gradient is bound.gradient:  # as it came in
+            return bound.stub
+        if self.stage >= 2:
+            return REGISTRY.store_gradient(bound, gradient)
+        return None if gradient is None else REGISTRY.mark_averaged(without_base(gradient))
+
+    def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:
+        """Store gradients left unreduced, and take off the results that replace such."""
+        users = Counter(
+            value.untyped_storage().data_ptr()
+            for value in (*inputs, *results)
+            if isinstance(value, torch.Tensor)
+        )
+        stored = {position: self.gradient_outputs[position] for position in self.unreduced_results}
+        for position, index in {**stored, **self.renewed_gradients}.items():
+            bound, value = self.bound[index], results[position]
+            if value is not bound.gradient:
+                is_whole = position not in self.sharded_results
+                if is_whole:
+                    value = in_memory_of_its_own(value, bound.info, users)
+                REGISTRY.store_gradient(bound, value, unreduced=is_whole)
+            results[position] = bound.stub
+        del results[len(results) - len(self.renewed_gradients) :]
 
     def resume_gather(
         self, shard: torch.Tensor, parameters: list[int], world_size: int
@@ -375,6 +424,15 @@ def _written_shards(graph: fx.Graph) -> set[int]:
         input_role(node).parameter
         for node in placeholders(graph, "parameter")
         if input_role(node).sharded and writers(node)
+    }
+
+
+def _changed_gradients(graph: fx.Graph) -> set[int]:
+    """The parameters whose unreduced gradient the program adds to or replaces."""
+    return set(written_gradients(graph).values()) | {
+        input_role(node).parameter
+        for node in placeholders(graph, "gradient")
+        if input_role(node).unreduced and writers(node)
     }
 
 

@@ -293,7 +293,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
                 f"{held[0].name!r} and would be left with them. Give it too: "
                 "zerofx.unshard(model, optimizer)."
             )
-    join((bound for bound in bounds if bound.stage > 0), "unshard()")
+    join((bound for bound in bounds if bound.stage > 0 or bound.is_unreduced), "unshard()")
     for optimizer in given:
         _unshard_states(optimizer, bounds)
     for bound in bounds:
@@ -303,11 +303,21 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
             REGISTRY.open(bound)
         if bound.gradient is not None and parameter.grad is bound.stub:
             with ordinary_tensors():
-                whole = gather(bound.gradient, bound.info, bound.communicator)
+                if bound.is_unreduced:
+                    whole = _average(bound.gradient, bound.communicator)
+                else:
+                    whole = gather(bound.gradient, bound.info, bound.communicator)
             parameter.grad = REGISTRY.mark_averaged(whole.to(parameter.dtype))
         elif parameter.grad is bound.stub:
             parameter.grad = None
         REGISTRY.retire(bound)
+
+
+def _average(gradient: torch.Tensor, communicator: Any) -> torch.Tensor:
+    """The mean over the ranks, in memory of its own.  Collective."""
+    average = communicator.wait(communicator.all_reduce_start(gradient, "mean"))
+    communicator.settle()
+    return average.reshape(gradient.shape).clone(memory_format=torch.preserve_format)
 
 
 def _unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
