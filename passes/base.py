@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from zerofx.options import Options
-from zerofx.plan import ParameterTable
+from zerofx.plan import KeptGathered, ParameterTable
 
 Counts = Mapping[str, int]
 
@@ -20,7 +20,8 @@ class PassContext:
     """Facts a pass may use; no process group, environment or clock.
 
     ``num_backwards`` is how many times the step calls backward; ``bound`` holds the parameters,
-    by index, whose layout an earlier program has settled.
+    by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
+    agreed to keep gathered, by the gathers that there would be with nothing kept.
     """
 
     options: Options
@@ -29,6 +30,7 @@ class PassContext:
     world_size: int
     num_backwards: int = 1
     bound: frozenset[int] = frozenset()
+    kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
 
     @property
     def bucket_bytes(self) -> int:

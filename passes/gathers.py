@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,8 +10,6 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.cost import live_bytes
-from zerofx.errors import StepError
 from zerofx.graph import (
     Builder,
     aliases,
@@ -23,6 +20,7 @@ from zerofx.graph import (
     program_order,
 )
 from zerofx.passes.base import PassContext
+from zerofx.passes.memory_budget import keep_within_budget
 from zerofx.plan import ParameterInfo
 
 aten = torch.ops.aten
@@ -71,6 +69,12 @@ class GatherUnit:
     def nbytes(self) -> int:
         info = self.sources[0].parameter
         return info.place.shard_numel * info.world_size * self.sources[0].dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """What it gathers, and the dtype in which it travels: the same on all ranks."""
+        names = ", ".join(source.parameter.name for source in self.sources)
+        return f"{names} {self.sources[0].dtype}"
 
     @cached_property
     def owner(self) -> dict[Use, GatherSource]:
@@ -148,83 +152,6 @@ def plan_spans(
     return planned
 
 
-def keep_gathered(
-    planned: dict[GatherUnit, list[GatherSpan]],
-    alive: list[int],
-    budget: int,
-    ahead: bool,
-    carried_from: int | None = None,
-) -> int:
-    """Keep parameters from forward to backward as far as ``budget`` bytes go; return how many.
-
-    ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
-    says that each gather starts as early as the one before it.  From ``carried_from`` on, the
-    first gather is there for the next call, and it is from the program's start.  Merges the spans
-    of ``planned`` in place, those first that are kept for the shortest time: the last layers of
-    forward.
-    Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
-
-    Raises: StepError if the program does not fit with nothing kept.
-    """
-    smallest = _peak(planned, alive, ahead, carried_from)
-    if smallest > budget:
-        raise StepError(
-            f"memory_budget is {budget} bytes, and this step allocates {smallest} with nothing "
-            "kept gathered: give it that much, or a smaller batch, torch.utils.checkpoint, or "
-            "smaller bucket_bytes."
-        )
-    gaps = [
-        (after.first - before.last, index, unit)
-        for index, unit in enumerate(planned)
-        for before, after in itertools.pairwise(planned[unit])
-        if unit.regather
-    ]
-    kept = 0
-    for _, _, unit in sorted(gaps, key=lambda gap: gap[:2]):
-        spans = planned[unit]
-        for before, after in itertools.pairwise(spans):
-            merged = GatherSpan(before.first, after.last, before.uses + after.uses)
-            trial = [merged if span is before else span for span in spans if span is not after]
-            if _peak({**planned, unit: trial}, alive, ahead, carried_from) <= budget:
-                planned[unit] = trial
-                kept += 1
-                break
-    return kept
-
-
-def _peak(
-    planned: dict[GatherUnit, list[GatherSpan]],
-    alive: list[int],
-    ahead: bool,
-    carried_from: int | None,
-) -> int:
-    spans = sorted(
-        ((span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans),
-    )
-    changes = [0] * (len(alive) + 1)
-    for index, (first, last, nbytes) in enumerate(spans):
-        changes[spans[index - 1][0] if ahead and index else first] += nbytes
-        changes[last + 1] -= nbytes
-    if carried_from is not None and spans:
-        first = spans[0][0]
-        nbytes = max(nbytes for begin, _, nbytes in spans if begin == first)
-        changes[0] += nbytes
-        changes[first] -= nbytes
-        changes[carried_from] += nbytes
-    gathered = itertools.accumulate(changes)
-    return max(map(operator.add, alive, gathered))
-
-
-def _end_of_reductions(graph: fx.Graph, order: dict[fx.Node, int]) -> int | None:
-    """Where the last wait stands: what is gathered for the next call starts no earlier.
-
-    None if the program updates nothing.
-    """
-    if not any(node.target is ops.update for node in graph.nodes):
-        return None
-    return max((order[node] for node in graph.nodes if node.target is ops.wait), default=0)
-
-
 def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
     return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
 
@@ -287,18 +214,7 @@ def insert_gathers(
     spans = plan_spans(units, order, ctx.num_backwards)
     kept = 0
     if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
-        rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
-        alive = live_bytes(
-            builder.graph,
-            ctx.world_size,
-            ignored=rebuilt,
-            early_updates=ctx.options.update_in_backward,
-            sockets=not ctx.options.peer_memory,
-        )
-        ahead, carried_from = ctx.options.prefetch, None
-        if ctx.options.prefetch_across_steps:
-            carried_from = _end_of_reductions(builder.graph, order)
-        kept = keep_gathered(spans, alive, ctx.options.memory_budget, ahead, carried_from)
+        kept = keep_within_budget(builder.graph, wanted, spans, ctx)
     gathered = []
     for unit in units:
         for number, span in enumerate(spans[unit]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -19,14 +20,15 @@ from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError, StepError
-from zerofx.graph import updates
+from zerofx.graph import copied, kept_gathered, updates
 from zerofx.in_place import buckets_updated_in_place
 from zerofx.lower import lower
 from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.runtime.agreement import Agreement
+from zerofx.plan import KeptGathered
+from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.buffers import return_freed_memory
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
@@ -52,6 +54,12 @@ RECOMPILE_LIMIT = (
     "torch._dynamo.config.recompile_limit."
 )
 
+OUTGROWN = (
+    "The ranks compare what fits memory_budget: at the first call, and whenever a batch has become "
+    "so large that on this rank it no longer does. Then all ranks must call with batches as large: "
+    "begin with the largest, or give a larger memory_budget, or none."
+)
+
 _function_numbers = itertools.count()
 
 
@@ -68,6 +76,7 @@ class CompiledFunction:
         self.options: Options | None = None
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []
+        self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         backend.functions.add(self)
 
     @contextlib.contextmanager
@@ -99,6 +108,8 @@ class CompiledFunction:
                 gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
             )
             return capture.lower(self._run_passes)
+        except AgreementError:
+            raise  # which all ranks have seen
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
@@ -107,6 +118,26 @@ class CompiledFunction:
         program = Program(self, step)
         self.programs.append(program)
         return program
+
+    def agree_on_kept(self, mine: KeptGathered | None) -> bool:
+        """Find what all ranks can keep gathered; return whether this one could keep more.
+
+        How much a budget leaves depends on the batch.  Ranks whose batches have other shapes later
+        need no meeting for as long as what was agreed on fits.
+
+        Raises: AgreementError if they gather different things, or one does not come.
+        """
+        if mine is None or self.kept_gathered.get(mine.gathers) == mine:
+            return False
+        lines = ("within memory_budget", *mine.gathers)
+        try:
+            values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
+        except AgreementError as error:
+            error.add_note(OUTGROWN)
+            raise
+        kept = functools.reduce(KeptGathered.also_fitting, map(mine.unpacked, values))
+        self.kept_gathered[mine.gathers] = kept
+        return kept != mine
 
     def _first_compilation(self) -> None:
         """Read the environment and find the ranks, once per function."""
@@ -165,18 +196,27 @@ class Program:
             communicator.world_size,
             step.num_backwards,
             frozenset(known),
+            function.kept_gathered,
         )
-        dump = None
-        if options.dump is not None:
-            name = f"{function.name}_{len(function.programs)}"
-            dump = ProgramDump(options.dump, communicator.rank, name, step.table)
-        self.reports: list[PassReport] = run_pipeline(
-            self.gm, ctx, PIPELINE, dump.write if dump else None
-        )
-        if dump:
-            dump.write_summary(self.reports)
+        agrees = options.memory_budget is not None and communicator.world_size > 1
+        captured = copied(self.gm.graph) if agrees else None
+        self.reports = self._rewritten(ctx)
+        if captured is not None and function.agree_on_kept(kept_gathered(self.gm.graph)):
+            self.gm.graph = captured  # what another rank cannot keep: once more, without it
+            self.reports = self._rewritten(ctx)
         self.schedule = schedule(self.gm, step.table, options.stage)
         self.runtime: StepRuntime | None = None
+
+    def _rewritten(self, ctx: PassContext) -> list[PassReport]:
+        """Run the passes, and dump what they make."""
+        dump = None
+        if ctx.options.dump is not None:
+            name = f"{self.function.name}_{len(self.function.programs)}"
+            dump = ProgramDump(ctx.options.dump, ctx.rank, name, ctx.table)
+        reports = run_pipeline(self.gm, ctx, PIPELINE, dump.write if dump else None)
+        if dump:
+            dump.write_summary(reports)
+        return reports
 
     def _make_ready(self) -> StepRuntime:
         """Agree with the other ranks, take charge of the parameters, lower.

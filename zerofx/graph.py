@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerofx import compat, ops
-from zerofx.plan import ParameterTable
+from zerofx.plan import KeptGathered, ParameterTable
 
 aten = torch.ops.aten
 
@@ -90,6 +90,16 @@ def written_gradients(graph: fx.Graph) -> dict[int, int]:
     They are behind those that the step returns; to be added to.
     """
     return graph.output_node().meta.setdefault("zerofx_written_gradients", {})
+
+
+def set_kept_gathered(graph: fx.Graph, kept: KeptGathered) -> None:
+    """Record what the program keeps gathered within its budget."""
+    graph.output_node().meta["zerofx_kept_gathered"] = kept
+
+
+def kept_gathered(graph: fx.Graph) -> KeptGathered | None:
+    """What the program keeps gathered within its budget; None if it has none or needs none."""
+    return graph.output_node().meta.get("zerofx_kept_gathered")
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:
@@ -340,6 +350,14 @@ def value_bytes(node: fx.Node) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return int(value.numel()) * value.dtype.itemsize
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a program, with what is recorded about its inputs and results."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    copy.output_node().meta = dict(graph.output_node().meta)
+    return copy
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:

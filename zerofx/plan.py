@@ -149,6 +149,36 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
     return order
 
 
+@dataclass(frozen=True)
+class KeptGathered:
+    """Which of a program's gathers there are, of those that it would have with nothing kept.
+
+    ``gathers`` are those in words, a line for each bucket or parameter; ``cuts`` are, for each,
+    the numbers of those that remain.  The others are spared: what the one before them has
+    gathered is kept.
+    """
+
+    gathers: tuple[str, ...]
+    cuts: tuple[frozenset[int], ...]
+
+    def packed(self) -> bytes:
+        """The cuts, for other ranks: ``0,1;0`` is two gathers of the first, one of the second."""
+        return ";".join(",".join(map(str, sorted(cuts))) for cuts in self.cuts).encode()
+
+    def unpacked(self, packed: bytes) -> KeptGathered:
+        """What another rank keeps, of the same gathers."""
+        cuts = (
+            frozenset(int(number) for number in part.split(",") if number)
+            for part in packed.decode().split(";")
+        )
+        return replace(self, cuts=tuple(cuts))
+
+    def also_fitting(self, other: KeptGathered) -> KeptGathered:
+        """Keep what both keep: what fits on two ranks.  Both are of the same gathers."""
+        cuts = tuple(map(frozenset.union, self.cuts, other.cuts))
+        return replace(self, cuts=cuts)
+
+
 @dataclass
 class ParameterTable:
     """Every parameter of one step, in order of first appearance among its inputs."""

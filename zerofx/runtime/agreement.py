@@ -136,22 +136,38 @@ class Agreement:
         Raises: AgreementError if a rank posted others (the first difference is named, the same
         on all ranks), failed while compiling, or posted none within ``timeout_s`` seconds.
         """
-        text = "\n".join(lines).encode()
-        digest = hashlib.sha256(text).digest()
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
         if self.world_size == 1 or digest in self._agreed:
             return
+        self._meet(lines, b"", timeout_s)
+        self._agreed.add(digest)
+        self._last = tuple(lines)
+
+    def exchange(self, lines: Sequence[str], value: bytes, timeout_s: float) -> list[bytes]:
+        """Return every rank's ``value``, by rank, once all have come with these very lines.
+
+        Raises: AgreementError as ``check``, with which it takes turns: the n-th of either meets
+        the other ranks' n-th.
+        """
+        if self.world_size == 1:
+            return [value]
+        meeting = self._meet(lines, value, timeout_s)
+        return [self.store.get(meeting.key("value", rank)) for rank in range(self.world_size)]
+
+    def _meet(self, lines: Sequence[str], value: bytes, timeout_s: float) -> _Round:
+        text = "\n".join(lines).encode()
         meeting = _Round(self.store, f"agreement/{self.scope}", self.rank, self.world_size)
         self._post(meeting, "text", zlib.compress(text))
-        self._post(meeting, "digest", digest)
+        self._post(meeting, "value", value)
+        self._post(meeting, "digest", hashlib.sha256(text).digest())
         if meeting.arrive():
             outcome = meeting.decide(self._verdict(meeting))
         else:
             outcome = meeting.outcome(timeout_s)
         if outcome != "complete":
             raise AgreementError(self._explanation(meeting, outcome, lines, timeout_s))
-        self._agreed.add(digest)
-        self._last = tuple(lines)
-        meeting.forget_previous("text", "digest", "failure")
+        meeting.forget_previous("text", "value", "digest", "failure")
+        return meeting
 
     def fail(self, message: str) -> None:
         """Tell ranks that wait in ``check``, or will, that this one could not compile.
