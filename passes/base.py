@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from zerofx.figures import NOMINAL, Figures
 from zerofx.options import Options
 from zerofx.plan import KeptGathered, ParameterTable
 
 Counts = Mapping[str, int]
-
-DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class PassContext:
 
     ``num_backwards`` is how many times the step calls backward; ``bound`` holds the parameters,
     by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
-    agreed to keep gathered, by the gathers that there would be with nothing kept.
+    agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
+    are the same on all ranks.
     """
 
     options: Options
@@ -31,10 +31,11 @@ class PassContext:
     num_backwards: int = 1
     bound: frozenset[int] = frozenset()
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
+    figures: Figures = NOMINAL
 
     @property
     def bucket_bytes(self) -> int:
-        return self.options.bucket_bytes or DEFAULT_BUCKET_BYTES
+        return self.options.bucket_bytes or self.figures.bucket_bytes(self.world_size)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from zerofx import compat, ops, traced
 from zerofx.capture import CapturedStep, StepCapture
+from zerofx.figures import NOMINAL
 from zerofx.graph import gradient_outputs, input_role, placeholders, provenance
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
@@ -145,12 +146,14 @@ PLAIN = {"lowering": "eager", "bucket": False, "update_in_backward": False}
 
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
     """The facts that a pass is given.  Without buckets unless asked for: one story at a time."""
+    resolved = resolve({**PLAIN, "stage": stage, **options}, {})
     return PassContext(
-        resolve({**PLAIN, "stage": stage, **options}, {}),
+        resolved,
         captured.table,
         rank,
         captured.world_size,
         captured.num_backwards,
+        figures=resolved.link or NOMINAL,
     )
 
 

@@ -17,7 +17,8 @@ LINKED = ("passes", "codegen")
 
 # What passes and kernels may know.  None of it may know more than that itself, or the runtime
 # would come in by the back door.
-SEEN_BY_PASSES = ("ops", "graph", "plan", "cost", "options", "errors", "provenance", "compat")
+SEEN_BY_PASSES = ("ops", "graph", "plan", "cost", "timeline", "figures", "options", "errors")
+SEEN_BY_PASSES += ("provenance", "compat")
 
 # The runner alone verifies and dumps.
 RUNNER = ROOT / "passes" / "manager.py"

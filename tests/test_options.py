@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import torch
 
+from zerofx.figures import Figures
 from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
 
 
@@ -36,6 +37,7 @@ def test_defaults_are_the_contracts():
         "reduce_dtype": None,
         "bucket_bytes": None,
         "memory_budget": None,
+        "link": None,
         "dump": None,
         "recompute": True,
         "hoist_casts": True,
@@ -66,6 +68,8 @@ def test_no_options_and_empty_options_are_the_same():
         ("bucket_bytes", None),
         ("bucket_bytes", 1),
         ("bucket_bytes", 2**40),
+        ("link", None),
+        ("link", Figures(latency_s=0.0, bytes_per_s=1.0)),
         ("dump", None),
         ("dump", "programs"),
         *((name, on) for name in OPTIONAL_PASSES for on in (True, False)),
@@ -88,6 +92,8 @@ def test_every_allowed_value_is_kept(name, value):
         ("reduce_dtype", "torch.float32", torch.float32),
         ("bucket_bytes", "1048576", 1048576),
         ("bucket_bytes", "25e6", 25_000_000),
+        ("link", "latency_s=1e-4,bytes_per_s=1e9", Figures(1e-4, 1e9)),
+        ("link", "bytes_per_s=2 latency_s=0 overlaps=0", Figures(0.0, 2.0, overlaps=False)),
         ("dump", "programs/of a step", "programs/of a step"),
         *((name, "0", False) for name in OPTIONAL_PASSES),
     ],
@@ -232,6 +238,8 @@ def test_a_wrong_word_names_the_right_ones(name, value, allowed, environ):
         ("bucket_bytes", True),
         ("bucket_bytes", 25e6),
         ("bucket_bytes", "25e6"),
+        ("link", 1e9),
+        ("link", True),
         ("dump", True),
         ("dump", b"programs"),
     ],
@@ -272,6 +280,36 @@ def test_a_number_of_bytes_in_the_environment_is_positive(text):
     assert message.startswith("ZEROFX_BUCKET_BYTES must be a positive number of bytes, not ")
 
 
+def test_a_link_is_text_or_a_dict():
+    given = {"latency_s": 1e-4, "bytes_per_s": 10**9, "overlaps": False}
+    expected = Figures(1e-4, 1e9, overlaps=False)
+    assert resolve({"link": given}, {}).link == expected
+    assert resolve({"link": str(expected)}, {}).link == expected
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("fast", "'fast' is not of the form name=number"),
+        ("latency_s=1e-4", "bytes_per_s is missing; needed: latency_s, bytes_per_s"),
+        ("latency=1e-4 bytes_per_s=1e9", "'latency' is unknown; known: latency_s, bytes_per_s,"),
+        ("latency_s=1e-4 bytes_per_s=0", "bytes_per_s is a positive number, not '0'"),
+        ("latency_s=-1 bytes_per_s=1e9", "latency_s is a positive number, not '-1'"),
+        ("latency_s=1e-4 bytes_per_s=inf", "bytes_per_s is a positive number, not 'inf'"),
+        ("latency_s=nan bytes_per_s=1e9", "latency_s is a positive number, not 'nan'"),
+        ("latency_s=1e-4 bytes_per_s=1GB", "bytes_per_s is a number, not '1GB'"),
+        ("latency_s=1e-4 bytes_per_s=1e9 overlaps=2", "overlaps is 0 or 1, not '2'"),
+    ],
+)
+def test_figures_that_are_none_are_refused_with_the_reason(text, why):
+    for message in (
+        words_of(ValueError, {"link": text}),
+        words_of(ValueError, None, {"ZEROFX_LINK": text}),
+    ):
+        assert "must be figures like 'latency_s=3e-4 bytes_per_s=1e9', not " in message
+        assert why in message
+
+
 def test_dump_takes_a_path_object():
     assert resolve({"dump": pathlib.Path("programs", "here")}, {}).dump == str(
         pathlib.Path("programs", "here")
@@ -304,8 +342,8 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
-        " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, dump, recompute,"
-        " hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps,"
+        " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, dump,"
+        " recompute, hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps,"
         " fuse_optimizer, peer_memory"
     )
 
@@ -314,7 +352,7 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
-        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
+        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
         " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY"

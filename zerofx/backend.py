@@ -20,6 +20,7 @@ from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError, StepError
+from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
 from zerofx.in_place import buckets_updated_in_place
 from zerofx.lower import lower
@@ -31,11 +32,13 @@ from zerofx.plan import KeptGathered
 from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.buffers import return_freed_memory
 from zerofx.runtime.communication import Communicator, default_group
+from zerofx.runtime.link import measured
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
+from zerofx.timeline import predict
 
 logger = logging.getLogger("zerofx")
 
@@ -104,6 +107,7 @@ class CompiledFunction:
         self._first_compilation()
         try:
             communicator = self.communicator
+            self.figures = self._figures(inputs)
             capture = StepCapture(
                 gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
             )
@@ -113,6 +117,16 @@ class CompiledFunction:
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _figures(self, inputs: list[Any]) -> Figures:
+        """What to plan with: as the user says, or as the ranks measure, all at their first call."""
+        assert self.options is not None
+        if self.options.link is not None:
+            return self.options.link
+        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+        device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+        name = f"the first call of compiled function {self.number}"  # as all ranks count them
+        return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
 
     def _run_passes(self, step: CapturedStep) -> Callable:
         program = Program(self, step)
@@ -176,6 +190,7 @@ class Program:
         options, communicator = function.options, function.communicator
         self.function = function
         self.options = options
+        self.figures = function.figures
         # Until it is ready; in a list, for torch wraps programs and copies their attributes.
         self.captured = [step]
         self.gm, self.table = step.gm, step.table
@@ -197,7 +212,9 @@ class Program:
             step.num_backwards,
             frozenset(known),
             function.kept_gathered,
+            self.figures,
         )
+        self.bucket_bytes = ctx.bucket_bytes
         agrees = options.memory_budget is not None and communicator.world_size > 1
         captured = copied(self.gm.graph) if agrees else None
         self.reports = self._rewritten(ctx)
@@ -212,10 +229,12 @@ class Program:
         dump = None
         if ctx.options.dump is not None:
             name = f"{self.function.name}_{len(self.function.programs)}"
-            dump = ProgramDump(ctx.options.dump, ctx.rank, name, ctx.table)
+            figures = f"link: {ctx.figures} ({ctx.figures.source})"
+            dump = ProgramDump(ctx.options.dump, ctx.rank, name, ctx.table, figures)
         reports = run_pipeline(self.gm, ctx, PIPELINE, dump.write if dump else None)
         if dump:
-            dump.write_summary(reports)
+            timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+            dump.write_summary(reports, str(timeline))
         return reports
 
     def _make_ready(self) -> StepRuntime:

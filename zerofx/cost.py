@@ -1,4 +1,4 @@
-"""What a program costs before it runs: the bytes alive at each of its nodes."""
+"""What a program costs before it runs: the bytes alive at each of its nodes, and their seconds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from zerofx import ops
-from zerofx.graph import aliased_inputs, mutated_inputs
+from zerofx import compat, ops
+from zerofx.figures import Figures
+from zerofx.graph import aliased_inputs, input_role, mutated_inputs, role
+from zerofx.plan import ParameterTable
+
+aten = torch.ops.aten
 
 UPDATE_TEMPORARIES = 2
 """Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
@@ -23,6 +28,7 @@ def live_bytes(
     *,
     early_updates: bool = False,
     sockets: bool = False,
+    table: ParameterTable | None = None,
 ) -> list[int]:
     """Bytes that the program has allocated and not freed while each of its nodes runs.
 
@@ -32,7 +38,9 @@ def live_bytes(
     nothing.  Memory lives until the last reader of the last view of it; what one call carries to
     the next is there from the program's start, and to its end.  ``ignored`` nodes count as views
     of nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each
-    update counts as run where its gradient is there, as ``update_in_backward`` will have it.
+    update counts as run where its gradient is there, as ``update_in_backward`` will have it.  With
+    a ``table`` it allocates what it does on the rank whose shard is largest, so that ranks that
+    plan with these bytes plan alike.
     """
     place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
     if early_updates:
@@ -59,7 +67,12 @@ def live_bytes(
                 changes[order[node]] += received
                 changes[_done_with(node, order) + 1] -= received
         if node.target is ops.update:
-            temporary = UPDATE_TEMPORARIES * _bytes_of(node.args[0].meta["val"])
+            value = node.args[0].meta["val"]
+            nbytes = _bytes_of(value)
+            if table is not None and value.dim() == 1:
+                largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
+                nbytes = max(nbytes, largest)
+            temporary = UPDATE_TEMPORARIES * nbytes
             changes[order[node]] += temporary
             changes[order[node] + 1] -= temporary
     alive: list[int] = []
@@ -126,3 +139,80 @@ def _roots(
 
 def _bytes_of(value: Any) -> int:
     return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+UPDATE_STREAMS = 7
+"""What AdamW reads and writes: a gradient, and the value and both moments twice."""
+
+# torch counts these from 2.15 on.
+_COUNTED_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
+    """What a node computes for, by a roofline: its arithmetic or its memory, whichever is slower.
+
+    Nothing for views and for communication, which is the link's.  Operators count one by one,
+    though a compiler may fuse them.  Ranks must predict alike, and their shards have different
+    lengths: an update counts as one of an equal share, other arithmetic on shards as nothing.
+    Source: Williams et al. 2009, "Roofline".
+    """
+    if node.op != "call_function" or _is_of_shards(node):
+        return 0.0
+    nbytes = 0
+    if node.target is ops.update:
+        info = table[node.args[3]]
+        nbytes = UPDATE_STREAMS * info.nbytes
+        sharded = node.args[0].meta["val"].shape != info.shape
+        return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
+    if node.target is ops.flatten_bucket:
+        return 2 * _bytes_in(node) / figures.memory_bytes_per_s
+    if ops.is_ours(node.target) or (aliased_inputs(node) and not mutated_inputs(node)):
+        return 0.0
+    nbytes = sum(_bytes_in(operand) for operand in node.all_input_nodes) + _bytes_in(node)
+    return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
+
+
+def flops(node: fx.Node) -> int:
+    """Floating point operations of matrix products, convolutions and attention; 0 of others."""
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(packet) or flop_registry.get(_COUNTED_LIKE.get(packet))
+    if count is None:
+        return 0
+
+    def value_of(operand: fx.Node) -> Any:
+        value = operand.meta.get("val")
+        if isinstance(value, torch.Tensor):  # of known sizes, lest counting adds guards
+            sizes = [compat.size_hint(size) for size in value.shape]
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
+        return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    result = node.meta.get("val")
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    shapes = [
+        torch.empty([compat.size_hint(s) for s in part.shape], device="meta")
+        for part in parts
+        if isinstance(part, torch.Tensor)
+    ]
+    return int(count(*args, **kwargs, out_val=tuple(shapes) if len(parts) > 1 else shapes[0]))
+
+
+def _bytes_in(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return sum(map(_bytes_of, parts))
+
+
+def _is_of_shards(node: fx.Node) -> bool:
+    """Whether a node does arithmetic on flat shards, but for an update."""
+    if role(node) in ("on_shard", "partial", "gather_cast", "finish_reduction"):
+        return True
+    return node.target is not ops.update and any(
+        operand.op == "placeholder" and input_role(operand).sharded
+        for operand in node.all_input_nodes
+    )

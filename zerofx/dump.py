@@ -18,12 +18,16 @@ logger = logging.getLogger("zerofx")
 class ProgramDump:
     """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
 
-    A folder that cannot be written to costs the dump, not the training run.
+    ``figures`` is a line for every program's header: what its plan was made with.  A folder that
+    cannot be written to costs the dump, not the training run.
     """
 
-    def __init__(self, folder: str, rank: int, function: str, table: ParameterTable):
+    def __init__(
+        self, folder: str, rank: int, function: str, table: ParameterTable, figures: str = ""
+    ):
         self.folder = Path(folder) / f"rank{rank}" / function
         self.table = table
+        self.figures = figures
         self.number = 0
 
     def write(self, name: str, gm: fx.GraphModule, report) -> None:
@@ -32,10 +36,12 @@ class ProgramDump:
         if report is not None:
             counts = ", ".join(f"{what}: {count}" for what, count in report.counts.items())
             header += f"# {counts}\n"
+        if self.figures:
+            header += f"# {self.figures}\n"
         self._write(f"{self.number:02d}_{name}.py", header + self._body(gm))
         self.number += 1
 
-    def write_summary(self, reports: Sequence) -> None:
+    def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         rows = [
             (
                 report.name,
@@ -44,7 +50,10 @@ class ProgramDump:
             )
             for report in reports
         ]
-        self._write("summary.txt", tabulate(rows, headers=("pass", "what it did", "ms")) + "\n")
+        table = tabulate(rows, headers=("pass", "what it did", "ms"))
+        lines = [table, *([self.figures] if self.figures else [])]
+        lines += [f"predicted: {predicted}"] if predicted else []
+        self._write("summary.txt", "\n".join(lines) + "\n")
 
     def _body(self, gm: fx.GraphModule) -> str:
         for node in gm.graph.nodes:

@@ -11,6 +11,7 @@ from zerofx.account import gathered_peak, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import served, value_bytes
+from zerofx.timeline import predict
 
 
 def explain(step: Callable) -> str:
@@ -54,6 +55,12 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         ("sent per rank and step: reductions", _size(wire.reductions)),
         ("sent per rank and step: norms and flags", _size(wire.scalars)),
         ("collectives per step", str(wire.num_collectives)),
+        ("link and compute", f"{program.figures} ({program.figures.source})"),
+        ("bucket_bytes", _size(program.bucket_bytes)),
+        (
+            "predicted for a step",
+            str(predict(program.gm.graph, program.figures, program.table, ranks)),
+        ),
     ]
     passes = [
         (r.name, "off" if r.skipped else "on", r.skipped or _counts(r.counts), f"{r.seconds:.3f}")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from zerofx import figures
+from zerofx.figures import Figures
 
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
@@ -52,7 +55,9 @@ class Options:
     reduce_dtype: torch.dtype | None = None
     """The dtype gradients are reduced in; None is the captured gradient's."""
     bucket_bytes: int | None = None
-    """How much travels together at most, in bytes; None is 64 MiB."""
+    """How much travels together at most, in bytes; None chooses by the link's figures."""
+    link: Figures | None = None
+    """What plans are made with; None measures the group's own when it first compiles."""
     memory_budget: int | None = None
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
     dump: str | None = None
@@ -245,6 +250,34 @@ class _Bytes:
         return self.from_object(name, value)
 
 
+class _Link:
+    """Figures of the link and of compute: text, or a dict of names to numbers."""
+
+    def from_object(self, name: str, value: object) -> Figures | None:
+        if value is None or isinstance(value, Figures):
+            return value
+        if isinstance(value, str):
+            return self._checked(name, value, figures.parse)
+        if isinstance(value, Mapping):
+            return self._checked(name, value, figures.of)
+        raise TypeError(
+            f"{name} must be text like '{self.EXAMPLE}' or a dict, not {_kind_of(value)}"
+        )
+
+    def from_text(self, name: str, text: str) -> Figures | None:
+        return self._checked(name, text, figures.parse) if text else None
+
+    EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
+
+    def _checked(self, name: str, value: Any, read: Callable[[Any], Figures]) -> Figures:
+        try:
+            return read(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be figures like '{self.EXAMPLE}', not {value!r}: {error}"
+            ) from None
+
+
 class _Folder:
     """A path."""
 
@@ -283,7 +316,7 @@ class _Group:
         )
 
 
-_Accepted = _Choice | _Switch | _ReduceDtype | _Bytes | _Folder | _Group
+_Accepted = _Choice | _Switch | _ReduceDtype | _Bytes | _Link | _Folder | _Group
 
 _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
@@ -293,6 +326,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "reduce_dtype": _ReduceDtype(),
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
+    "link": _Link(),
     "dump": _Folder(),
 }
 _ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, "fuse_optimizer", "peer_memory")}

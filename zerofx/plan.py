@@ -99,6 +99,19 @@ class ParameterInfo:
         return stop - start
 
     @cached_property
+    def largest_shard_numel(self) -> int:
+        """Elements of this parameter's shard on the rank that holds most of it."""
+        place = self.place
+        if not place.extent:
+            return 0
+        first = place.offset // place.shard_numel
+        last = (place.offset + place.extent - 1) // place.shard_numel
+        if last - first > 1:  # a rank between these two holds nothing else
+            return place.shard_numel
+        extents = (self.extent_of(rank) for rank in (first, last))
+        return max(stop - start for start, stop in extents)
+
+    @cached_property
     def position_in_shard(self) -> int:
         """Where in its bucket's shard on this rank the parameter's shard begins."""
         before = self.place.offset - self.rank * self.place.shard_numel

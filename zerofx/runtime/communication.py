@@ -250,6 +250,10 @@ class Communicator:
             self.buffers.is_on = True
             self.settle()
 
+    def overlaps(self, like: torch.Tensor) -> bool:
+        """Whether tensors like this one travel while the rank computes."""
+        return self._transport(like).overlaps
+
     def settle(self) -> None:
         """Wait until no other rank reads this one's memory: what comes next may write to it."""
         if self._memory is not None:

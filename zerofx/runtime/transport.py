@@ -135,6 +135,8 @@ def _divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
 class LocalTransport:
     """A world of one: no collective and no copy, only a view of what was given."""
 
+    overlaps = True
+
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
         return Started(input.contiguous().view(input.shape))
 
@@ -153,6 +155,8 @@ class NativeTransport:
 
     Waiting makes the current stream wait, not the host; the division is enqueued behind it.
     """
+
+    overlaps = True
 
     OPERATIONS = {
         "mean": dist.ReduceOp.SUM,
@@ -199,6 +203,8 @@ class GlooTransport:
     gloo knows few dtypes.  Never the functional ``all_gather_into_tensor``: several of them in
     flight corrupt the heap (torch 2.13, 2.15).
     """
+
+    overlaps = True
 
     def __init__(self, group: dist.ProcessGroup, buffers: BufferPool) -> None:
         self.group = group
@@ -330,6 +336,9 @@ class PeerTransport:
 
     Sums are made piece by piece while a piece is in the cache, so no buffer receives them first.
     """
+
+    overlaps = False
+    """Whether anything travels while the rank computes: here, not before the wait."""
 
     PIECE_BYTES = 2**20
 

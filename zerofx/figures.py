@@ -1,0 +1,108 @@
+"""How fast ranks compute and what their link carries: the numbers that plans are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+LARGEST_BUCKET_BYTES = 64 * 2**20
+"""Two gathered buckets of this size are a small part of any memory that trains such layers."""
+
+SMALLEST_BUCKET_BYTES = 2**20
+
+LATENCY_SHARE = 0.1
+"""How much of a bucket's transfer may be latency."""
+
+NEEDED = ("latency_s", "bytes_per_s")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a group's slowest rank and link do.
+
+    ``latency_s`` is what a collective takes that carries nothing, ``bytes_per_s`` what each rank
+    sends in a second; ``overlaps`` says whether that goes on while the rank computes: reads of a
+    neighbour's memory happen where the program waits for them.  Units: seconds, bytes, floating
+    point operations.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    overlaps: bool = True
+    flops_per_s: float = 1e14
+    memory_bytes_per_s: float = 1e12
+    source: str = "given"
+
+    def transfer_s(self, nbytes: int, world_size: int) -> float:
+        """Seconds to gather or reduce-scatter a whole buffer; none in a world of one."""
+        if world_size == 1:
+            return 0.0
+        return self.latency_s + nbytes * (world_size - 1) / world_size / self.bytes_per_s
+
+    def bucket_bytes(self, world_size: int) -> int:
+        """The smallest bucket, by factors of four, of whose transfer a tenth or less is latency.
+
+        Coarse, for a layout should not change with the noise of a measurement; at least 1 MiB,
+        at most 64.  What carries a layer in no time at all needs no larger bucket than a layer.
+        """
+        chosen = SMALLEST_BUCKET_BYTES
+        while chosen < LARGEST_BUCKET_BYTES:
+            if self.latency_s <= LATENCY_SHARE * self.transfer_s(chosen, world_size):
+                return chosen
+            chosen *= 4
+        return LARGEST_BUCKET_BYTES
+
+    def __str__(self) -> str:
+        """As the option ``link`` takes it."""
+        values = {name: value for name, value in asdict(self).items() if name != "source"}
+        return " ".join(f"{name}={value:g}" for name, value in values.items())
+
+
+NOMINAL = Figures(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
+"""Accelerators on a fast network: for programs that no group of ranks will run."""
+
+
+def parse(text: str) -> Figures:
+    """Read ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good as spaces.
+
+    Raises: ValueError for what is no such text.
+    """
+    values: dict[str, object] = {}
+    for item in text.replace(",", " ").split():
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{item!r} is not of the form name=number")
+        values[name] = value
+    return of(values)
+
+
+def of(values: Mapping[str, object]) -> Figures:
+    """Figures of these names; ``latency_s`` and ``bytes_per_s`` must be among them.
+
+    Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
+    ``overlaps`` is 0 or 1, and a latency may be 0.
+    """
+    known = [field.name for field in fields(Figures) if field.name != "source"]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{name!r} is unknown; known: {', '.join(known)}")
+    for name in NEEDED:
+        if name not in values:
+            raise ValueError(f"{name} is missing; needed: {', '.join(NEEDED)}")
+    numbers: dict[str, Any] = {name: _number(name, value) for name, value in values.items()}
+    overlaps = numbers.pop("overlaps", 1.0)
+    if overlaps not in (0.0, 1.0):
+        raise ValueError(f"overlaps is 0 or 1, not {values['overlaps']!r}")
+    return Figures(**numbers, overlaps=bool(overlaps))
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is a number, not {value!r}") from None
+    smallest_allowed = name in ("latency_s", "overlaps")
+    if not (0 < number < float("inf") or (smallest_allowed and number == 0)):
+        raise ValueError(f"{name} is a positive number, not {value!r}")
+    return number

@@ -1,0 +1,103 @@
+"""When things happen in a program, as predicted: compute on one stream, the link on another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.cost import seconds
+from zerofx.figures import Figures
+from zerofx.graph import role, value_bytes
+from zerofx.plan import ParameterTable
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective: how long it travels, and for how much of that its wait makes ranks idle."""
+
+    seconds: float
+    exposed_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        return self.seconds - self.exposed_s
+
+    def __str__(self) -> str:
+        if not self.seconds:
+            return "no transfer"
+        words = f"{milliseconds(self.seconds)} of transfer"
+        if not self.exposed_s:
+            return f"{words}, hidden behind compute"
+        if not self.hidden_s:
+            return f"{words}, exposed"
+        return f"{words}, {milliseconds(self.exposed_s)} of it exposed"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program's predicted seconds.  ``transfers`` are by the node that starts each.
+
+    ``exposed_s`` is how long a rank has nothing to do but to wait.
+    """
+
+    compute_s: float
+    exposed_s: float
+    transfers: Mapping[fx.Node, Transfer]
+
+    @property
+    def transfer_s(self) -> float:
+        return sum(transfer.seconds for transfer in self.transfers.values())
+
+    def __str__(self) -> str:
+        return (
+            f"{milliseconds(self.compute_s)} of compute, {milliseconds(self.transfer_s)} of "
+            f"transfers, {milliseconds(self.exposed_s)} of them exposed"
+        )
+
+
+def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
+    """Run the program on two clocks: a collective waits for the link, a ``wait`` for it.
+
+    The link carries one collective at a time, in the order of starts.  Without overlap it begins
+    at the wait.  What the call before has carried over has arrived, and what this one carries
+    over is waited for by the next.
+    """
+    compute_s = link_s = idle_s = 0.0
+    done: dict[fx.Node, float] = {}
+    transfers: dict[fx.Node, Transfer] = {}
+    for node in graph.nodes:
+        now = compute_s + idle_s
+        if node.target in ops.STARTS:
+            travels_s = (
+                0.0 if node.target is ops.resume_gather else transfer_s(node, figures, world_size)
+            )
+            transfers[node] = Transfer(travels_s, 0.0)
+            if figures.overlaps:
+                link_s = done[node] = max(link_s, now) + travels_s
+        elif node.target is ops.wait:
+            start = node.args[0]
+            travels_s = transfers[start].seconds
+            late_s = max(done[start] - now, 0.0) if figures.overlaps else travels_s
+            # The rest is spent on transfers before it, which nobody has waited for yet.
+            transfers[start] = Transfer(travels_s, min(late_s, travels_s))
+            idle_s += late_s
+        else:
+            compute_s += seconds(node, figures, table)
+    return Timeline(compute_s, idle_s, transfers)
+
+
+def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
+    """How long a collective travels by itself, from the buffer that its ranks make of it."""
+    if start.target in (ops.all_gather_start, ops.resume_gather):
+        return figures.transfer_s(value_bytes(start), world_size)
+    nbytes = value_bytes(start.args[0])
+    if start.target is ops.all_reduce_start and role(start) == "reduce_gradient":
+        nbytes *= 2
+    return figures.transfer_s(nbytes, world_size)
+
+
+def milliseconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms"
