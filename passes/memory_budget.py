@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,9 @@ def keep_within_budget(
         ignored=rebuilt,
         early_updates=ctx.options.update_in_backward,
         sockets=not ctx.options.peer_memory,
+        table=ctx.table,
     )
-    ahead, carried_from = ctx.options.prefetch, None
+    ahead, carried_from = ctx.options.prefetch and ctx.figures.overlaps, None
     if ctx.options.prefetch_across_steps:
         carried_from = _end_of_reductions(graph, order)
     before = {unit: list(spans) for unit, spans in planned.items()}
@@ -63,7 +64,12 @@ def keep_within_budget(
             planned.update(kept)
             set_kept_gathered(graph, agreed)
             return _count(before) - _count(planned)
-    keep_gathered(planned, alive, budget, ahead, carried_from)
+    ranks = max(ctx.world_size, 2)  # alone, nothing travels, and all is as good as kept
+
+    def transfer_s(nbytes: int) -> float:
+        return ctx.figures.transfer_s(nbytes, ranks)
+
+    keep_gathered(planned, alive, budget, ahead, carried_from, transfer_s)
     cuts = tuple(_cuts(before[unit], planned[unit]) for unit in before)
     set_kept_gathered(graph, KeptGathered(gathers, cuts))
     return _count(before) - _count(planned)
@@ -99,19 +105,21 @@ def keep_gathered(
     budget: int,
     ahead: bool,
     carried_from: int | None = None,
+    transfer_s: Callable[[int], float] = float,
 ) -> int:
     """Keep parameters from forward to backward as far as ``budget`` bytes go; return how many.
 
     ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
-    says that each gather starts as early as the one before it.  From ``carried_from`` on, the
-    first gather is there for the next call, and it is from the program's start.  Merges the spans
-    of ``planned`` in place, those first that are kept for the shortest time: the last layers of
+    leaves room for each gather to start as early as the one before it.  From ``carried_from`` on,
+    the first gather is there for the next call, and it is from the program's start.  Merges the
+    spans of ``planned`` in place, those first that hold fewest bytes, for the shortest time, for
+    each second of ``transfer_s(bytes)`` that they save: what is small, and the last layers of
     forward.
     Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
 
     Raises: StepError if the program does not fit with nothing kept.
     """
-    smallest = _peak(planned, alive, ahead, carried_from)
+    smallest = _peak(planned, alive, False, carried_from)
     if smallest > budget:
         raise StepError(
             f"memory_budget is {budget} bytes, and this step allocates {smallest} with nothing "
@@ -119,7 +127,7 @@ def keep_gathered(
             "smaller bucket_bytes."
         )
     gaps = [
-        (after.first - before.last, index, unit)
+        ((after.first - before.last) * unit.nbytes / transfer_s(unit.nbytes), index, unit)
         for index, unit in enumerate(planned)
         for before, after in itertools.pairwise(planned[unit])
         if unit.regather

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import aliases, role
+from zerofx.graph import aliases, provenance
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.start_times import ENOUGH, chain_of, start_within_budget
+from zerofx.timeline import predict
 
 aten = torch.ops.aten
 
 
 def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
-    """Move the start of each all-gather to just after the previous one's wait.
+    """Move the start of each all-gather up, to just after the previous one's wait or further.
 
     Before::
 
@@ -28,9 +31,10 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         y = mm(x, a)
         b = zerofx.wait(start);  z = mm(y, b)
 
-    At most one gather is in flight ahead of the parameter in use.  At stages 1 and 2, where all
-    that is gathered is parameters' new values, each starts behind its update, travels while
-    backward goes on, and is written where the next one starts.  Before::
+    At most one gather is in flight ahead of the parameter in use, unless a ``memory_budget`` says
+    how much may be: then each starts as late as hides it (passes/start_times.py).  At stages 1
+    and 2, where all that is gathered is parameters' new values, each starts behind its update,
+    travels while backward goes on, and is written where the next one starts.  Before::
 
         u = zerofx.update(s, g, 1, 0);  dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
         copy_(p, zerofx.wait(zerofx.all_gather_start(u, 2)))
@@ -48,26 +52,49 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         for node in gm.graph.nodes
         if node.target is ops.wait and node.args[0].target is ops.all_gather_start
     ]
+    budget = ctx.options.memory_budget if ctx.options.stage == 3 else None
     if all(map(_is_only_written, waits)):
-        return {"prefetched": _start_behind_updates(waits)}
+        moved = _start_behind_updates(waits)
+        why = dict.fromkeys(waits, "as soon as it can be")
+    elif budget is None:
+        moved = _start_one_ahead(waits)
+        why = {wait: "one gather ahead" for wait in waits[1:]}
+    elif ctx.figures.overlaps:
+        why = start_within_budget(gm.graph, ctx, waits, budget)
+        moved = sum(wait.prev is not wait.args[0] for wait in waits)
+    else:
+        moved, why = 0, dict.fromkeys(waits, "where it is waited for, as it is read only then")
+    _explain(gm.graph, ctx, why)
+    return {"prefetched": moved}
+
+
+def _start_one_ahead(waits: list[fx.Node]) -> int:
+    """Start each gather behind the arrival of the one before; return how many."""
     moved = 0
     for previous, wait in itertools.pairwise(waits):
-        chain = _chain(wait)
+        chain = chain_of(wait)
         anchor = max(previous, *chain[-1].all_input_nodes)
         if not anchor < chain[-1]:
             continue
         for node in chain:
             anchor.append(node)
         moved += 1
-    return {"prefetched": moved}
+    return moved
 
 
-def _chain(wait: fx.Node) -> list[fx.Node]:
-    """The start of a gather and what prepares its input, last node first."""
-    chain = [wait.args[0]]
-    while role(chain[-1].all_input_nodes[0]) in ("gather_cast", "pack"):
-        chain.append(chain[-1].all_input_nodes[0])
-    return chain
+def _explain(graph: fx.Graph, ctx: PassContext, why: dict[fx.Node, str]) -> None:
+    """Note with each collective what it is predicted to take, and why a gather starts there."""
+    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
+    starts = {wait.args[0]: reason for wait, reason in why.items()}
+    for start, transfer in transfers.items():
+        origin = provenance(start)
+        if origin is None:
+            continue
+        words = [origin.reason, str(transfer)]
+        if start in starts:
+            late = starts[start] == ENOUGH and not transfer.is_hidden
+            words.append(f"starts {'behind transfers that are late' if late else starts[start]}")
+        start.meta["zerofx"] = replace(origin, reason="; ".join(filter(None, words)))
 
 
 def _is_only_written(wait: fx.Node) -> bool:
@@ -83,13 +110,13 @@ def _writes_an_input(node: fx.Node) -> bool:
 
 def _start_behind_updates(waits: list[fx.Node]) -> int:
     """Start each gather once its input is there, and write the one before; return how many."""
-    ready = {wait: max(_chain(wait)[-1].all_input_nodes) for wait in waits}
+    ready = {wait: max(chain_of(wait)[-1].all_input_nodes) for wait in waits}
     started: fx.Node | None = None
     previous: fx.Node | None = None
     for wait in sorted(waits, key=ready.__getitem__):
         here = ready[wait] if started is None else max(ready[wait], started)
         ahead = [] if previous is None else [previous]
-        for node in (*ahead, *reversed(_chain(wait))):
+        for node in (*ahead, *reversed(chain_of(wait))):
             here.append(node)
             here = node
         started = here

@@ -22,16 +22,16 @@ class Transfer:
     exposed_s: float
 
     @property
-    def hidden_s(self) -> float:
-        return self.seconds - self.exposed_s
+    def is_hidden(self) -> bool:
+        return self.exposed_s <= 0.01 * self.seconds
 
     def __str__(self) -> str:
         if not self.seconds:
             return "no transfer"
         words = f"{milliseconds(self.seconds)} of transfer"
-        if not self.exposed_s:
+        if self.is_hidden:
             return f"{words}, hidden behind compute"
-        if not self.hidden_s:
+        if self.exposed_s >= 0.99 * self.seconds:
             return f"{words}, exposed"
         return f"{words}, {milliseconds(self.exposed_s)} of it exposed"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from tests.programs import (
@@ -15,6 +17,7 @@ from tests.programs import (
 )
 from zerofx import StepError
 from zerofx.cost import live_bytes
+from zerofx.passes.gathers import GatherSpan, keep_gathered
 
 DEEP = {"num_layers": 6, "width": 33}
 PLENTY = 10**9
@@ -85,3 +88,30 @@ def test_stages_that_gather_nothing_ignore_it():
     captured = mlp_step()
     for stage in (0, 1, 2):
         run_passes(clone(captured), stage=stage, memory_budget=1)
+
+
+@dataclass(eq=False)
+class Unit:
+    """What ``keep_gathered`` looks at of a bucket."""
+
+    nbytes: int
+    regather: bool = True
+
+
+@pytest.mark.parametrize(
+    "transfer_s, kept",
+    [(lambda nbytes: 1.0, "small"), (lambda nbytes: nbytes / 1e9, "large")],
+    ids=("latency", "bandwidth"),
+)
+def test_of_two_that_do_not_fit_together_the_one_that_saves_more_is_kept(transfer_s, kept):
+    """Seconds for bytes held times how long: where latency is all, a small bucket saves as much."""
+    small, large = Unit(10), Unit(100)
+    planned = {
+        small: [GatherSpan(0, 0, []), GatherSpan(18, 18, [])],
+        large: [GatherSpan(5, 5, []), GatherSpan(10, 10, [])],
+    }
+    alive = [8 if 5 < position < 10 else 0 for position in range(20)]
+    assert keep_gathered(planned, alive, 110, False, None, transfer_s) == 1
+    assert [len(planned[unit]) for unit in (small, large)] == (
+        [1, 2] if kept == "small" else [2, 1]
+    )
