@@ -43,11 +43,14 @@ class ParameterRegistry:
     An entry goes when its parameter does.
     """
 
-    def __init__(self, join_timeout_s: float = 30.0) -> None:
+    def __init__(self, join_timeout_s: float = 30.0, load_timeout_s: float = 300.0) -> None:
         self.join_timeout_s = join_timeout_s
+        self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
         self.epoch = 0  # moves at every compiled call: values may have changed
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.carried = CarriedGathers()
+        # Whose shards this rank has written by itself, since it last met the others, and how.
+        self.written: dict[BoundParameter, set[str]] = {}
         # The dict that the ranks last met to fill, and when: see value_for_state_dict.
         self.last_destination: tuple[weakref.ref[Any], int] | None = None
         self._bound: dict[int, BoundParameter] = {}
@@ -168,6 +171,7 @@ class ParameterRegistry:
 
     def _drop(self, bound: BoundParameter, key: int) -> None:
         self._bound.pop(key, None)
+        self.written.pop(bound, None)
         self._stubs.pop(id(bound.stub), None)
         self._guarded = None
         self.carried.forget(bound)
@@ -287,8 +291,15 @@ class ParameterRegistry:
     def write(self, bound: BoundParameter, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole`` as the sharded parameter's value."""
         with self._lock:
-            self.carried.shard_changes(bound, by="load_state_dict() or copy_()")
+            how = "load_state_dict() or copy_()"
+            self.carried.shard_changes(bound, by=how)
             bound.write(whole)
+            self.note_write(bound, how)
+
+    def note_write(self, bound: BoundParameter, how: str) -> None:
+        """Note that this rank has written its shards: the others must too, each their own."""
+        if bound.communicator.world_size > 1:
+            self.written.setdefault(bound, set()).add(how)
 
     def _follow(self, bound: BoundParameter, parameter: nn.Parameter) -> None:
         was = bound.info

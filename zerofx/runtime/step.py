@@ -40,7 +40,7 @@ from zerofx.runtime.flat import (
 )
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
-from zerofx.runtime.whole import attach_optimizer, join
+from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
 
 
 class StepRuntime:
@@ -211,6 +211,8 @@ class StepRuntime:
         assert self.program is not None, "lowered before it is first called"
         self.communicator.buffers.is_on = self.reuses_buffers
         try:
+            if REGISTRY.written:
+                confirm_writes(self.bound)
             REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
             with torch.no_grad():
                 results = list(self.program(*values))

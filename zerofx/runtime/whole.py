@@ -34,10 +34,32 @@ def join(bounds: Iterable[BoundParameter], name: str) -> None:
     REGISTRY.carried.drain()
     groups = {id(bound.communicator.group): bound.communicator for bound in bounds}
     for communicator in groups.values():
-        if communicator.world_size > 1:
-            store = compat.agreement_store(communicator.group)
-            rank, world_size = communicator.rank, communicator.world_size
-            rendezvous(store, name, rank, world_size, REGISTRY.join_timeout_s)
+        confirm_writes([b for b in REGISTRY.written if b.communicator is communicator])
+        _meet(communicator, name, REGISTRY.join_timeout_s)
+
+
+def confirm_writes(bounds: Iterable[BoundParameter]) -> None:
+    """Return once all ranks have written their shards of ``bounds``, if this one has.
+
+    Loading a state dict is each rank's own affair until values are read: then, values that only
+    some ranks have written would be mixed with others' old ones.
+
+    Raises: RuntimeError if another rank does not come.
+    """
+    written = [bound for bound in bounds if bound in REGISTRY.written]
+    for communicator in dict.fromkeys(bound.communicator for bound in written):
+        mine = [bound for bound in written if bound.communicator is communicator]
+        how = sorted(set().union(*(REGISTRY.written[bound] for bound in mine)))
+        name = f"{' and '.join(how)} before a step or state_dict()"
+        _meet(communicator, name, REGISTRY.load_timeout_s)
+        for bound in mine:
+            del REGISTRY.written[bound]
+
+
+def _meet(communicator: Any, name: str, timeout_s: float) -> None:
+    if communicator.world_size > 1:
+        store = compat.agreement_store(communicator.group)
+        rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)
 
 
 def _bound_in(model: nn.Module) -> list[BoundParameter]:
@@ -223,6 +245,8 @@ class OptimizerAttachment:
             optimizer.__setstate__(before)
             self.sharded.update(was_sharded)
             raise
+        for bound in self.sharded:
+            REGISTRY.note_write(bound, "optimizer.load_state_dict()")
 
     def detach(self) -> None:
         for handle in self.handles:
