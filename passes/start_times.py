@@ -38,8 +38,8 @@ def start_within_budget(
     """Move each gather's start up from its wait; return why each stands where it does, by wait.
 
     A gather starts when the compute until its wait takes ``MARGIN`` times as long as what the link
-    has to carry until then, or where ``budget`` bytes, the start before it or its input allow.  All
-    ranks choose alike: nothing that is looked at differs between them.
+    has to carry until then, or where ``budget`` bytes, the collective before it or its input allow.
+    How early may differ between ranks, whose batches may; the order of collectives does not.
     Source: DeepCompile, Tanaka et al. 2025, "proactive prefetching".
     """
     chains = {wait: chain_of(wait) for wait in waits}
@@ -110,7 +110,10 @@ def _earliest(
                 user for alias in aliases(other) for user in alias.users if user.target is ops.free
             ]
     inputs = [node for node in position if node.op == "placeholder"]
-    return max(position[node] for node in (*needed, *inputs[-1:]))
+    # Never across another collective: the ranks' batches, and with them the times and the bytes
+    # looked at here, may differ, and the order of collectives must not.
+    starts = [n for n in position if n.target in ops.STARTS and position[n] < position[wait]]
+    return max(position[node] for node in (*needed, *inputs[-1:], *starts[-1:]))
 
 
 def _wanted(

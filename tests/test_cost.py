@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.models import Gpt, language_loss, tokens
-from tests.programs import mlp_step, nodes_of, rewritten
+from tests.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_memory import Allocations
 from zerofx import StepError, backend, ops
@@ -82,6 +82,15 @@ def test_updates_behind_the_norm_of_all_gradients_are_not_expected_any_earlier()
     program = rewritten(mlp_step(num_layers=6, width=33, clip=True))
     expected = max(live_bytes(program.graph, 2))
     assert max(live_bytes(program.graph, 2, early_updates=True)) == expected
+
+
+def test_ranks_can_count_an_updates_memory_as_on_the_one_where_it_is_largest():
+    """Their shards of a parameter differ, and they must make the same plan."""
+    ranks = rewritten_by_rank(mlp_step(num_layers=3), update_in_backward=True)
+    own = [live_bytes(program.graph, 2) for program in ranks]
+    planned = [live_bytes(program.graph, 2, table=program.table) for program in ranks]
+    assert own[0] != own[1] and planned[0] == planned[1]
+    assert planned[0] == [max(pair) for pair in zip(*own, strict=True)]
 
 
 @pytest.mark.parametrize("stage", (0, 3))

@@ -41,16 +41,18 @@ class Figures:
         return self.latency_s + nbytes * (world_size - 1) / world_size / self.bytes_per_s
 
     def bucket_bytes(self, world_size: int) -> int:
-        """The smallest bucket, by factors of four, of whose transfer a tenth or less is latency.
+        """The smallest bucket of 1, 8 or 64 MiB of whose transfer a tenth or less is latency.
 
-        Coarse, for a layout should not change with the noise of a measurement; at least 1 MiB,
-        at most 64.  What carries a layer in no time at all needs no larger bucket than a layer.
+        Coarse, for a layout should not change with the noise of a measurement.  If a tenth is not
+        to be had, or nothing travels, 64 MiB.
         """
+        if world_size == 1:
+            return LARGEST_BUCKET_BYTES
         chosen = SMALLEST_BUCKET_BYTES
         while chosen < LARGEST_BUCKET_BYTES:
             if self.latency_s <= LATENCY_SHARE * self.transfer_s(chosen, world_size):
                 return chosen
-            chosen *= 4
+            chosen *= 8
         return LARGEST_BUCKET_BYTES
 
     def __str__(self) -> str:
