@@ -112,8 +112,14 @@ def _earliest(
     inputs = [node for node in position if node.op == "placeholder"]
     # Never across another collective: the ranks' batches, and with them the times and the bytes
     # looked at here, may differ, and the order of collectives must not.
-    starts = [n for n in position if n.target in ops.STARTS and position[n] < position[wait]]
-    return max(position[node] for node in (*needed, *inputs[-1:], *starts[-1:]))
+    others = [n for n in position if _communicates(n) and position[n] < position[wait]]
+    return max(position[node] for node in (*needed, *inputs[-1:], *others[-1:]))
+
+
+def _communicates(node: fx.Node) -> bool:
+    """Whether ranks do something together here; an all-reduce may have a second half."""
+    ends_all_reduce = node.target is ops.wait and node.args[0].target is ops.all_reduce_start
+    return node.target in ops.STARTS or ends_all_reduce
 
 
 def _wanted(

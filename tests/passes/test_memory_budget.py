@@ -17,7 +17,8 @@ from tests.programs import (
 )
 from zerofx import StepError
 from zerofx.cost import live_bytes
-from zerofx.passes.gathers import GatherSpan, keep_gathered
+from zerofx.passes.gathers import GatherSpan
+from zerofx.passes.memory_budget import keep_gathered
 
 DEEP = {"num_layers": 6, "width": 33}
 PLENTY = 10**9

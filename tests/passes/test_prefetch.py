@@ -269,7 +269,8 @@ def test_a_parameter_is_written_behind_the_last_reader_of_its_old_value():
     writes = {input_role(w.args[0]).parameter: w for w in nodes_of(program, aten.copy_.default)}
     read = parameter_named(program, "2.weight").index
     (start,) = gathers_of(program, "2.weight")
-    assert order[start] < order[reader] < order[writes[read]]
+    # The update too is behind the reader: the shard may be the parameter's own memory.
+    assert order[reader] < order[start] < order[writes[read]]
     assert any(order[write] < order[reader] for write in writes.values())
     assert_same_numerics(execute(captured), execute(program))
 
