@@ -34,6 +34,32 @@ class Arguments:
         """The names of the values that a trace takes as they are."""
         return {name for name, kind in self.key if isinstance(kind, _Constant)}
 
+    def names(self) -> tuple[list[str], list[str]]:
+        """What the tensors and the scalars are called: ``exp_avg``; ``betas`` gives ``beta1``."""
+        tensors: list[str] = []
+        scalars: list[str] = []
+
+        def walk(value: Any, kind: Any, name: str) -> None:
+            if isinstance(kind, _Constant):
+                return
+            if kind == "number":
+                scalars.append(name)
+            elif kind[0] is dict:
+                for key, item in kind[1:]:
+                    walk(value[key], item, f"{name}_{key}")
+            elif kind[0] in (list, tuple):
+                stem = name.removesuffix("s") if name.endswith("s") else f"{name}_"
+                for i, (item, k) in enumerate(zip(value, kind[1:], strict=True), 1):
+                    walk(item, k, f"{stem}{i}")
+            else:
+                tensors.append(name)
+                if kind[0] == "scalar tensor":
+                    scalars.append(name)
+
+        for name, kind in self.key:
+            walk(self.values[name], kind, str(name))
+        return tensors, scalars
+
     def rebuild(
         self, tensors: Iterator[Any], scalars: Iterator[Any], know: Callable[..., None]
     ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Follower(compat.DispatchMode):
-    """Knows the values of 0-dim tensors during a trace, and which source line runs.
+    """Knows the values of 0-dim tensors during a trace, which source line runs, and its names.
 
     ``step += 1`` on such a tensor is followed exactly, and ``.item()`` then gives a number that
     can be branched on.  Any other write makes the value unknown: it may round.
@@ -36,6 +36,7 @@ class Follower(compat.DispatchMode):
         self.mutated: set[int] = set()
         self._counts: set[int] = set()
         self.last_read = "item"
+        self.number_names: dict[Any, str] = {}
         self._makers: dict[int, str] = {}
         self._alive: list[Tensor] = []  # a freed storage's key may be another's later
 
@@ -47,7 +48,9 @@ class Follower(compat.DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        compat.set_source_line(_calling_line())
+        frame = _optimizer_frame(inspect.currentframe())
+        compat.set_source_line(_traceback_line(frame))
+        self._note_names(frame)
         if func is aten._local_scalar_dense.default:
             key = compat.storage_key(args[0])
             if key in self.values:
@@ -75,6 +78,15 @@ class Follower(compat.DispatchMode):
             if known is not None:
                 self.know(result, known[0], counts=known[1])
         return result
+
+    def _note_names(self, frame: types.FrameType | None) -> None:
+        for name, value in frame.f_locals.items() if frame is not None else ():
+            if isinstance(value, compat.SYMBOLIC_SCALARS):
+                self.number_names.setdefault(compat.expression(value), name)
+            elif isinstance(value, Tensor):
+                node = compat.traced_node(value)
+                if node is not None:
+                    node.meta.setdefault("source_name", name)
 
     def _known_result(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -236,14 +248,19 @@ def _is_optimizer_source(filename: str) -> bool:
 
 def frame_line(frame: types.FrameType | None) -> str:
     """``file:line`` of the innermost frame that is the optimizer's source."""
-    while frame is not None and not _is_optimizer_source(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _optimizer_frame(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
-def _calling_line() -> str:
+def _optimizer_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and not _is_optimizer_source(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _traceback_line(frame: types.FrameType | None) -> str:
     """The optimizer's source line being run, as a traceback writes it."""
-    filename, _, line = frame_line(inspect.currentframe()).rpartition(":")
+    filename, _, line = frame_line(frame).rpartition(":")
     return f'File "{filename}", line {line}, in step'
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ class Update:
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
     which is why another value of it needs another trace.  ``writes_gradient`` says that the step
     changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
-    element per element of the parameter.
+    element per element of the parameter, ``inputs`` what all of them are called.
     """
 
     graph_module: fx.GraphModule
@@ -50,6 +50,8 @@ class Update:
     clones_gradient: bool
     writes_gradient: bool
     conversions: tuple[str, ...]
+    optimizer: str
+    inputs: tuple[str, ...]
 
     def __call__(
         self,
@@ -142,6 +144,7 @@ def trace_update(
             ) from error
     _refuse_changing_conversions(env, name, shadow_step.changing)
     _tidy(gm)
+    _name_numbers(gm, shadow_step.follower.number_names)
     if sharded:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         shards = (True, True, *group.shards, *state.shards)
@@ -151,6 +154,7 @@ def trace_update(
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
+    names = [arguments.names() for arguments in (group, state)]
     return Update(
         graph_module=gm,
         shards=(True, True, *group.shards, *state.shards),
@@ -160,6 +164,12 @@ def trace_update(
         clones_gradient=shadow_step.uses_up_gradient,
         writes_gradient=shadow_step.writes_gradient,
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
+        optimizer=name,
+        inputs=(
+            *("param", "grad"),
+            *(tensor for tensors, _ in names for tensor in tensors),
+            *(scalar for _, scalars in names for scalar in scalars),
+        ),
     )
 
 
@@ -340,6 +350,16 @@ def _tidy(gm: fx.GraphModule) -> None:
         node.target = getattr(node.target, "function", node.target)
         if getattr(node.target, "namespace", "") == "profiler":
             gm.graph.erase_node(node)
+
+
+def _name_numbers(gm: fx.GraphModule, names: Mapping[Any, str]) -> None:
+    """Keep what the optimizer calls a number next to the node that computes it."""
+    for node in gm.graph.nodes:
+        number = node.meta.get("val")
+        if isinstance(number, compat.SYMBOLIC_SCALARS):
+            name = names.get(compat.expression(number))
+            if name is not None:
+                node.meta.setdefault("source_name", name)
 
 
 def _refuse_changing_conversions(

@@ -47,7 +47,12 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.fx.experimental.proxy_tensor import handle_sym_dispatch, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    handle_sym_dispatch,
+    make_fx,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -800,6 +805,17 @@ def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> tor
     with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
         with torch.fx.traceback.preserve_node_meta():
             return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that stands for a tensor in the trace under way; None if it is not in it.
+
+    ``get_proxy_mode`` and ``get_proxy_slot`` are for 2.11 to 2.15; can go when torch exports a
+    tracer of operations.
+    """
+    mode = get_proxy_mode()
+    proxy: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return proxy.proxy.node if proxy is not None else None
 
 
 def set_source_line(text: str) -> None:
