@@ -34,30 +34,32 @@ class Arguments:
         """The names of the values that a trace takes as they are."""
         return {name for name, kind in self.key if isinstance(kind, _Constant)}
 
-    def names(self) -> tuple[list[str], list[str]]:
-        """What the tensors and the scalars are called: ``exp_avg``; ``betas`` gives ``beta1``."""
+    def paths(self, owner: str) -> tuple[list[str], list[str]]:
+        """Where the tensors and the scalars are found, as ``owner.betas.0``.
+
+        A 0-dim tensor and its number are found in one place.
+        """
         tensors: list[str] = []
         scalars: list[str] = []
 
-        def walk(value: Any, kind: Any, name: str) -> None:
+        def walk(value: Any, kind: Any, path: str) -> None:
             if isinstance(kind, _Constant):
                 return
             if kind == "number":
-                scalars.append(name)
+                scalars.append(path)
             elif kind[0] is dict:
                 for key, item in kind[1:]:
-                    walk(value[key], item, f"{name}_{key}")
+                    walk(value[key], item, f"{path}.{key}")
             elif kind[0] in (list, tuple):
-                stem = name.removesuffix("s") if name.endswith("s") else f"{name}_"
-                for i, (item, k) in enumerate(zip(value, kind[1:], strict=True), 1):
-                    walk(item, k, f"{stem}{i}")
+                for i, (item, k) in enumerate(zip(value, kind[1:], strict=True)):
+                    walk(item, k, f"{path}.{i}")
             else:
-                tensors.append(name)
+                tensors.append(path)
                 if kind[0] == "scalar tensor":
-                    scalars.append(name)
+                    scalars.append(path)
 
         for name, kind in self.key:
-            walk(self.values[name], kind, str(name))
+            walk(self.values[name], kind, f"{owner}.{name}")
         return tensors, scalars
 
     def rebuild(

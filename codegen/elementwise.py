@@ -122,7 +122,7 @@ def _why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> st
     operands = [operand for operand in node.all_input_nodes if _tensors(operand)]
     if not any(operand in whole for operand in operands):
         return None
-    name, base = _names(target)
+    name, base = operator_names(target)
     reshapes = name in _RESHAPES and target.namespace == "aten"
     if not (_is_pointwise(target) or base in _SIZE_PRESERVING or reshapes):
         if not (base == "index_put" and _writes_one_value_by_mask(node, whole)):
@@ -140,7 +140,7 @@ def _why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> st
     return None
 
 
-def _names(target: torch._ops.OpOverload) -> tuple[str, str]:
+def operator_names(target: torch._ops.OpOverload) -> tuple[str, str]:
     """An operator's name, and that of its functional, single-tensor form."""
     name = target._schema.name.partition("::")[2]
     base = name.removeprefix("_foreach_")
@@ -151,7 +151,7 @@ def _is_pointwise(target: torch._ops.OpOverload) -> bool:
     if torch.Tag.pointwise in target.tags:
         return True
     # abs_ and the _foreach_ operators are not tagged; their functional forms are.
-    packet = getattr(aten, _names(target)[1], None) if target.namespace == "aten" else None
+    packet = getattr(aten, operator_names(target)[1], None) if target.namespace == "aten" else None
     overloads = packet.overloads() if packet is not None else ()
     for name in ("Tensor", "Tensor_Scalar", "default"):
         if name in overloads:
@@ -170,7 +170,7 @@ def _writes_one_value_by_mask(node: fx.Node, whole: set[fx.Node]) -> bool:
 def _is_whole_factory(node: fx.Node, shape: tuple) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not shape:
         return False
-    if _names(node.target)[0] not in _FACTORIES | _SIZE_PRESERVING or not node.args:
+    if operator_names(node.target)[0] not in _FACTORIES | _SIZE_PRESERVING or not node.args:
         return False
     sizes = [
         value

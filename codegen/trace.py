@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Update:
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
     which is why another value of it needs another trace.  ``writes_gradient`` says that the step
     changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
-    element per element of the parameter, ``inputs`` what all of them are called.
+    element per element of the parameter, ``inputs`` where all of them are found: ``state.exp_avg``.
     """
 
     graph_module: fx.GraphModule
@@ -154,7 +155,7 @@ def trace_update(
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
-    names = [arguments.names() for arguments in (group, state)]
+    tensors, scalars = zip(group.paths("group"), state.paths("state"), strict=True)
     return Update(
         graph_module=gm,
         shards=(True, True, *group.shards, *state.shards),
@@ -165,11 +166,7 @@ def trace_update(
         writes_gradient=shadow_step.writes_gradient,
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
         optimizer=name,
-        inputs=(
-            *("param", "grad"),
-            *(tensor for tensors, _ in names for tensor in tensors),
-            *(scalar for _, scalars in names for scalar in scalars),
-        ),
+        inputs=("param", "grad", *chain(*tensors), *chain(*scalars)),
     )
 
 

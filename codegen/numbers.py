@@ -1,0 +1,268 @@
+"""The numbers of an update: arithmetic that is done once a step, on the host, for all elements.
+
+A traced update mixes arithmetic on numbers (``1 - beta1 ** step``) with arithmetic on elements.
+``NumberGraph`` takes the first out of it.  What is left is given its results by name: in double
+precision where they are Python numbers, as in the optimizer's own step.
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy.printing.str import StrPrinter
+from torch import fx
+
+from zerofx.codegen.elementwise import mutated_operands, operator_names
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that elements are combined with; ``formula`` says how the step computes it."""
+
+    name: str
+    formula: str
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """The arithmetic on numbers, as a program over the update's inputs.
+
+    ``inputs`` are the positions of what it reads.  Calling it gives the first ``num_results``
+    values for the update's results, and the others in the order of ``needed``.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[int, ...]
+    num_results: int
+    needed: tuple[Number, ...]
+
+    def __call__(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run on the update's inputs, whose 0-dim tensors it changes in place as the step does."""
+        computed = self.graph_module(*(values[position] for position in self.inputs))
+        return computed[: self.num_results], computed[self.num_results :]
+
+
+class NumberGraph:
+    """Collects, in a program's order, the nodes that compute numbers."""
+
+    def __init__(self, gm: fx.GraphModule, names: dict[fx.Node, str]) -> None:
+        self._owner = gm
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._version: dict[fx.Node, int] = {}
+        self._placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._inputs: list[int] = []
+        self._expressions: dict[fx.Node, Any] = {}
+        self._input_names = names
+        self._taken: set[str] = set(names.values())
+        self._needed: dict[Any, tuple[Number, fx.Node]] = {}
+        self._changes = _memory_written(gm)
+
+    def add(self, node: fx.Node) -> None:
+        """Take over a node that reads no elements."""
+        if node.op == "placeholder":
+            self._inputs.append(self._placeholders.index(node))
+        self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        source = _memory_of(node)
+        self._root[node] = root = self._root.get(source, source) if source is not node else node
+        if _writes(node):
+            self._version[root] = self._version.get(root, 0) + 1
+        self._expressions[node] = self._expression(node)
+
+    def use(self, node: fx.Node) -> tuple[Number | int | float | bool, bool]:
+        """What an element is combined with, as of now, and whether it is to be negated."""
+        constant = _constant(node)
+        if constant is not None:
+            return constant, False
+        if node.target in (operator.neg, aten.neg.default) and self._is_settled(node.args[0]):
+            inner, negative = self.use(node.args[0])  # type: ignore[arg-type]
+            return inner, not negative
+        if node.target is aten._local_scalar_dense.default and self._is_settled(node.args[0]):
+            return self.use(node.args[0])  # type: ignore[arg-type]
+        root = self._root[node]
+        expression = self._expressions[node]
+        key = (expression, root if self._version.get(root) else None, self._version.get(root))
+        if key not in self._needed:
+            copy = self._copies[node]
+            if root in self._changes:  # perhaps after this use of it
+                copy = self._graph.call_function(aten.clone.default, (copy,))
+            formula = self._formula(node)
+            number = Number(self._name(node, root), _Printer().doprint(formula))
+            self._needed[key] = number, copy
+        return self._needed[key][0], False
+
+    def finish(self, results: Iterable[fx.Node]) -> HostNumbers:
+        """The program that computes these results and all numbers in use."""
+        kept = [self._copies[node] for node in results]
+        self._graph.output([*kept, *(copy for _, copy in self._needed.values())])
+        for node in reversed(list(self._graph.nodes)):
+            if node.op == "call_function" and not node.users and not _writes(node):
+                self._graph.erase_node(node)
+        needed = tuple(number for number, _ in self._needed.values())
+        gm = fx.GraphModule(self._owner, self._graph)
+        return HostNumbers(gm, tuple(self._inputs), len(kept), needed)
+
+    def _is_settled(self, node: Any) -> bool:
+        """Whether nothing has written to a number since it was computed."""
+        return isinstance(node, fx.Node) and not self._version.get(self._root.get(node, node))
+
+    def _name(self, node: fx.Node, root: fx.Node) -> str:
+        """The input's own name, or what the optimizer calls the number, or what it is."""
+        expression = self._expressions[node]
+        if isinstance(expression, sympy.Symbol) and not self._version.get(root):
+            return expression.name
+        name = node.meta.get("source_name") or _in_words(expression) or "coefficient"
+        name = unique(identifier(name), self._taken)
+        self._taken.add(name)
+        return name
+
+    def _expression(self, node: fx.Node) -> Any:
+        """The number as an expression of the inputs, and of what the optimizer gave a name."""
+        if node.op == "placeholder":
+            return sympy.Symbol(self._input_names[node])
+        return self._formula(node)
+
+    def _formula(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._expressions[node]
+        operands = [self._operand(operand) for operand in node.args]
+        rule = _FORMULAS.get(_bare_name(node.target))
+        if rule is not None and not (node.kwargs.get("alpha") or node.kwargs.get("value")):
+            try:
+                return rule(*operands)
+            except TypeError:
+                pass  # an overload with other operands
+        return sympy.Function(_bare_name(node.target) or "f")(
+            *(item for item in operands if isinstance(item, sympy.Basic))
+        )
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._expressions[value]
+        if isinstance(value, float) and value.is_integer():
+            return sympy.Integer(int(value))
+        return sympy.sympify(value) if isinstance(value, (int, float)) else value
+
+
+_FORMULAS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "rsub": lambda a, b: b - a,
+    "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b,
+    "div": lambda a, b: a / b,
+    "pow": lambda a, b: a**b,
+    "neg": lambda a: -a,
+    "sqrt": sympy.sqrt,
+    "exp": sympy.exp,
+    "log": sympy.log,
+    "copy": lambda a, b, *_: b,
+    "full": lambda _, value: value,
+    **dict.fromkeys(
+        ("detach", "alias", "clone", "scalar_tensor", "_local_scalar_dense", "sym_float"),
+        lambda a: a,
+    ),
+}
+
+
+class _Printer(StrPrinter):
+    """Writes what is subtracted behind what it is subtracted from: ``1 - lr*decay``."""
+
+    def _as_ordered_terms(self, expr: Any, order: Any = None) -> Any:
+        terms = super()._as_ordered_terms(expr, order=order)
+        return sorted(terms, key=lambda term: term.could_extract_minus_sign())
+
+
+def identifier(text: str) -> str:
+    """A Python name made of any text."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    return f"{name}_" if keyword.iskeyword(name) or name in ("tl", "triton") else _lettered(name)
+
+
+def unique(name: str, taken: Iterable[str]) -> str:
+    """The name, with a number behind it if it is taken."""
+    if name not in taken:
+        return name
+    return next(candidate for i in range(1, 10**6) if (candidate := f"{name}_{i}") not in taken)
+
+
+def _lettered(name: str) -> str:
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def _in_words(expression: Any) -> str | None:
+    """``1 - lr*decay`` as ``one_minus_lr_decay``; None for what takes more than that."""
+    if isinstance(expression, sympy.Symbol):
+        return expression.name
+    if isinstance(expression, sympy.Mul):
+        words = [_in_words(factor) for factor in expression.args]
+        return "_".join(sorted(words)) if all(words) else None  # type: ignore[type-var]
+    if isinstance(expression, sympy.Add) and len(expression.args) == 2:
+        rest = 1 - expression
+        words = _in_words(rest)
+        return f"one_minus_{words}" if words else None
+    return None
+
+
+def _bare_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return operator_names(target)[1]
+    return getattr(target, "__name__", "")
+
+
+def _constant(node: fx.Node) -> int | float | bool | None:
+    """The constant that a 0-dim tensor is made of."""
+    if node.target is aten.full.default and list(node.args[0]) == []:  # type: ignore[arg-type]
+        value = node.args[1]
+    elif node.target is aten.scalar_tensor.default:
+        value = node.args[0]
+    else:
+        return None
+    if not isinstance(value, (int, float)):
+        return None
+    written = any(_writes(user) and _memory_of(user) is node for user in node.users)
+    is_exact = torch.tensor(value, dtype=node.meta["val"].dtype).item() == value
+    return value if is_exact and not written else None
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _memory_written(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose memory the graph writes to."""
+    root: dict[fx.Node, fx.Node] = {}
+    written: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        source = _memory_of(node)
+        root[node] = root.get(source, source)
+        if _writes(node):
+            written.add(root[node])
+    return written
+
+
+_VIEWS = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one's result lies in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node
+    written = next(mutated_operands(node.target, node.args, node.kwargs), None)
+    if isinstance(written, fx.Node):
+        return written
+    if operator_names(node.target)[0] in _VIEWS and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return node

@@ -1,0 +1,386 @@
+"""The operations of an update's kernel, and how torch's operators are written in them.
+
+A rule takes a node of the trace and gives its value for one element, computed as torch computes
+it: in the promoted dtype of the operands, bf16 and fp16 in fp32, numbers rounded to that dtype.
+Unlike torch, it does not round a bf16 or fp16 result that is an operand of the next operation;
+what is stored, or cast by the optimizer, is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zerofx.codegen.elementwise import operator_names
+from zerofx.codegen.numbers import Number
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class NumberOperand:
+    """A number, in the dtype that it is combined with elements in."""
+
+    number: Number
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One element of an intermediate result.
+
+    ``operation`` names a rule of the emitter.  ``dtype`` is what it is held in.  ``name`` is what
+    the optimizer calls it, if anything, ``line`` the optimizer's ``file:line``.
+    """
+
+    operation: str
+    operands: tuple[Operand, ...]
+    dtype: torch.dtype
+    name: str = ""
+    line: str = ""
+
+    @property
+    def values(self) -> Iterator[Value]:
+        """The values among its operands."""
+        return (operand for operand in self.operands if isinstance(operand, Value))
+
+
+Operand = Value | NumberOperand | int | float | bool
+
+
+class Builder(Protocol):
+    """What a rule writes with; ``codegen/pointwise.py`` has it."""
+
+    def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
+        """The value of one operation, which serves ``node``."""
+
+    def operand(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> Operand:
+        """An argument of ``node``, in the dtype that it is computed in."""
+
+    def signed(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> tuple[Operand, bool]:
+        """The same without its sign if it is a number, and whether it had one."""
+
+    def cast(self, value: Value, dtype: torch.dtype, node: fx.Node) -> Value:
+        """A value in another dtype."""
+
+    def is_element(self, argument: Any) -> bool:
+        """Whether an argument has a value per element, and is not a number."""
+
+    def refusal(self, node: fx.Node, reason: str) -> Exception:
+        """The error that says why the update has no kernel."""
+
+
+# None: memory that nothing was written to.
+Rule = Callable[[Builder, fx.Node], Value | None]
+
+
+def register_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What torch computes a dtype's elements in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+# Other names for their operand.  Views are of the whole shape, or of another dtype (a rule).
+ALIASES = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
+
+
+def rule_of(target: torch._ops.OpOverload) -> Rule | None:
+    """How an operator is written, in place or not; None if it is not known."""
+    if target.namespace != "aten" or operator_names(target)[0].startswith("_foreach_"):
+        return None
+    return aten.view.dtype is target and _bitcast or _RULES.get(operator_names(target)[1])
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names in its schema, defaults included."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    values = {argument.name: argument.default_value for argument in arguments}
+    for argument, value in zip(arguments, node.args, strict=False):
+        values[argument.name] = value
+    return values | node.kwargs
+
+
+def _common_dtype(build: Builder, node: fx.Node, *arguments: Any) -> torch.dtype:
+    """The dtype that torch computes these arguments in."""
+    elements = [item.meta["val"].dtype for item in arguments if build.is_element(item)]
+    dtype = functools.reduce(torch.promote_types, elements)
+    for item in arguments:
+        value = item.meta["val"] if isinstance(item, fx.Node) else item
+        if build.is_element(item) or isinstance(value, bool):
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        is_float = value.is_floating_point() if is_tensor else isinstance(value, _FLOATS)
+        if is_float and not dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+        elif dtype is torch.bool:
+            dtype = torch.int64
+    return register_dtype(dtype)
+
+
+_FLOATS = (float, torch.SymFloat)
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
+def _function(operation: str, *names: str, floats: bool = False) -> Rule:
+    """One operation of the named arguments, in their common dtype."""
+
+    def rule(build: Builder, node: fx.Node) -> Value:
+        given = [_arguments(node)[name] for name in names]
+        dtype = _common_dtype(build, node, *given)
+        dtype = _floating(dtype) if floats else dtype
+        operands = [build.operand(item, dtype, node) for item in given]
+        return build.emit(operation, *operands, dtype=dtype, node=node)
+
+    return rule
+
+
+def _comparison(operation: str) -> Rule:
+    def rule(build: Builder, node: fx.Node) -> Value:
+        given = [_arguments(node)[name] for name in ("self", "other")]
+        dtype = _common_dtype(build, node, *given)
+        operands = [build.operand(item, dtype, node) for item in given]
+        return build.emit(operation, *operands, dtype=torch.bool, node=node)
+
+    return rule
+
+
+def _test(operation: str) -> Rule:
+    def rule(build: Builder, node: fx.Node) -> Value:
+        (dtype, value) = _self(build, node)
+        return build.emit(operation, value, dtype=torch.bool, node=node)
+
+    return rule
+
+
+def _logical(operation: str, *names: str) -> Rule:
+    def rule(build: Builder, node: fx.Node) -> Value:
+        operands = [build.operand(_arguments(node)[name], torch.bool, node) for name in names]
+        return build.emit(operation, *operands, dtype=torch.bool, node=node)
+
+    return rule
+
+
+def _self(build: Builder, node: fx.Node) -> tuple[torch.dtype, Operand]:
+    argument = _arguments(node)["self"]
+    dtype = register_dtype(argument.meta["val"].dtype)
+    return dtype, build.operand(argument, dtype, node)
+
+
+def _sum(build: Builder, node: fx.Node) -> Value:
+    """``self + alpha * other``, or the difference; ``rsub`` swaps the two."""
+    given = _arguments(node)
+    first, second = given["self"], given["other"]
+    minus = operator_names(node.target)[1] in ("sub", "rsub")  # type: ignore[arg-type]
+    if operator_names(node.target)[1] == "rsub":  # type: ignore[arg-type]
+        first, second = second, first
+        if given.get("alpha", 1) != 1:
+            raise build.refusal(node, "scales what it subtracts from")
+    dtype = _common_dtype(build, node, first, second)
+    term, negative = build.signed(second, dtype, node)
+    scale, scale_negative = build.signed(given.get("alpha", 1), dtype, node)
+    if scale != 1:
+        term = build.emit("mul", scale, term, dtype=dtype, node=node)
+    operation = "sub" if minus ^ negative ^ scale_negative else "add"
+    return build.emit(operation, build.operand(first, dtype, node), term, dtype=dtype, node=node)
+
+
+def _product(build: Builder, node: fx.Node) -> Value:
+    """``self * other`` or ``self / other``; the sign of a number last."""
+    given = _arguments(node)
+    if given.get("rounding_mode") is not None:
+        raise build.refusal(node, "rounds a quotient to an integer")
+    operation = operator_names(node.target)[1]  # type: ignore[arg-type]
+    dtype = _common_dtype(build, node, given["self"], given["other"])
+    dtype = _floating(dtype) if operation == "div" else dtype
+    first, minus = build.signed(given["self"], dtype, node)
+    second, other_minus = build.signed(given["other"], dtype, node)
+    value = build.emit(operation, first, second, dtype=dtype, node=node)
+    return _negated(build, value, minus ^ other_minus, node)
+
+
+def _negated(build: Builder, value: Value, negative: bool, node: fx.Node) -> Value:
+    return build.emit("neg", value, dtype=value.dtype, node=node) if negative else value
+
+
+def _sum_of_products(combine: str) -> Rule:
+    """``self + value * tensor1 * tensor2``, or the quotient of the two."""
+
+    def rule(build: Builder, node: fx.Node) -> Value:
+        given = _arguments(node)
+        tensors = [given[name] for name in ("self", "tensor1", "tensor2")]
+        dtype = _common_dtype(build, node, *tensors)
+        start, first, second = (build.operand(item, dtype, node) for item in tensors)
+        scale, negative = build.signed(given["value"], dtype, node)
+
+        def emit(operation: str, *operands: Operand) -> Value:
+            return build.emit(operation, *operands, dtype=dtype, node=node)
+
+        if combine == "mul":
+            scaled = first if scale == 1 else emit("mul", scale, first)
+            term = emit("mul", scaled, second)
+        else:
+            quotient = emit("div", first, second)
+            term = quotient if scale == 1 else emit("mul", scale, quotient)
+        return emit("sub" if negative else "add", start, term)
+
+    return rule
+
+
+def _power(build: Builder, node: fx.Node) -> Value:
+    given = _arguments(node)
+    exponent = given["exponent"]
+    if not isinstance(exponent, (int, float)) or exponent not in _POWERS:
+        raise build.refusal(node, f"has an exponent other than {sorted(_POWERS)}")
+    dtype = _common_dtype(build, node, given["self"], exponent)
+    value = build.operand(given["self"], dtype, node)
+
+    def emit(operation: str, *operands: Operand) -> Value:
+        return build.emit(operation, *operands, dtype=dtype, node=node)
+
+    result = value
+    for operation in _POWERS[exponent]:
+        result = emit("mul", result, value) if operation == "mul" else emit(operation, result)
+    return result  # type: ignore[return-value]
+
+
+_POWERS: dict[int | float, tuple[str, ...]] = {
+    1: (),
+    2: ("mul",),
+    3: ("mul", "mul"),
+    0.5: ("sqrt",),
+    -0.5: ("sqrt", "reciprocal"),
+    -1: ("reciprocal",),
+    -2: ("mul", "reciprocal"),
+}
+
+
+def _square(build: Builder, node: fx.Node) -> Value:
+    dtype, value = _self(build, node)
+    return build.emit("mul", value, value, dtype=dtype, node=node)
+
+
+def _rsqrt(build: Builder, node: fx.Node) -> Value:
+    dtype, value = _self(build, node)
+    root = build.emit("sqrt", value, dtype=_floating(dtype), node=node)
+    return build.emit("reciprocal", root, dtype=_floating(dtype), node=node)
+
+
+def _clamp(build: Builder, node: fx.Node) -> Value:
+    given = _arguments(node)
+    bounds = [(name, given.get(name)) for name in ("min", "max") if given.get(name) is not None]
+    dtype = _common_dtype(build, node, given["self"], *(bound for _, bound in bounds))
+    value = build.operand(given["self"], dtype, node)
+    for name, bound in bounds:
+        operation = "maximum" if name == "min" else "minimum"
+        limit = build.operand(bound, dtype, node)
+        value = build.emit(operation, value, limit, dtype=dtype, node=node)
+    return value  # type: ignore[return-value]
+
+
+def _where(condition: str, chosen: str, otherwise: str) -> Rule:
+    def rule(build: Builder, node: fx.Node) -> Value:
+        given = _arguments(node)
+        if condition == "indices":  # x[mask] = value; checked to be one mask and one value
+            given["indices"] = given["indices"][0]
+        branches = [given[chosen], given[otherwise]]
+        dtype = register_dtype(node.meta["val"].dtype)
+        test = build.operand(given[condition], torch.bool, node)
+        operands = [build.operand(branch, dtype, node) for branch in branches]
+        return build.emit("where", test, *operands, dtype=dtype, node=node)
+
+    return rule
+
+
+def _filled(argument: str | None = None, constant: int | None = None) -> Rule:
+    def rule(build: Builder, node: fx.Node) -> Value:
+        dtype = register_dtype(node.meta["val"].dtype)
+        value = _arguments(node)[argument] if argument else constant
+        return build.emit("full", build.operand(value, dtype, node), dtype=dtype, node=node)
+
+    return rule
+
+
+def _nothing(build: Builder, node: fx.Node) -> None:
+    return None
+
+
+def _cast(build: Builder, node: fx.Node) -> Value:
+    """To another dtype, rounding; to its own, the value itself."""
+    (argument,) = (_arguments(node)[name] for name in ("self",))
+    before, after = argument.meta["val"].dtype, node.meta["val"].dtype
+    value = build.operand(argument, register_dtype(before), node)
+    if before == after or not isinstance(value, Value):
+        return value  # type: ignore[return-value]
+    return build.cast(value, after, node)
+
+
+def _copy(build: Builder, node: fx.Node) -> Value:
+    """``self.copy_(src)``: the source, rounded to what it is written to."""
+    given = _arguments(node)
+    target, source = given["self"].meta["val"].dtype, given["src"]
+    if not build.is_element(source):
+        number = build.operand(source, register_dtype(target), node)
+        return build.emit("full", number, dtype=register_dtype(target), node=node)
+    value = build.operand(source, register_dtype(source.meta["val"].dtype), node)
+    assert isinstance(value, Value)
+    return value if source.meta["val"].dtype == target else build.cast(value, target, node)
+
+
+def _bitcast(build: Builder, node: fx.Node) -> Value:
+    """The same bits as another dtype of the same size."""
+    given = _arguments(node)
+    before, after = given["self"].meta["val"].dtype, given["dtype"]
+    if before.itemsize != after.itemsize:
+        raise build.refusal(node, "views elements as others of another size")
+    value = build.operand(given["self"], before, node)
+    return build.emit("bitcast", value, dtype=after, node=node)
+
+
+_PAIR = ("self", "other")
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("add", "sub", "rsub"), _sum),
+    **dict.fromkeys(("mul", "div"), _product),
+    "addcmul": _sum_of_products("mul"),
+    "addcdiv": _sum_of_products("div"),
+    "lerp": _function("lerp", "self", "end", "weight"),
+    "pow": _power,
+    "square": _square,
+    "rsqrt": _rsqrt,
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
+    **{name: _function(name, *_PAIR) for name in ("maximum", "minimum")},
+    **{name: _function(name, "self") for name in ("neg", "abs", "floor", "ceil")},
+    **{name: _function("sign", "self") for name in ("sign", "sgn")},
+    **{
+        name: _function(name, "self", floats=True)
+        for name in ("sqrt", "reciprocal", "exp", "log", "sigmoid", "sin", "cos", "erf")
+    },
+    **{name: _comparison(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
+    **{name: _test(name) for name in ("isnan", "isinf", "isfinite")},
+    **{f"logical_{name}": _logical(name, *_PAIR) for name in ("and", "or", "xor")},
+    "logical_not": _logical("not", "self"),
+    **{f"bitwise_{name}": _function(name, *_PAIR) for name in ("and", "or", "xor")},
+    **{f"__{name}__": _function(name, *_PAIR) for name in ("and", "or", "xor")},
+    "bitwise_not": _function("not", "self"),
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _function("shift_left", *_PAIR)),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _function("shift_right", *_PAIR)),
+    "where": _where("condition", "self", "other"),
+    "masked_fill": _where("mask", "value", "self"),
+    "index_put": _where("indices", "values", "self"),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _filled(constant=0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(constant=1)),
+    **dict.fromkeys(("full", "full_like", "new_full"), _filled("fill_value")),
+    "fill": _filled("value"),
+    **dict.fromkeys(
+        ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"), _nothing
+    ),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _cast),
+    "copy": _copy,
+}

@@ -1,0 +1,377 @@
+"""One update as a pointwise program: what happens to one element, in the optimizer's order.
+
+``pointwise_program`` makes it of a traced update.  In-place operations, views and aliases are
+gone: every ``Value`` is computed once, from values before it, numbers and constants.  What it is
+worth to a kernel is said outright: the streams it reads and writes, and their bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from zerofx.codegen.elementwise import UpdateError, mutated_operands, operator_names
+from zerofx.codegen.numbers import HostNumbers, Number, NumberGraph, identifier, unique
+from zerofx.codegen.operations import (
+    ALIASES,
+    NumberOperand,
+    Operand,
+    Value,
+    register_dtype,
+    rule_of,
+)
+from zerofx.codegen.trace import Update
+
+aten = torch.ops.aten
+
+Kind = Literal["parameter", "gradient", "state", "new state", "copy"]
+
+# Read by the kernel from device memory of their own, if the program has them.
+CLIP_COEFFICIENT = Number("clip_coefficient", "what the gradient is multiplied by")
+FOUND_INF = Number("found_inf", "not 0: this step is skipped")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One array that the kernel goes through; ``load`` and ``store`` are None if it does not."""
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype
+    load: Value | None = None
+    store: Value | None = None
+
+    @property
+    def bytes_per_element(self) -> int:
+        return self.dtype.itemsize * ((self.load is not None) + (self.store is not None))
+
+
+# Where a result of the update comes from: a number by position, a stream by name.
+Result = tuple[Literal["number"], int] | tuple[Literal["stream"], str]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What an update does to one element of each stream.
+
+    ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
+    each stream among the update's inputs; new states and the copy have none.
+    """
+
+    optimizer: str
+    streams: tuple[Stream, ...]
+    values: tuple[Value, ...]
+    host: HostNumbers
+    inputs: dict[str, int]
+    results: tuple[Result, ...]
+    device_numbers: tuple[Number, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """The numbers that the host computes, in the order of the kernel's table."""
+        return self.host.needed
+
+    @property
+    def bytes_per_element(self) -> int:
+        """How many bytes an update of one element moves, at the least."""
+        return sum(stream.bytes_per_element for stream in self.streams)
+
+    @property
+    def skips(self) -> bool:
+        """Whether it leaves everything as it is when ``found_inf`` is set."""
+        return FOUND_INF in self.device_numbers
+
+
+def pointwise_program(
+    update: Update,
+    *,
+    gradient_dtype: torch.dtype | None = None,
+    copy_dtype: torch.dtype | None = None,
+    clips: bool = False,
+    skips: bool = False,
+) -> Program:
+    """Normalise a traced update of flat shards.
+
+    ``gradient_dtype``: the gradient arrives in it, if not in the parameter's.  ``copy_dtype``:
+    the new parameter is written out once more, in this dtype.  ``clips``: the gradient is first
+    multiplied by ``clip_coefficient``.  ``skips``: with ``found_inf`` set, nothing changes and
+    the copy is of the old parameter.
+
+    Raises: UpdateError naming the operation and the optimizer's line, where the update is not
+    elementwise, or has an operation that is not known here.
+    """
+    return _Normaliser(update, clips).run(gradient_dtype, copy_dtype, skips)
+
+
+class _Normaliser:
+    def __init__(self, update: Update, clips: bool) -> None:
+        self.update, self.clips = update, clips
+        self.graph = update.graph_module.graph
+        self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        paired = zip(self.placeholders, update.shards, strict=False)
+        self.shards = [node for node, is_shard in paired if is_shard]
+        self.stream_names: dict[fx.Node, str] = {}
+        self.numbers = NumberGraph(update.graph_module, self._name_inputs())
+        self.values: list[Value] = []
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.current: dict[fx.Node, Value | None] = {}
+        self.length: set[fx.Node] = set()
+        self.loads: dict[fx.Node, Value] = {}
+
+    def _name_inputs(self) -> dict[fx.Node, str]:
+        """Name the streams, and return the numbers' names: the optimizer's own where it has any."""
+        names: dict[fx.Node, str] = {}
+        by_path: dict[str, str] = {}
+        paired = zip(self.placeholders, self.update.inputs, strict=True)
+        for node, path in sorted(paired, key=lambda pair: _is_tensor(pair[0])):
+            if node in self.shards:
+                taken = tuple(self.stream_names.values())
+                self.stream_names[node] = unique(_last_name(path), taken)
+            else:  # a 0-dim tensor and its number are one
+                if path not in by_path:
+                    source_name = None if _is_tensor(node) else node.meta.get("source_name")
+                    name = identifier(source_name or _last_name(path))
+                    by_path[path] = unique(name, tuple(by_path.values()))
+                names[node] = by_path[path]
+        return names
+
+    def run(
+        self, gradient_dtype: torch.dtype | None, copy_dtype: torch.dtype | None, skips: bool
+    ) -> Program:
+        for node in self.shards:
+            dtype = register_dtype(node.meta["val"].dtype)
+            load = Value("load", (), dtype, self.stream_names[node])
+            self.loads[node] = load
+            self.values.append(load)
+            self.root[node] = node
+            self.current[node] = self._clipped(load) if self._is_gradient(node) else load
+        for node in self.graph.nodes:
+            if node.op == "output":
+                output = node.args[0]
+            elif node not in self.root:
+                self._visit(node)
+        return self._finish(output, gradient_dtype, copy_dtype, skips)
+
+    def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
+        """Append the value of one operation, which serves ``node``."""
+        value = Value(operation, operands, dtype, "", source_line(node))
+        self.values.append(value)
+        return value
+
+    def operand(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> Operand:
+        """An argument of ``node`` in the dtype that it is computed in."""
+        value, negative = self.signed(argument, dtype, node)
+        return self.emit("neg", value, dtype=dtype, node=node) if negative else value
+
+    def signed(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> tuple[Operand, bool]:
+        """An argument without its sign if it is a number, and whether it had one."""
+        if not isinstance(argument, fx.Node):
+            if isinstance(argument, bool) or not isinstance(argument, (int, float)):
+                return argument, False
+            return abs(argument), argument < 0
+        if self.is_element(argument):
+            value = self.current[self.root[argument]]
+            if value is None:
+                raise self.refusal(node, "reads memory that nothing was written to")
+            return self.cast(value, dtype, node), False
+        if argument in self.length:
+            raise self.refusal(node, "computes with the length of a shard")
+        number, negative = self.numbers.use(argument)
+        if isinstance(number, Number):
+            return NumberOperand(number, dtype), negative
+        operand, inner = self.signed(number, dtype, node)
+        return operand, inner is not negative
+
+    def cast(self, value: Value, dtype: torch.dtype, node: fx.Node) -> Value:
+        if value.dtype == dtype:
+            return value
+        return self.emit("cast", value, dtype=dtype, node=node)
+
+    def is_element(self, argument: Any) -> bool:
+        return isinstance(argument, fx.Node) and argument in self.root
+
+    def refusal(self, node: fx.Node, reason: str) -> UpdateError:
+        line = source_line(node)
+        return UpdateError(
+            f"{self.update.optimizer} has no kernel of its own: `{node.target}`"
+            f"{f' at {line}' if line else ''} {reason}. Write it with the operations that "
+            "docs/codegen.md lists."
+        )
+
+    def _visit(self, node: fx.Node) -> None:
+        """Take over one node of the trace: a number, a new name for a value, or a new value."""
+        if node.op == "get_attr":
+            raise self.refusal(node, "is a tensor that the optimizer keeps outside of its state")
+        reads = [operand for operand in node.all_input_nodes if operand in self.root]
+        if node.target is aten.sym_size.int:
+            self.length.add(node)
+            return
+        sized = any(operand in self.length for operand in node.all_input_nodes)
+        if not reads and not sized:
+            self.numbers.add(node)
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise self.refusal(node, "is not an operation on tensors")
+        if (
+            operator_names(node.target)[0] in ALIASES
+            and len(reads) == 1
+            and node.target is not aten.view.dtype
+        ):
+            self.root[node] = self.root[reads[0]]
+            return
+        rule = rule_of(node.target)
+        if rule is None or not _is_tensor(node):
+            raise self.refusal(node, "is not known to the kernel")
+        value = rule(self, node)
+        written = next(mutated_operands(node.target, node.args, node.kwargs), None)
+        if isinstance(written, fx.Node):
+            root = self.root[written]
+            value = self.cast(value, register_dtype(written.meta["val"].dtype), node)
+        else:
+            root = node
+        self.root[node] = root
+        self.current[root] = value and self._named(value, node, root)
+
+    def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
+        """The value under the optimizer's name for it; that of the memory if it is written to."""
+        name = self.stream_names.get(root) or node.meta.get("source_name")
+        if not name or not self.values or value is not self.values[-1] or value.name:
+            return value
+        self.values[-1] = named = replace(value, name=identifier(name))
+        return named
+
+    def _is_gradient(self, node: fx.Node) -> bool:
+        return node is self.placeholders[1]
+
+    def _clipped(self, load: Value) -> Value:
+        if not self.clips:
+            return load
+        coefficient = NumberOperand(CLIP_COEFFICIENT, load.dtype)
+        value = Value("mul", (load, coefficient), load.dtype, load.name)
+        self.values.append(value)
+        return value
+
+    def _finish(
+        self,
+        output: Any,
+        gradient_dtype: torch.dtype | None,
+        copy_dtype: torch.dtype | None,
+        skips: bool,
+    ) -> Program:
+        streams = [self._stream(node, gradient_dtype) for node in self.shards]
+        results: list[Result] = []
+        kept: list[fx.Node] = []
+        new: dict[fx.Node, str] = {}
+        for position, node in enumerate(output):
+            if not isinstance(node, fx.Node) or node in self.length:
+                raise self.refusal(node, "is a result that is no tensor of the parameter's shape")
+            if node not in self.root:
+                results.append(("number", len(kept)))
+                kept.append(node)
+                continue
+            root = self.root[node]
+            if root in self.stream_names and not self._is_gradient(root):
+                results.append(("stream", self.stream_names[root]))
+                continue
+            if root not in new:
+                taken = (stream.name for stream in streams)
+                new[root] = unique(identifier(self._name_of_result(position)), tuple(taken))
+                value = self.operand(node, register_dtype(node.meta["val"].dtype), node)
+                assert isinstance(value, Value)
+                dtype = node.meta["val"].dtype
+                streams.append(Stream(new[root], "new state", dtype, store=value))
+            results.append(("stream", new[root]))
+        if skips and new:
+            raise UpdateError(
+                f"{self.update.optimizer}'s first step makes states, and cannot be skipped by "
+                "found_inf in a kernel. Run it with fuse_optimizer off."
+            )
+        if copy_dtype is not None:
+            streams.append(self._copy(streams[0], copy_dtype, skips))
+        host = self.numbers.finish(kept)
+        device_numbers = (*((CLIP_COEFFICIENT,) * self.clips), *((FOUND_INF,) * skips))
+        inputs = {self.stream_names[node]: self.placeholders.index(node) for node in self.shards}
+        program = Program(
+            self.update.optimizer,
+            tuple(streams),
+            tuple(self.values),
+            host,
+            inputs,
+            tuple(results),
+            device_numbers,
+        )
+        return _without_dead_values(program)
+
+    def _stream(self, node: fx.Node, gradient_dtype: torch.dtype | None) -> Stream:
+        name, load, value = self.stream_names[node], self.loads[node], self.current[node]
+        dtype = node.meta["val"].dtype
+        if self._is_gradient(node):
+            return Stream(name, "gradient", gradient_dtype or dtype, load)
+        kind: Kind = "parameter" if node is self.placeholders[0] else "state"
+        return Stream(name, kind, dtype, load, None if value is load else value)
+
+    def _copy(self, parameter: Stream, dtype: torch.dtype, skips: bool) -> Stream:
+        value = parameter.store or parameter.load
+        assert value is not None
+        if skips and parameter.load is not None:
+            condition = NumberOperand(FOUND_INF, torch.bool)
+            value = Value("where", (condition, parameter.load, value), value.dtype, "copied")
+            self.values.append(value)
+        return Stream(f"{parameter.name}_copy", "copy", dtype, store=value)
+
+    def _name_of_result(self, position: int) -> str:
+        """The name of the state, or of the part of one, that a result becomes."""
+
+        def find(value: Any, name: str) -> Iterator[str]:
+            if getattr(value, "index", None) == position and not isinstance(value, (list, tuple)):
+                yield name
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    yield from find(item, f"{name}_{key}")
+            elif isinstance(value, (list, tuple)):
+                for i, item in enumerate(value, 1):
+                    yield from find(item, f"{name}_{i}")
+
+        entries = (*self.update.state, *self.update.group)
+        return next((found for name, item in entries for found in find(item, str(name))), "state")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _last_name(path: str) -> str:
+    """What an input is called: ``group.betas.0`` is ``beta1``."""
+    owner, *parts = path.split(".")
+    name = parts[0] if parts else owner
+    for part in parts[1:]:
+        is_place = part.isdigit()
+        name = f"{name.removesuffix('s')}{int(part) + 1}" if is_place else f"{name}_{part}"
+    return identifier(name)
+
+
+def _without_dead_values(program: Program) -> Program:
+    """Drop what no store needs; a stream that is not read is not loaded either."""
+    alive: set[Value] = set()
+    pending = [stream.store for stream in program.streams if stream.store is not None]
+    while pending:
+        value = pending.pop()
+        if value not in alive:
+            alive.add(value)
+            pending += value.values
+    streams = tuple(
+        stream if stream.load in alive else replace(stream, load=None) for stream in program.streams
+    )
+    values = tuple(value for value in program.values if value in alive)
+    return replace(program, streams=streams, values=values)
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line`` of the optimizer's source that a node was traced from, or nothing."""
+    found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{found[1]}:{found[2]}" if found else ""

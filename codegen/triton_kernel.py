@@ -1,0 +1,281 @@
+"""Build, tune and launch the Triton kernel of a pointwise program.
+
+For shards on CUDA; with ``TRITON_INTERPRET=1`` in the environment Triton runs it on the CPU, for
+tests.  Nothing here waits for the device: what a step has to tell the kernel goes there in one
+copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.pointwise import Program, pointwise_program
+from zerofx.codegen.trace import Update
+from zerofx.codegen.triton_source import CHUNK, kernel_name, triton_source
+
+logger = logging.getLogger("zerofx")
+
+ALIGNMENT = 16
+"""Bytes: where every stream of a segment starts at a multiple of it, accesses are as wide."""
+
+# BLOCK and warps.  8 elements a thread are one access of a bf16 stream and two of an fp32 one.
+_CONFIGURATIONS = ((1024, 4), (2048, 8), (2048, 4), (4096, 8), (4096, 16))
+
+_TUNED_ON_ELEMENTS = 1 << 22
+"""What a configuration is timed on: more than what a GPU's cache holds of AdamW's streams."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous piece of every stream, flat [n] each, in the program's order, and its numbers.
+
+    A number is a Python number or a 0-dim tensor; one on the device stays there.
+    """
+
+    streams: Sequence[Tensor]
+    numbers: Sequence[Any]
+
+
+class TritonKernel:
+    """The kernel of one program; ``launch`` updates any number of segments with it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.source = triton_source(program)
+        self.function = load_kernel(self.source, kernel_name(program))
+        self._tuned: dict[torch.device, Callable[..., None]] = {}
+        self._chunks: dict[tuple, Tensor] = {}
+
+    def launch(self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()) -> None:
+        """Update the segments in place; ``device_numbers`` are 0-dim, in the program's order.
+
+        One launch for the segments whose streams are all aligned, another for the rest.
+
+        Raises: ValueError if a stream is not flat memory of the program's dtype, all of one
+        length and on one device.
+        """
+        for segment in segments:
+            self._check(segment)
+        there = [segment for segment in segments if segment.streams[0].numel()]
+        for group, alignment in zip(_by_alignment(there), (ALIGNMENT, 1), strict=True):
+            if group:
+                self._launch(group, device_numbers, alignment)
+
+    def _launch(
+        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor], alignment: int
+    ) -> None:
+        device = segments[0].streams[0].device
+        lengths = tuple(segment.streams[0].numel() for segment in segments)
+        chunks = [-(-length // CHUNK) for length in lengths]
+        segment_of_chunk = self._segment_of_chunk(chunks, device)
+        table, numbers = self._tables(segments, chunks, device)
+        arguments = (table, segment_of_chunk, numbers, *device_numbers)
+        elements = sum(chunks[:-1]) * CHUNK + lengths[-1]
+        self._run(device)(arguments, elements, alignment)
+
+    def _tables(
+        self, segments: Sequence[Segment], chunks: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of the segments and of their numbers, on the device."""
+        starts = [0]
+        for count in chunks:
+            starts.append(starts[-1] + count * CHUNK)
+        rows = [
+            (start, segment.streams[0].numel(), *(stream.data_ptr() for stream in segment.streams))
+            for start, segment in zip(starts, segments, strict=False)
+        ]
+        size = len(rows) * len(rows[0])
+        size += size % 2  # the numbers start at a multiple of 16 bytes, as Triton likes pointers
+        count = len(self.program.numbers)
+        host = torch.empty(size + len(rows) * count, dtype=torch.int64, pin_memory=_on_gpu(device))
+        host[: len(rows) * len(rows[0])] = torch.tensor(rows).view(-1)
+        there = [
+            (place, index, number)
+            for place, segment in enumerate(segments)
+            for index, number in enumerate(segment.numbers)
+            if isinstance(number, Tensor) and number.device.type != "cpu"
+        ]
+        elsewhere = {(place, index) for place, index, _ in there}
+        host[size:].view(torch.float64).copy_(
+            torch.tensor(
+                [
+                    0.0 if (place, index) in elsewhere else float(number)
+                    for place, segment in enumerate(segments)
+                    for index, number in enumerate(segment.numbers)
+                ],
+                dtype=torch.float64,
+            )
+        )
+        both = host.to(device, non_blocking=True)
+        table, numbers = both[:size], both[size:].view(torch.float64)
+        for place, index, number in there:
+            numbers[place * count + index].copy_(number)
+        return table, numbers
+
+    def _segment_of_chunk(self, chunks: Sequence[int], device: torch.device) -> Tensor:
+        key = (*chunks, device)
+        if key not in self._chunks:
+            if len(self._chunks) >= 64:
+                self._chunks.clear()  # lengths that change at every step; not worth keeping
+            counts = torch.tensor(chunks)
+            owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
+            self._chunks[key] = owners.to(device)
+        return self._chunks[key]
+
+    def _check(self, segment: Segment) -> None:
+        first = segment.streams[0]
+        for stream, tensor in zip(self.program.streams, segment.streams, strict=True):
+            alike = tensor.dtype == stream.dtype and tensor.device == first.device
+            if not alike or tensor.shape != first.shape or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.program.optimizer}'s kernel updates '{stream.name}' as contiguous "
+                    f"{stream.dtype}[{first.numel()}] on {first.device}, and was given "
+                    f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()} on "
+                    f"{tensor.device}. Give every stream of a segment as one flat piece of memory."
+                )
+
+    def _run(self, device: torch.device) -> Callable[..., None]:
+        if device not in self._tuned:
+            self._tuned[device] = self._tune(device) if _on_gpu(device) else self._interpret
+        return self._tuned[device]
+
+    def _interpret(self, arguments: tuple, elements: int, alignment: int) -> None:
+        block = _CONFIGURATIONS[0][0]
+        grid = (-(-elements // block),)
+        self.function[grid](*arguments, BLOCK=block, CHUNK=CHUNK, ALIGNMENT=alignment)
+
+    def _tune(self, device: torch.device) -> Callable[..., None]:
+        """Time the configurations on scratch memory, or read from disk which was the fastest.
+
+        On scratch: the kernel writes in place, and a step must not be done many times.
+        """
+        import triton
+
+        configurations = [
+            triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in _CONFIGURATIONS
+        ]
+        tuned = triton.autotune(configurations, key=[], cache_results=True)(self.function)
+
+        def run(arguments: tuple, elements: int, alignment: int) -> None:
+            with torch.cuda.device(device):
+                tuned[lambda meta: (triton.cdiv(elements, meta["BLOCK"]),)](
+                    *arguments, CHUNK=CHUNK, ALIGNMENT=alignment
+                )
+
+        streams = [
+            torch.zeros(_TUNED_ON_ELEMENTS, dtype=stream.dtype, device=device)
+            for stream in self.program.streams
+        ]
+        scratch = Segment(streams, [0.5] * len(self.program.numbers))
+        chunks = [_TUNED_ON_ELEMENTS // CHUNK]
+        table, numbers = self._tables([scratch], chunks, device)
+        device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
+        arguments = (table, self._segment_of_chunk(chunks, device), numbers, *device_numbers)
+        run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
+        return run
+
+
+class TritonUpdate:
+    """Stands for a traced update's graph: give it as the ``run`` of an ``Update``."""
+
+    def __init__(self, kernel: TritonKernel) -> None:
+        self.kernel = kernel
+
+    @classmethod
+    def of(cls, update: Update, **variant: Any) -> TritonUpdate | None:
+        """The update's kernel; None, and a warning that says why, if it cannot have one.
+
+        ``variant`` is what ``pointwise_program`` takes.
+        """
+        try:
+            return cls(TritonKernel(pointwise_program(update, **variant)))
+        except UpdateError as error:
+            logger.warning("%s It runs as torch.compile makes it.", error)
+            return None
+
+    def __call__(
+        self,
+        *values: Any,
+        copy: Tensor | None = None,
+        device_numbers: Sequence[Tensor] = (),
+        launches: Launches | None = None,
+    ) -> list[Any]:
+        """Run the update in place, as the traced graph would; return the results it returns.
+
+        With ``launches`` it runs when they do, and the results are not to be read before.
+        """
+        program = self.kernel.program
+        kept, numbers = program.host(values)
+        tensors: dict[str, Tensor] = {}
+        for stream in program.streams:
+            if stream.kind == "copy" and copy is not None:
+                tensors[stream.name] = copy
+            elif stream.name in program.inputs:
+                tensors[stream.name] = values[program.inputs[stream.name]]
+            else:
+                tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
+        segment = Segment(list(tensors.values()), numbers)
+        if launches is None:
+            self.kernel.launch([segment], device_numbers)
+        else:
+            launches.add(self.kernel, segment, device_numbers)
+        return [
+            kept[where] if kind == "number" else tensors[where]  # type: ignore[index]
+            for kind, where in program.results
+        ]
+
+
+class Launches:
+    """Updates that wait to be launched together: one launch for each kernel among them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple, tuple[TritonKernel, Sequence[Tensor], list[Segment]]] = {}
+
+    def add(self, kernel: TritonKernel, segment: Segment, device_numbers: Sequence[Tensor]) -> None:
+        """Let a segment wait for ``run``."""
+        key = (id(kernel), *map(id, device_numbers), segment.streams[0].device)
+        waiting = self._waiting.setdefault(key, (kernel, device_numbers, []))
+        waiting[2].append(segment)
+
+    def run(self) -> None:
+        """Launch what waits."""
+        for kernel, device_numbers, segments in self._waiting.values():
+            kernel.launch(segments, device_numbers)
+        self._waiting.clear()
+
+
+@functools.cache
+def load_kernel(source: str, name: str) -> Any:
+    """The kernel of a generated module.
+
+    The module has no file: Triton and debuggers read its source through ``linecache``.  Triton
+    keeps what it compiles on disk, by the text.
+    """
+    filename = f"<zerofx {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    names: dict[str, Any] = {"__name__": f"zerofx.generated.{name}"}
+    exec(compile(source, filename, "exec"), names)  # noqa: S102 - our own text
+    return names[name]
+
+
+def _by_alignment(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """The segments whose streams all start at multiples of ALIGNMENT, and the others."""
+    groups: tuple[list[Segment], list[Segment]] = ([], [])
+    for segment in segments:
+        is_aligned = all(stream.data_ptr() % ALIGNMENT == 0 for stream in segment.streams)
+        groups[not is_aligned].append(segment)
+    return groups
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
