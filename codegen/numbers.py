@@ -85,10 +85,10 @@ class NumberGraph:
         if constant is not None:
             return constant, False
         if node.target in (operator.neg, aten.neg.default) and self._is_settled(node.args[0]):
-            inner, negative = self.use(node.args[0])  # type: ignore[arg-type]
+            inner, negative = self.use(node.args[0])
             return inner, not negative
         if node.target is aten._local_scalar_dense.default and self._is_settled(node.args[0]):
-            return self.use(node.args[0])  # type: ignore[arg-type]
+            return self.use(node.args[0])
         root = self._root[node]
         expression = self._expressions[node]
         key = (expression, root if self._version.get(root) else None, self._version.get(root))
@@ -205,8 +205,8 @@ def _in_words(expression: Any) -> str | None:
     if isinstance(expression, sympy.Symbol):
         return expression.name
     if isinstance(expression, sympy.Mul):
-        words = [_in_words(factor) for factor in expression.args]
-        return "_".join(sorted(words)) if all(words) else None  # type: ignore[type-var]
+        factors = [_in_words(factor) for factor in expression.args]
+        return None if None in factors else "_".join(sorted(map(str, factors)))
     if isinstance(expression, sympy.Add) and len(expression.args) == 2:
         rest = 1 - expression
         words = _in_words(rest)
@@ -222,7 +222,7 @@ def _bare_name(target: Any) -> str:
 
 def _constant(node: fx.Node) -> int | float | bool | None:
     """The constant that a 0-dim tensor is made of."""
-    if node.target is aten.full.default and list(node.args[0]) == []:  # type: ignore[arg-type]
+    if node.target is aten.full.default and list(node.args[0]) == []:
         value = node.args[1]
     elif node.target is aten.scalar_tensor.default:
         value = node.args[0]

@@ -35,7 +35,8 @@ class Value:
     """One element of an intermediate result.
 
     ``operation`` names a rule of the emitter.  ``dtype`` is what it is held in.  ``name`` is what
-    the optimizer calls it, if anything, ``line`` the optimizer's ``file:line``.
+    the optimizer calls it, if anything, ``line`` the optimizer's ``file:line``, ``note`` why it
+    is there if that is not the optimizer's doing.
     """
 
     operation: str
@@ -43,6 +44,7 @@ class Value:
     dtype: torch.dtype
     name: str = ""
     line: str = ""
+    note: str = ""
 
     @property
     def values(self) -> Iterator[Value]:
@@ -92,12 +94,12 @@ def rule_of(target: torch._ops.OpOverload) -> Rule | None:
     """How an operator is written, in place or not; None if it is not known."""
     if target.namespace != "aten" or operator_names(target)[0].startswith("_foreach_"):
         return None
-    return aten.view.dtype is target and _bitcast or _RULES.get(operator_names(target)[1])
+    return _bitcast if target is aten.view.dtype else _RULES.get(operator_names(target)[1])
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names in its schema, defaults included."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = node.target._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
     for argument, value in zip(arguments, node.args, strict=False):
         values[argument.name] = value
@@ -177,8 +179,8 @@ def _sum(build: Builder, node: fx.Node) -> Value:
     """``self + alpha * other``, or the difference; ``rsub`` swaps the two."""
     given = _arguments(node)
     first, second = given["self"], given["other"]
-    minus = operator_names(node.target)[1] in ("sub", "rsub")  # type: ignore[arg-type]
-    if operator_names(node.target)[1] == "rsub":  # type: ignore[arg-type]
+    minus = operator_names(node.target)[1] in ("sub", "rsub")
+    if operator_names(node.target)[1] == "rsub":
         first, second = second, first
         if given.get("alpha", 1) != 1:
             raise build.refusal(node, "scales what it subtracts from")
@@ -196,7 +198,7 @@ def _product(build: Builder, node: fx.Node) -> Value:
     given = _arguments(node)
     if given.get("rounding_mode") is not None:
         raise build.refusal(node, "rounds a quotient to an integer")
-    operation = operator_names(node.target)[1]  # type: ignore[arg-type]
+    operation = operator_names(node.target)[1]
     dtype = _common_dtype(build, node, given["self"], given["other"])
     dtype = _floating(dtype) if operation == "div" else dtype
     first, minus = build.signed(given["self"], dtype, node)

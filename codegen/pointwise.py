@@ -117,6 +117,7 @@ class _Normaliser:
         self.shards = [node for node, is_shard in paired if is_shard]
         self.stream_names: dict[fx.Node, str] = {}
         self.numbers = NumberGraph(update.graph_module, self._name_inputs())
+        self.source_names = _source_names(self.graph)
         self.values: list[Value] = []
         self.root: dict[fx.Node, fx.Node] = {}
         self.current: dict[fx.Node, Value | None] = {}
@@ -217,11 +218,7 @@ class _Normaliser:
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self.refusal(node, "is not an operation on tensors")
-        if (
-            operator_names(node.target)[0] in ALIASES
-            and len(reads) == 1
-            and node.target is not aten.view.dtype
-        ):
+        if _is_alias(node):
             self.root[node] = self.root[reads[0]]
             return
         rule = rule_of(node.target)
@@ -229,17 +226,14 @@ class _Normaliser:
             raise self.refusal(node, "is not known to the kernel")
         value = rule(self, node)
         written = next(mutated_operands(node.target, node.args, node.kwargs), None)
-        if isinstance(written, fx.Node):
-            root = self.root[written]
-            value = self.cast(value, register_dtype(written.meta["val"].dtype), node)
-        else:
-            root = node
-        self.root[node] = root
-        self.current[root] = value and self._named(value, node, root)
+        root = self.root[node] = self.root[written] if isinstance(written, fx.Node) else node
+        if value is not None and root is not node:
+            value = self.cast(value, register_dtype(node.meta["val"].dtype), node)
+        self.current[root] = self._named(value, node, root) if value is not None else None
 
     def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
         """The value under the optimizer's name for it; that of the memory if it is written to."""
-        name = self.stream_names.get(root) or node.meta.get("source_name")
+        name = self.stream_names.get(root) or self.source_names.get(node)
         if not name or not self.values or value is not self.values[-1] or value.name:
             return value
         self.values[-1] = named = replace(value, name=identifier(name))
@@ -252,7 +246,9 @@ class _Normaliser:
         if not self.clips:
             return load
         coefficient = NumberOperand(CLIP_COEFFICIENT, load.dtype)
-        value = Value("mul", (load, coefficient), load.dtype, load.name)
+        value = Value(
+            "mul", (load, coefficient), load.dtype, load.name, note="clipped, or unscaled, or both"
+        )
         self.values.append(value)
         return value
 
@@ -320,7 +316,9 @@ class _Normaliser:
         assert value is not None
         if skips and parameter.load is not None:
             condition = NumberOperand(FOUND_INF, torch.bool)
-            value = Value("where", (condition, parameter.load, value), value.dtype, "copied")
+            branches = (condition, parameter.load, value)
+            note = "a skipped step copies the parameter as it was"
+            value = Value("where", branches, value.dtype, "copied", note=note)
             self.values.append(value)
         return Stream(f"{parameter.name}_copy", "copy", dtype, store=value)
 
@@ -343,6 +341,28 @@ class _Normaliser:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether a node gives another name to its one operand: a view of the whole shape."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and operator_names(node.target)[0] in ALIASES
+        and node.target is not aten.view.dtype
+        and len(node.all_input_nodes) == 1
+    )
+
+
+def _source_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """What the optimizer calls a node's result, or an alias of it."""
+    names: dict[fx.Node, str] = {}
+    for node in reversed(graph.nodes):
+        name = node.meta.get("source_name") or names.get(node)
+        if name is not None:
+            names[node] = name
+            if _is_alias(node):
+                names.setdefault(node.all_input_nodes[0], name)
+    return names
 
 
 def _last_name(path: str) -> str:

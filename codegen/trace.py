@@ -155,7 +155,7 @@ def trace_update(
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
-    tensors, scalars = zip(group.paths("group"), state.paths("state"), strict=True)
+    of_tensors, of_scalars = zip(group.paths("group"), state.paths("state"), strict=True)
     return Update(
         graph_module=gm,
         shards=(True, True, *group.shards, *state.shards),
@@ -166,7 +166,7 @@ def trace_update(
         writes_gradient=shadow_step.writes_gradient,
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
         optimizer=name,
-        inputs=("param", "grad", *chain(*tensors), *chain(*scalars)),
+        inputs=("param", "grad", *chain(*of_tensors), *chain(*of_scalars)),
     )
 
 

@@ -31,6 +31,9 @@ ALIGNMENT = 16
 # BLOCK and warps.  8 elements a thread are one access of a bf16 stream and two of an fp32 one.
 _CONFIGURATIONS = ((1024, 4), (2048, 8), (2048, 4), (4096, 8), (4096, 16))
 
+# The interpreter's time goes by blocks, so it gets no empty ones.
+_INTERPRETED_BLOCK = 1024
+
 _TUNED_ON_ELEMENTS = 1 << 22
 """What a configuration is timed on: more than what a GPU's cache holds of AdamW's streams."""
 
@@ -75,21 +78,22 @@ class TritonKernel:
         self, segments: Sequence[Segment], device_numbers: Sequence[Tensor], alignment: int
     ) -> None:
         device = segments[0].streams[0].device
-        lengths = tuple(segment.streams[0].numel() for segment in segments)
-        chunks = [-(-length // CHUNK) for length in lengths]
-        segment_of_chunk = self._segment_of_chunk(chunks, device)
-        table, numbers = self._tables(segments, chunks, device)
-        arguments = (table, segment_of_chunk, numbers, *device_numbers)
-        elements = sum(chunks[:-1]) * CHUNK + lengths[-1]
+        chunk = CHUNK if _on_gpu(device) else _INTERPRETED_BLOCK
+        lengths = [segment.streams[0].numel() for segment in segments]
+        chunks = [-(-length // chunk) for length in lengths]
+        table, numbers = self._tables(segments, chunks, chunk)
+        arguments = (table, self._segment_of_chunk(chunks, device), numbers, *device_numbers)
+        elements = sum(chunks[:-1]) * chunk + lengths[-1]
         self._run(device)(arguments, elements, alignment)
 
     def _tables(
-        self, segments: Sequence[Segment], chunks: Sequence[int], device: torch.device
+        self, segments: Sequence[Segment], chunks: Sequence[int], chunk: int
     ) -> tuple[Tensor, Tensor]:
         """The rows of the segments and of their numbers, on the device."""
+        device = segments[0].streams[0].device
         starts = [0]
         for count in chunks:
-            starts.append(starts[-1] + count * CHUNK)
+            starts.append(starts[-1] + count * chunk)
         rows = [
             (start, segment.streams[0].numel(), *(stream.data_ptr() for stream in segment.streams))
             for start, segment in zip(starts, segments, strict=False)
@@ -150,9 +154,9 @@ class TritonKernel:
         return self._tuned[device]
 
     def _interpret(self, arguments: tuple, elements: int, alignment: int) -> None:
-        block = _CONFIGURATIONS[0][0]
+        block = _INTERPRETED_BLOCK
         grid = (-(-elements // block),)
-        self.function[grid](*arguments, BLOCK=block, CHUNK=CHUNK, ALIGNMENT=alignment)
+        self.function[grid](*arguments, BLOCK=block, CHUNK=block, ALIGNMENT=alignment)
 
     def _tune(self, device: torch.device) -> Callable[..., None]:
         """Time the configurations on scratch memory, or read from disk which was the fastest.
@@ -178,7 +182,7 @@ class TritonKernel:
         ]
         scratch = Segment(streams, [0.5] * len(self.program.numbers))
         chunks = [_TUNED_ON_ELEMENTS // CHUNK]
-        table, numbers = self._tables([scratch], chunks, device)
+        table, numbers = self._tables([scratch], chunks, CHUNK)
         device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
         arguments = (table, self._segment_of_chunk(chunks, device), numbers, *device_numbers)
         run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)

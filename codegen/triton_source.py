@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,8 +234,11 @@ class _Writer:
         operation, operands = value.operation, value.operands
         if operation in _BINARY:
             sign, hold = _BINARY[operation]
-            left = self._expression(operands[0], hold + (hold == _COMPARED))
-            return f"{left} {sign} {self._expression(operands[1], hold + 1)}", hold
+            # Few know how tightly & and >> hold: what they combine is in parentheses.
+            is_plain = hold in (_ADDED, _MULTIPLIED)
+            left = self._expression(operands[0], hold if is_plain else _NEGATED)
+            right = self._expression(operands[1], hold + 1 if is_plain else _NEGATED)
+            return f"{left} {sign} {right}", hold
         if operation == "neg":
             return f"-{self._expression(operands[0], _NEGATED)}", _NEGATED
         if operation == "not":
@@ -325,7 +327,7 @@ class _Writer:
         lines.append("")
         said = ""
         for statement in self.statements:
-            comment = _comment(statement.value.line)
+            comment = _comment(statement.value.line) or statement.value.note
             if comment and comment != said:
                 lines.append(f"    # {comment}")
             said = comment
@@ -430,8 +432,13 @@ def _call(prefix: str, function: str, arguments: Sequence[str], suffix: str) -> 
     line = f"{prefix}{function}({', '.join(arguments)}){suffix}"
     if len(line) <= _WIDTH:
         return [line]
-    inside = textwrap.wrap(", ".join(arguments), _WIDTH - 4)
-    return [f"{prefix}{function}(", *(f"    {part}" for part in inside), f"){suffix}"]
+    inside = [""]
+    for argument in arguments:
+        if inside[-1] and len(inside[-1]) + len(argument) > _WIDTH - 8:
+            inside.append("")
+        inside[-1] += f"{argument}, "
+    wrapped = [f"    {part.rstrip()}" for part in inside]
+    return [f"{prefix}{function}(", *wrapped, f"){suffix}"]
 
 
 def _comment(line: str) -> str:

@@ -1,0 +1,78 @@
+"""RMSprop's update of flat shards, in one pass over memory.
+
+Made by zerofx.codegen from the optimizer's own step.  An element moves 20 bytes:
+
+    param: float32, read and written
+    grad: float32, read
+    square_avg: float32, read and written
+
+The host computes once a step, for each segment:
+
+    alpha
+    one_minus_alpha = 1 - alpha
+    eps
+    lr
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stream(address, begin, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Where a segment's stream lies, from the block's first element on."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), ALIGNMENT) + begin
+
+
+@triton.jit
+def rmsprop_block(
+    param_ptr, grad_ptr, square_avg_ptr, alpha, one_minus_alpha, eps, lr, lane, mask,
+):
+    """Update one block; ``lane`` counts its elements."""
+    param = tl.load(param_ptr + lane, mask)
+    grad = tl.load(grad_ptr + lane, mask)
+    square_avg = tl.load(square_avg_ptr + lane, mask)
+
+    # rmsprop.py:316: square_avg.mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
+    square_avg = square_avg * alpha + one_minus_alpha * grad * grad
+    # rmsprop.py:325: avg = square_avg.sqrt()
+    avg = tl.sqrt_rn(square_avg)
+    # rmsprop.py:330: avg = avg.add_(eps)
+    avg = avg + eps
+    # rmsprop.py:339: param.addcdiv_(grad, avg, value=-lr)
+    param = param - lr * tl.div_rn(grad, avg)
+
+    tl.store(param_ptr + lane, param, mask)
+    tl.store(square_avg_ptr + lane, square_avg, mask)
+
+
+@triton.jit
+def rmsprop(
+    segments, segment_of_chunk, numbers, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Update BLOCK elements of one segment."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    segment = tl.load(segment_of_chunk + first // CHUNK)
+    row = segments + segment * 5
+    begin = first - tl.multiple_of(tl.load(row), CHUNK)
+    rest = tl.load(row + 1) - begin
+    param_ptr = stream(row + 2, begin, tl.float32, ALIGNMENT)
+    grad_ptr = stream(row + 3, begin, tl.float32, ALIGNMENT)
+    square_avg_ptr = stream(row + 4, begin, tl.float32, ALIGNMENT)
+    numbers += segment * 4
+    alpha = tl.load(numbers + 0).to(tl.float32)
+    one_minus_alpha = tl.load(numbers + 1).to(tl.float32)
+    eps = tl.load(numbers + 2).to(tl.float32)
+    lr = tl.load(numbers + 3).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    if rest >= BLOCK:
+        rmsprop_block(
+            param_ptr, grad_ptr, square_avg_ptr, alpha, one_minus_alpha, eps, lr, lane,
+            lane < BLOCK,
+        )
+    else:
+        rmsprop_block(
+            param_ptr, grad_ptr, square_avg_ptr, alpha, one_minus_alpha, eps, lr, lane,
+            lane < rest,
+        )

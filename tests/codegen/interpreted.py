@@ -1,0 +1,303 @@
+"""What the tests of Triton kernels run in Triton's interpreter.
+
+The interpreter is chosen by the environment when Triton is imported, for a whole process: these
+functions run in one of their own.  They check, and return figures where there are any.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.codegen.updates import OPTIMIZERS, Shards
+
+LENGTHS = (1, 3, 127, 1024, 1025)
+BF16 = torch.bfloat16
+
+
+def start():
+    torch.set_num_threads(1)
+
+
+def kernels(update, **variant):
+    """A kernel for an update, or the error that says why there is none."""
+    from zerofx.codegen.pointwise import pointwise_program
+    from zerofx.codegen.triton_kernel import TritonKernel, TritonUpdate
+
+    return TritonUpdate(TritonKernel(pointwise_program(update, **variant)))
+
+
+class Pair:
+    """An optimizer on whole parameters, and its kernels on shards that start as they do."""
+
+    def __init__(self, name, length, *, seed=0, dtype=torch.float32, make=None, **variant):
+        self.generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(length, generator=self.generator).to(dtype)
+        make = make or OPTIMIZERS[name]
+        self.plain, self.own = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        self.exact = nn.Parameter(start.double())
+        self.optimizer, self.exact_optimizer = make([self.plain]), make([self.exact])
+        self.shards = Shards(make([self.own]), kernels, variant)
+
+    def gradient(self):
+        return torch.randn(self.own.shape, generator=self.generator).to(self.own.dtype)
+
+    def step(self, gradient=None, **options):
+        gradient = self.gradient() if gradient is None else gradient
+        self.plain.grad = gradient.to(self.plain.dtype, copy=True)
+        self.exact.grad = gradient.double()
+        self.optimizer.step()
+        self.exact_optimizer.step()
+        self.shards.step(gradient, **options)
+
+    def states(self):
+        """(name, the kernel's, torch.optim's, float64's) of each tensor with elements."""
+        yield "param", self.own.detach(), self.plain.detach(), self.exact.detach()
+        exact = self.exact_optimizer.state[self.exact]
+        plain, own = self.optimizer.state[self.plain], self.shards.optimizer.state[self.own]
+        assert plain.keys() == own.keys()
+        for name, value in plain.items():
+            if isinstance(value, torch.Tensor):
+                yield name, own[name], value, exact[name]
+            else:
+                assert own[name] == value, name
+
+
+def errors_against_float64(name, steps=20):
+    """Train each length, all by one launch a step; the worst error of a kernel and torch.optim's.
+
+    Returns {tensor: (kernel's error, torch.optim's, largest value)} over all lengths.
+    """
+    from zerofx.codegen.triton_kernel import Launches
+
+    pairs = [Pair(name, length, seed=length) for length in LENGTHS]
+    for pair in pairs[1:]:  # one trace serves all
+        pair.shards.known, pair.shards.changing = pairs[0].shards.known, pairs[0].shards.changing
+    for _ in range(steps):
+        launches = Launches()
+        for pair in pairs:
+            pair.step(launches=launches)
+        launches.run()
+    worst = {}
+    for pair in pairs:
+        for tensor, own, plain, exact in pair.states():
+            figures = (
+                (own.double() - exact).abs().max().item(),
+                (plain.double() - exact).abs().max().item(),
+                exact.abs().max().item(),
+            )
+            worst[tensor] = tuple(map(max, zip(worst.get(tensor, (0, 0, 0)), figures, strict=True)))
+    return worst
+
+
+def errors_of_one_launch(name, length):
+    pair = Pair(name, length)
+    pair.step()
+    return {
+        tensor: ((own - exact).abs().max().item(), (plain - exact).abs().max().item())
+        for tensor, own, plain, exact in pair.states()
+    }
+
+
+def check_not_finite(name):
+    """NaN and inf gradients end up where they do with torch.optim."""
+    pair = Pair(name, 9)
+    for _ in range(2):
+        pair.step()
+    gradient = pair.gradient()
+    gradient[1], gradient[4], gradient[6], gradient[8] = float("nan"), torch.inf, -torch.inf, 0.0
+    pair.step(gradient)
+    assert any(not own.isfinite().all() for _, own, _, _ in pair.states())
+    for _ in range(2):
+        for tensor, own, plain, _ in pair.states():
+            torch.testing.assert_close(own, plain, equal_nan=True, rtol=1e-5, atol=1e-6, msg=tensor)
+        pair.step()
+
+
+def check_groups_in_one_launch():
+    """Two groups with hyperparameters of their own are updated together, each with its own."""
+    from zerofx.codegen.triton_kernel import Launches, TritonKernel
+
+    calls = []
+    launch = TritonKernel._launch
+
+    def counted(self, segments, *rest):
+        calls.append(len(segments))
+        return launch(self, segments, *rest)
+
+    TritonKernel._launch = counted
+    try:
+        one, other = Pair("adamw", 9000), Pair("adamw", 130)
+        one.shards.known = other.shards.known
+        for optimizer in (other.optimizer, other.exact_optimizer, other.shards.optimizer):
+            optimizer.param_groups[0].update(lr=0.3, weight_decay=0.2, betas=(0.5, 0.6))
+        for _ in range(3):
+            launches = Launches()
+            one.step(launches=launches)
+            other.step(launches=launches)
+            launches.run()
+    finally:
+        TritonKernel._launch = launch
+    assert calls == [2, 2, 2]
+    for pair in (one, other):
+        for tensor, own, plain, _ in pair.states():
+            torch.testing.assert_close(own, plain, rtol=1e-5, atol=1e-6, msg=tensor)
+
+
+def check_neighbours_are_left_alone(offset, length):
+    """A segment anywhere in memory, aligned or not, is updated and nothing around it."""
+    from zerofx.codegen.triton_kernel import Segment
+
+    pair = Pair("adamw", length)
+    pair.step()
+    pair.step()
+    kernel = pair.shards.trace()[1].kernel
+    own = pair.shards.optimizer.state[pair.own]
+    tensors = [pair.own.detach(), pair.gradient(), own["exp_avg"], own["exp_avg_sq"]]
+    buffers = [torch.full((offset + length + 20,), 7.0) for _ in tensors]
+    pieces = [buffer[offset : offset + length] for buffer in buffers]
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        piece.copy_(tensor)
+    numbers = [0.99, 0.1, 0.999, 0.001, 0.5, 1e-8, 0.01]
+    assert len(kernel.program.numbers) == len(numbers)
+    kernel.launch([Segment(tensors, numbers)])
+    kernel.launch([Segment(pieces, numbers)])
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        assert torch.equal(piece, tensor)
+    for buffer in buffers:
+        assert (buffer[:offset] == 7).all() and (buffer[offset + length :] == 7).all()
+
+
+def check_an_empty_shard():
+    pair = Pair("adamw", 0)
+    pair.shards.step(torch.empty(0))
+    state = pair.shards.optimizer.state[pair.own]
+    assert state["step"] == 1 and state["exp_avg"].shape == (0,)
+
+
+def check_clip_and_skip():
+    """The gradient is scaled by a number on the device; found_inf leaves everything as it was."""
+    variant = {"clips": True, "skips": True, "copy_dtype": BF16}
+    pair = Pair("sgd_momentum", 1025)
+    pair.step()  # makes the momentum
+    pair.shards.variant, pair.shards.known = variant, {}
+    copy = torch.empty(1025, dtype=BF16)
+    before = {tensor: own.clone() for tensor, own, _, _ in pair.states()}
+    clip, skip = torch.tensor(0.25), torch.tensor(1.0)
+    pair.shards.step(torch.full((1025,), torch.nan), copy=copy, device_numbers=(clip, skip))
+    for tensor, own, _, _ in pair.states():
+        assert torch.equal(own, before[tensor]), tensor
+    assert_is_copy(copy, pair.own)
+    gradient = pair.gradient()
+    pair.shards.step(gradient, copy=copy, device_numbers=(clip, torch.tensor(0.0)))
+    pair.plain.grad = gradient * 0.25
+    pair.optimizer.step()
+    torch.testing.assert_close(pair.own, pair.plain)
+    assert_is_copy(copy, pair.own)
+
+
+def check_bf16_gradient_and_copy():
+    pair = Pair("adamw", 1025, gradient_dtype=BF16, copy_dtype=BF16)
+    copy = torch.empty(1025, dtype=BF16)
+    for _ in range(3):
+        pair.step(pair.gradient().to(BF16), copy=copy)
+    torch.testing.assert_close(pair.own, pair.plain, rtol=1e-5, atol=1e-6)
+    assert_is_copy(copy, pair.own)
+
+
+def check_bf16_parameters(name):
+    """Parameters and moments in bf16: each step rounds once, where torch.optim rounds often."""
+    pair = Pair(name, 127, dtype=BF16)
+    for _ in range(5):
+        pair.step()
+    for tensor, own, plain, _ in pair.states():
+        assert own.dtype == plain.dtype, tensor
+        torch.testing.assert_close(own, plain, rtol=0.05, atol=0.05, msg=tensor)
+
+
+def check_float64(name):
+    pair = Pair(name, 127, dtype=torch.float64)
+    for _ in range(5):
+        pair.step()
+    for tensor, own, plain, _ in pair.states():
+        torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-14, msg=tensor)
+
+
+def check_bits_and_integers():
+    """Rounding to bf16 with integer operations gives the bits that they give in torch."""
+
+    def update(p, grad, state):
+        bits = p.sub(grad, alpha=0.5).view(torch.int32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        state["low"] = (bits ^ rounded).bitwise_or(3).to(torch.int16)
+        p.copy_(rounded.view(torch.float32))
+        p.mul_(torch.where(p > 1, 2.0, 1.0)).masked_fill_(p.isnan() | (p < -3).logical_not(), 5.0)
+
+    check_custom(update, exact=True)
+
+
+def check_a_number_that_changes_after_its_use():
+    """What is done with a number comes before what is done to it, as in the optimizer's step."""
+
+    def update(p, grad, state):
+        scale = state.setdefault("scale", torch.tensor(0.5))
+        p.mul_(scale)
+        scale.mul_(0.5)
+        p.sub_(grad * scale)
+        scale.add_(0.125)
+
+    check_custom(update)
+
+
+def check_functions():
+    def update(p, grad, state):
+        p.sub_(grad.exp().add(1).log() * torch.sigmoid(p) + grad.abs().rsqrt().clamp(max=3))
+        p.add_(grad.square().add(2).reciprocal() - grad.floor() * 0.01 + p.sin().cos() * p.erf())
+        p.mul_(2 - grad.pow(2).minimum(grad.pow(-2)).clamp_min(0.1)).div_(3)
+
+    check_custom(update)
+
+
+def check_custom(update, exact=False):
+    class Custom(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                update(p, p.grad, self.state[p])
+
+    torch.manual_seed(0)
+    plain, own = (nn.Parameter(torch.linspace(-4, 4, 300)) for _ in range(2))
+    optimizer, shards = Custom([plain]), Shards(Custom([own]), kernels)
+    for _ in range(3):
+        plain.grad = torch.randn(300)
+        gradient = plain.grad.clone()
+        optimizer.step()
+        shards.step(gradient)
+        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(own, plain, equal_nan=True, **tolerance)
+        for name, value in optimizer.state[plain].items():
+            torch.testing.assert_close(shards.optimizer.state[own][name], value, **tolerance)
+
+
+def check_streams_that_do_not_fit_are_refused():
+    from zerofx.codegen.triton_kernel import Segment
+
+    pair = Pair("sgd", 16)
+    kernel = pair.shards.trace()[1].kernel
+    good = torch.zeros(16)
+    for bad in (good.double(), torch.zeros(15), torch.zeros(32)[::2]):
+        try:
+            kernel.launch([Segment([good, bad], [0.1, 0.1])])
+        except ValueError as error:
+            assert "'grad'" in str(error) and "torch.float32[16]" in str(error)
+        else:
+            raise AssertionError(f"{bad.dtype}{list(bad.shape)} was taken")
+
+
+def assert_is_copy(copy, parameter):
+    """Equal but for the interpreter's rounding, which truncates."""
+    error = (copy.float() - parameter.detach()).abs()
+    assert (error <= parameter.detach().abs() * 2**-7).all()

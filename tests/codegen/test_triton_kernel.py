@@ -1,0 +1,79 @@
+"""Kernels run by Triton's interpreter: they compute what torch.optim computes, where it does."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from tests.codegen import interpreted
+from tests.codegen.updates import OPTIMIZERS
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Run a function of ``interpreted`` in a process where Triton interprets."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TRITON_INTERPRET", "1")
+            process.submit(interpreted.start).result()
+        yield lambda function, *args: process.submit(function, *args).result()
+
+
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_errors_are_of_the_size_of_torch_optims(name, run):
+    """20 steps at each length: at most twice torch.optim's own error, or 8 roundings."""
+    for tensor, (own, plain, largest) in run(interpreted.errors_against_float64, name).items():
+        assert own <= max(2 * plain, 8 * EPS * largest), (tensor, own, plain, largest)
+
+
+def test_a_large_shard_takes_one_launch(run):
+    errors = run(interpreted.errors_of_one_launch, "adamw", 2**20 + 7)
+    for tensor, (own, plain) in errors.items():
+        assert own <= max(2 * plain, 2 * EPS), (tensor, own, plain)
+
+
+@pytest.mark.parametrize("name", ["adamw_amsgrad", "sgd_nesterov", "adamax", "rprop", "lion"])
+def test_nan_and_inf_go_where_torch_optim_takes_them(name, run):
+    run(interpreted.check_not_finite, name)
+
+
+def test_groups_with_their_own_hyperparameters_share_a_launch(run):
+    run(interpreted.check_groups_in_one_launch)
+
+
+@pytest.mark.parametrize("length", [1, 15, 1024, 9001])
+@pytest.mark.parametrize("offset", [1, 16])
+def test_nothing_beside_a_segment_is_touched(offset, length, run):
+    run(interpreted.check_neighbours_are_left_alone, offset, length)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+def test_bf16_parameters_are_computed_in_fp32(name, run):
+    run(interpreted.check_bf16_parameters, name)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamax", "rprop"])
+def test_float64_parameters_keep_their_precision(name, run):
+    run(interpreted.check_float64, name)
+
+
+CHECKS = {
+    "a shard of no elements has a state": interpreted.check_an_empty_shard,
+    "clipping and skipping are done by the kernel": interpreted.check_clip_and_skip,
+    "a bf16 gradient goes in, a bf16 copy out": interpreted.check_bf16_gradient_and_copy,
+    "bits and integers are those of torch": interpreted.check_bits_and_integers,
+    "a number is read when it is used": interpreted.check_a_number_that_changes_after_its_use,
+    "functions are those of torch": interpreted.check_functions,
+    "streams that do not fit are refused": interpreted.check_streams_that_do_not_fit_are_refused,
+}
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_that(claim, run):
+    run(CHECKS[claim])

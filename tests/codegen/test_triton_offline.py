@@ -1,0 +1,122 @@
+"""Every golden kernel compiled without a GPU, and its machine code read.
+
+Triton's compiler needs no device: it makes PTX, and the ptxas that comes with it makes the binary.
+"""
+
+import functools
+import re
+import subprocess
+from collections import Counter
+
+import pytest
+
+from tests.codegen.test_triton_source import VARIANTS
+from tests.codegen.updates import program
+from zerofx.codegen.triton_kernel import ALIGNMENT, load_kernel
+from zerofx.codegen.triton_source import CHUNK, kernel_arguments, kernel_name, triton_source
+
+triton = pytest.importorskip("triton", reason="Triton is for Linux only")
+
+BLOCK, WARPS = 1024, 4
+THREADS = WARPS * 32
+PER_THREAD = BLOCK // THREADS
+
+POINTERS = {"segments": "*i64", "segment_of_chunk": "*i32", "numbers": "*fp64"}
+
+
+@functools.cache
+def compiled(name, capability, block=BLOCK, warps=WARPS):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    made = program(**VARIANTS[name])
+    arguments = kernel_arguments(made)
+    source = ASTSource(
+        fn=load_kernel(triton_source(made), kernel_name(made)),
+        signature={name: POINTERS.get(name, "*fp32") for name in arguments}
+        | dict.fromkeys(("BLOCK", "CHUNK", "ALIGNMENT"), "constexpr"),
+        constexprs={"BLOCK": block, "CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def accesses(ptx, direction):
+    """The global accesses of a kernel's text: how many there are of each width in bytes."""
+    found = re.findall(rf"{direction}\.global(?:\.\w+(?:::\w+)?)*?(?:\.v(\d))?\.b(\d+)\s", ptx)
+    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
+
+
+def expected(made, direction, per_thread):
+    """Accesses of the streams: all of 16 bytes in a full block, else one per element."""
+    widths = Counter()
+    for stream in made.streams:
+        if (stream.load if direction == "ld" else stream.store) is not None:
+            size = stream.dtype.itemsize
+            widths[16] += per_thread * size // 16
+            widths[size] += per_thread
+    if direction == "ld":
+        widths[4] += 1 + len(made.device_numbers)  # segment_of_chunk
+        widths[8] += 2 + len(made.streams) + len(made.numbers)
+    return widths
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_streams_move_in_16_bytes_and_nothing_else_does(name, capability):
+    made, ptx = program(**VARIANTS[name]), compiled(name, capability).asm["ptx"]
+    loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+    assert loads == expected(made, "ld", PER_THREAD)
+    assert stores == expected(made, "st", PER_THREAD)
+    assert 16 * (loads[16] + stores[16]) == made.bytes_per_element * PER_THREAD
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nothing_is_spilled(name, capability, tmp_path):
+    usage = resource_usage(compiled(name, capability), tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0 and 0 < usage["REG"] <= 255
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize(("block", "warps"), [(2048, 8), (2048, 4), (4096, 8), (4096, 16)])
+def test_every_configuration_that_is_timed_is_as_good(block, warps, capability, tmp_path):
+    name = "adamw_bf16_gradient_and_copy"
+    kernel = compiled(name, capability, block, warps)
+    made, per_thread = program(**VARIANTS[name]), block // (warps * 32)
+    for direction in ("ld", "st"):
+        assert accesses(kernel.asm["ptx"], direction) == expected(made, direction, per_thread)
+    usage = resource_usage(kernel, tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_element"),
+    [("adamw_bf16_gradient_and_copy", 28), ("adamw_bf16_copy", 30), ("adamw", 28)],
+)
+def test_adamw_moves_what_it_must(name, bytes_per_element):
+    ptx = compiled(name, 90).asm["ptx"]
+    wide = accesses(ptx, "ld")[16] + accesses(ptx, "st")[16]
+    assert 16 * wide / PER_THREAD == bytes_per_element
+
+
+def test_accesses_are_read_off_the_text():
+    text = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_first.b16 { %rs1 }, [ %rd1 + 0 ];
+    st.global.b64 [ %rd2 + 0 ], { %rd3 };
+    ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r9];
+    """
+    assert accesses(text, "ld") == {16: 1, 2: 1} and accesses(text, "st") == {8: 1}
+
+
+def resource_usage(kernel, folder):
+    """Registers, stack and local memory that the binary says it takes."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    told = subprocess.run(
+        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    return {what: int(count) for what, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}

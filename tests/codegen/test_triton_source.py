@@ -1,0 +1,184 @@
+"""Golden kernels: what is emitted for each optimizer, reviewed as text.
+
+After a change of the emitter (or of torch.optim, whose lines are quoted), write them anew with
+
+    python -m tests.codegen.test_triton_source
+
+and review the difference.  They are of torch 2.13; other versions' optimizers may name things
+otherwise, so there the tests of what kernels compute have to do.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.codegen.lion import Lion
+from tests.codegen.updates import OPTIMIZERS, Shards, program
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.pointwise import pointwise_program
+from zerofx.codegen.triton_source import kernel_name, triton_source
+
+GOLDEN = Path(__file__).parent / "golden"
+BF16 = torch.bfloat16
+
+VARIANTS = {
+    **{name: dict(make_optimizer=make) for name, make in OPTIMIZERS.items()},
+    "adamw_first_step": dict(make_optimizer=OPTIMIZERS["adamw"], steps=0),
+    "adamw_bf16_gradient_and_copy": dict(
+        make_optimizer=OPTIMIZERS["adamw"], gradient_dtype=BF16, copy_dtype=BF16
+    ),
+    "adamw_bf16_copy": dict(make_optimizer=OPTIMIZERS["adamw"], copy_dtype=BF16),
+    "adamw_bf16_parameters": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=BF16),
+    "adamw_clipped_and_scaled": dict(
+        make_optimizer=OPTIMIZERS["adamw"],
+        gradient_dtype=torch.float16,
+        copy_dtype=torch.float16,
+        clips=True,
+        skips=True,
+    ),
+    "adamw_float64": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=torch.float64),
+    "radam_rectified": dict(make_optimizer=OPTIMIZERS["radam"], steps=7),
+    "sgd_first_step": dict(make_optimizer=OPTIMIZERS["sgd_momentum"], steps=0),
+    "lion_bf16_gradient_and_copy": dict(make_optimizer=Lion, gradient_dtype=BF16, copy_dtype=BF16),
+}
+
+
+def emitted(name):
+    return triton_source(program(**VARIANTS[name]))
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="golden kernels quote torch 2.13's optimizers"
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_kernel_is_the_golden_one(name):
+    assert emitted(name) == (GOLDEN / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_every_golden_kernel_has_its_variant():
+    assert {path.stem for path in GOLDEN.glob("*.py")} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
+    source = emitted(name)
+    module = ast.parse(source)
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    kernel = kernel_name(program(**VARIANTS[name]))
+    assert kernel in functions
+    lines = source.splitlines()
+    block = functions[f"{kernel}_block"]
+    for node in block.body:
+        if isinstance(node, ast.Assign) and "tl.load" not in (text := lines[node.lineno - 1]):
+            if text.split()[0] == "kept":
+                continue
+            above = next(
+                line for line in reversed(lines[: node.lineno - 1]) if "#" in line or not line
+            )
+            assert ".py:" in above or "clipped" in above or "skipped" in above, text
+
+
+def test_adamw_moves_as_many_bytes_as_it_must():
+    of_variant = {
+        "adamw_bf16_gradient_and_copy": 28,
+        "adamw_bf16_copy": 30,
+        "adamw": 28,
+        "adamw_bf16_parameters": 14,
+    }
+    for name, expected in of_variant.items():
+        assert program(**VARIANTS[name]).bytes_per_element == expected, name
+
+
+def test_a_state_that_is_not_read_is_not_loaded():
+    streams = {stream.name: stream for stream in program(OPTIMIZERS["asgd"]).streams}
+    assert streams["ax"].load is None and streams["ax"].store is not None
+    assert program(OPTIMIZERS["asgd"]).bytes_per_element == 4 + 4 + 4 + 4
+
+
+def test_numbers_bear_the_optimizers_names_and_say_what_they_are():
+    numbers = {n.name: n.formula for n in program(OPTIMIZERS["adamw"]).numbers}
+    assert numbers["step_size"] == "lr/(1 - beta1**(step + 1))"
+    assert numbers["bias_correction2_sqrt"] == "(1 - beta2**(step + 1))**0.5"
+    assert numbers["one_minus_lr_weight_decay"] == "1 - lr*weight_decay"
+
+
+def test_numbers_of_one_name_in_group_and_state_stay_apart():
+    class Twice(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"scale": 0.5})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p].setdefault("scale", 0.25)
+                    p.mul_(group["scale"]).mul_(self.state[p]["scale"]).add_(p.grad)
+
+    made = program(Twice)
+    assert [number.name for number in made.numbers] == ["scale", "scale_1"]
+    assert made.host((0, 0, 2.0, 3.0))[1] == (2.0, 3.0) or list(made.host((0, 0, 2.0, 3.0))[1]) == [
+        2.0,
+        3.0,
+    ]
+
+
+def update_of(update, **variant):
+    """The program of an optimizer that applies ``update(p, p.grad, state)``."""
+
+    class Custom(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    update(p, p.grad, self.state[p], group["lr"])
+
+    shards = Shards(Custom([nn.Parameter(torch.ones(7))]), pointwise_program, variant)
+    return shards.trace()[1]
+
+
+@pytest.mark.parametrize(
+    ("update", "named"),
+    [
+        (lambda p, g, s, lr: p.sub_(torch.tanh(g)), "aten.tanh.default"),
+        (lambda p, g, s, lr: p.sub_(g.pow(1.7)), "aten.pow.Tensor_Scalar"),
+        (lambda p, g, s, lr: p.sub_(g.div(3, rounding_mode="floor")), "aten.div.Tensor_mode"),
+        (lambda p, g, s, lr: p.copy_(torch.empty_like(p)), "aten.copy_.default"),
+        (lambda p, g, s, lr: torch._foreach_add_([p], [g]), "aten._foreach_add_.List"),
+    ],
+)
+def test_an_operation_without_a_rule_is_refused_by_name_and_line(update, named):
+    with pytest.raises(UpdateError) as refusal:
+        update_of(update)
+    line = update.__code__.co_firstlineno
+    assert named in str(refusal.value) and f"{Path(__file__).name}:{line}" in str(refusal.value)
+
+
+def test_states_that_a_skipped_step_would_make_are_refused():
+    with pytest.raises(UpdateError, match="found_inf"):
+        program(OPTIMIZERS["adamw"], steps=0, skips=True)
+
+
+def test_casts_bits_and_integers_are_written_as_such():
+    def update(p, g, s, lr):
+        bits = p.sub(g, alpha=lr).view(torch.int32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        p.copy_(rounded.view(torch.float32).to(torch.bfloat16))
+
+    source = triton_source(update_of(update))
+    assert ".to(tl.int32, bitcast=True)" in source and "(bits >> 16) & 1" in source
+    assert ".to(tl.float32, bitcast=True).to(tl.bfloat16)" in source
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for path in GOLDEN.glob("*.py"):
+        path.unlink()
+    for variant in VARIANTS:
+        (GOLDEN / f"{variant}.py").write_text(emitted(variant), encoding="utf-8")
+    print(f"{len(VARIANTS)} kernels written to {GOLDEN}")
