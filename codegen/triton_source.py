@@ -335,7 +335,7 @@ class _Writer:
             lines.append(f"    {statement.name} = {text}")
         lines.append("")
         if program.skips:
-            lines += [f"    kept = mask & ({self.numbers[_FOUND]} == 0)"]
+            lines += [f"    kept = tl.where({self.numbers[_FOUND]}, False, mask)"]
         for stream in self.stores:
             lines.append(f"    {self._store(stream)}")
         return "\n".join(["@triton.jit", *lines, ""])

@@ -64,7 +64,7 @@ def adamw_block(
     # a skipped step copies the parameter as it was
     copied = tl.where(found_inf, param, param_1)
 
-    kept = mask & (found_inf == 0)
+    kept = tl.where(found_inf, False, mask)
     tl.store(param_ptr + lane, param_1, kept)
     tl.store(exp_avg_ptr + lane, exp_avg, kept)
     tl.store(exp_avg_sq_ptr + lane, exp_avg_sq, kept)
