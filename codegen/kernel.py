@@ -33,7 +33,7 @@ class UpdateKernel:
     """A traced update, its elementwise part compiled by Inductor for shards of any length."""
 
     def __init__(self, numbers: fx.GraphModule, elements: fx.GraphModule, plan: _Plan) -> None:
-        self._numbers = numbers
+        self._numbers, self._elements = numbers, elements
         self._run = compat.compile_for_any_length(elements)
         self._plan = plan
 
@@ -45,6 +45,11 @@ class UpdateKernel:
         """
         split = _split(gm, is_shard)
         return cls(*split) if split is not None else None
+
+    def readable(self) -> str:
+        """Both parts as Python, for who wants to read them."""
+        parts = {"numbers, in Python": self._numbers, "elements, compiled": self._elements}
+        return "\n\n".join(f"# {what}\n{gm.code.strip()}\n" for what, gm in parts.items())
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns."""

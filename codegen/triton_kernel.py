@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.pointwise import Program, pointwise_program
-from zerofx.codegen.trace import Update
+from zerofx.codegen.pointwise import Program
 from zerofx.codegen.triton_source import CHUNK, kernel_name, triton_source
-
-logger = logging.getLogger("zerofx")
 
 ALIGNMENT = 16
 """Bytes: where every stream of a segment starts at a multiple of it, accesses are as wide."""
@@ -194,18 +189,6 @@ class TritonUpdate:
 
     def __init__(self, kernel: TritonKernel) -> None:
         self.kernel = kernel
-
-    @classmethod
-    def of(cls, update: Update, **variant: Any) -> TritonUpdate | None:
-        """The update's kernel; None, and a warning that says why, if it cannot have one.
-
-        ``variant`` is what ``pointwise_program`` takes.
-        """
-        try:
-            return cls(TritonKernel(pointwise_program(update, **variant)))
-        except UpdateError as error:
-            logger.warning("%s It runs as torch.compile makes it.", error)
-            return None
 
     def __call__(
         self,

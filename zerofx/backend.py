@@ -215,6 +215,7 @@ class Program:
             self.figures,
         )
         self.bucket_bytes = ctx.bucket_bytes
+        self.dump: ProgramDump | None = None
         agrees = options.memory_budget is not None and communicator.world_size > 1
         captured = copied(self.gm.graph) if agrees else None
         self.reports = self._rewritten(ctx)
@@ -231,6 +232,7 @@ class Program:
             name = f"{self.function.name}_{len(self.function.programs)}"
             figures = f"link: {ctx.figures} ({ctx.figures.source})"
             dump = ProgramDump(ctx.options.dump, ctx.rank, name, ctx.table, figures)
+        self.dump = dump
         reports = run_pipeline(self.gm, ctx, PIPELINE, dump.write if dump else None)
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
@@ -258,6 +260,7 @@ class Program:
                 reuses_buffers=options.memory_budget is None,
                 moves_whole=options.bucket,
                 in_place=[bucket.parameters for bucket in in_place],
+                keep_source=self.dump.write_kernel if self.dump else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

@@ -41,6 +41,10 @@ class ProgramDump:
         self._write(f"{self.number:02d}_{name}.py", header + self._body(gm))
         self.number += 1
 
+    def write_kernel(self, name: str, source: str) -> None:
+        """Write a kernel that was generated for the program, when it first ran."""
+        self._write(name, source)
+
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         rows = [
             (

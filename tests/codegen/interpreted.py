@@ -301,3 +301,33 @@ def assert_is_copy(copy, parameter):
     """Equal but for the interpreter's rounding, which truncates."""
     error = (copy.float() - parameter.detach()).abs()
     assert (error <= parameter.detach().abs() * 2**-7).all()
+
+
+def check_the_runtime_updates_a_bucket(name):
+    """On the device that Triton is for, a bucket's pieces take one launch for each update."""
+    from tests import test_joined_updates as joined
+    from zerofx.codegen import kernels as choice
+    from zerofx.codegen.triton_kernel import TritonKernel
+    from zerofx.runtime import update as updates
+
+    launched = []
+    launch = TritonKernel.launch
+
+    def counted(self, segments, *rest):
+        launched.append(len(segments))
+        return launch(self, segments, *rest)
+
+    for module in (choice, updates):
+        module.runs_triton = lambda device: True
+    TritonKernel.launch = counted
+    try:
+        one = joined.Bucket(OPTIMIZERS[name], together=True)
+        other = joined.Bucket(OPTIMIZERS[name], together=False)
+        one.data[3] = one.data[3].clone()  # a hole in memory: two pieces are left, and it
+        for seed in range(3):
+            one.step(seed)
+            other.step(seed)
+    finally:
+        TritonKernel.launch = launch
+    joined.assert_alike(one, other)
+    assert launched == [3, 3, 3]

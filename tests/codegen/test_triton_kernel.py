@@ -53,6 +53,11 @@ def test_nothing_beside_a_segment_is_touched(offset, length, run):
     run(interpreted.check_neighbours_are_left_alone, offset, length)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "rprop"])
+def test_all_pieces_of_a_bucket_take_one_launch(name, run):
+    run(interpreted.check_the_runtime_updates_a_bucket, name)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
 def test_bf16_parameters_are_computed_in_fp32(name, run):
     run(interpreted.check_bf16_parameters, name)

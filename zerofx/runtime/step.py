@@ -49,7 +49,8 @@ class StepRuntime:
     ``graph`` is the program after all passes, ``tensors`` the table's parameters; ``updates``
     are the (optimizer, parameter) pairs that it updates.  With ``moves_whole`` whole
     parameters live in their bucket's memory; ``in_place`` are the buckets, as their parameters'
-    indices, that the program may write to before its last copies do.
+    indices, that the program may write to before its last copies do.  ``keep_source`` is given
+    the name and the text of each kernel that is generated for an update.
 
     Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
     """
@@ -67,6 +68,7 @@ class StepRuntime:
         reuses_buffers: bool = True,
         moves_whole: bool = False,
         in_place: Iterable[Sequence[int]] = (),
+        keep_source: Callable[[str, str], None] | None = None,
     ):
         self.communicator = communicator
         self.table = table
@@ -118,6 +120,7 @@ class StepRuntime:
                 rank=communicator.rank,
                 sharded=stage > 0,
                 gradients_read_later=read_later,
+                keep_source=keep_source,
             )
             for handle, optimizer in optimizers.items()
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from zerofx.codegen.arguments import (
 )
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.independence import check_independent
-from zerofx.codegen.kernel import UpdateKernel
+from zerofx.codegen.kernels import Keep, Kernels, runs_triton
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
+from zerofx.codegen.triton_kernel import Launches
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 
@@ -27,7 +29,7 @@ from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 _MANY_SPECIALISATIONS = 8
 
 FEWEST_ELEMENTS = 8192
-"""Below this, a kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
+"""Below this, a CPU kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
 
 
 class OptimizerRunner:
@@ -40,7 +42,8 @@ class OptimizerRunner:
 
     ``parameters`` maps the index that the program uses to the user's parameter and its layout;
     ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
-    somebody reads after the update.  ``trace_count`` counts the traces of the optimizer's Python.
+    somebody reads after the update; ``keep_source`` is given the kernels that are generated.
+    ``trace_count`` counts the traces of the optimizer's Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -53,6 +56,7 @@ class OptimizerRunner:
         rank: int,
         sharded: bool,
         gradients_read_later: Collection[int] = (),
+        keep_source: Keep | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._optimizer_name = type(optimizer).__name__
@@ -67,7 +71,7 @@ class OptimizerRunner:
         self._sharded = sharded
         self._gradients_read_later = gradients_read_later
         self._updates: dict[Hashable, list[Update]] = {}
-        self._kernels: dict[Hashable, UpdateKernel | None] = {}
+        self._kernels = Kernels(keep_source)
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._groups: dict[int, _GroupOfStep] | None = None
@@ -158,10 +162,12 @@ class OptimizerRunner:
         That is where shards, gradients and states lie next to each other and the same update
         holds for all.  States are laid out so when they are first met.
         """
+        launches = Launches()
         for members in self._neighbours(data, grads, parameters):
-            if not self._run_joined(members):
+            if not self._run_joined(members, launches):
                 for member in members:
                     self.run(*member)
+        launches.run()
         return list(data)
 
     def _neighbours(
@@ -196,8 +202,11 @@ class OptimizerRunner:
                 pieces.append((kind, [member]))
         yield from (piece for _, piece in pieces)
 
-    def _run_joined(self, members: list[tuple[Tensor, Tensor, int]]) -> bool:
-        """Update shards that are one piece of memory with one kernel; False if that cannot be."""
+    def _run_joined(self, members: list[tuple[Tensor, Tensor, int]], launches: Launches) -> bool:
+        """Update shards that are one piece of memory with one kernel; False if that cannot be.
+
+        On a GPU the kernel waits for ``launches``, and goes with those of other pieces.
+        """
         optimizer = self._live_optimizer()
         parameters = tuple(parameter for *_, parameter in members)
         users = [self._parameters[parameter][0]() for parameter in parameters]
@@ -205,7 +214,8 @@ class OptimizerRunner:
         group = self._groups.get(id(users[0]))
         states = [optimizer.state.get(user) or {} for user in users]
         lengths = [member[0].numel() for member in members]
-        if group is None or sum(lengths) < FEWEST_ELEMENTS:
+        is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(members[0][0].device)
+        if group is None or is_short:
             return False
         values = joined_state(states, lengths)
         if values is None:
@@ -221,17 +231,15 @@ class OptimizerRunner:
             if update.writes_gradient:
                 for parameter in parameters:
                     self._check_gradient(update, parameter)
-            if update.computation not in self._kernels:
-                kernel = UpdateKernel.of(update.graph_module, update.shards)
-                self._kernels[update.computation] = kernel
-            run = self._kernels[update.computation]
-            if run is None:
-                return False
             data = join([member[0] for member in members])
-            grad = join([member[1] for member in members]).to(data.dtype)
+            grad = join([member[1] for member in members])
+            kernel = self._kernels.find(update, data, grad)
+            if kernel is None:
+                return False
+            run = partial(kernel.run, launches=launches) if kernel.may_wait else kernel.run
             new_state, new_group = update(
                 data,
-                grad,
+                grad.to(kernel.gradient_dtype),
                 (*arguments.tensors, *state.tensors),
                 (*arguments.scalars, *state.scalars),
                 run,

@@ -1,0 +1,88 @@
+"""Which kernel runs an update: one of our own in Triton on CUDA, one of Inductor's elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.kernel import UpdateKernel
+from zerofx.codegen.pointwise import pointwise_program
+from zerofx.codegen.trace import Update
+from zerofx.codegen.triton_kernel import TritonKernel, TritonUpdate
+
+logger = logging.getLogger("zerofx")
+
+# Given a file's name and text, where somebody wants to read what is generated.
+Keep = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs an update as one kernel, and the dtype that it takes the gradient in.
+
+    ``may_wait``: it takes ``launches=``, and then runs when they do.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    gradient_dtype: torch.dtype
+    may_wait: bool
+
+
+class Kernels:
+    """The kernels of one optimizer's updates, made when they are first needed."""
+
+    def __init__(self, keep: Keep | None = None) -> None:
+        self._keep = keep
+        self._known: dict[Hashable, Choice | None] = {}
+
+    def find(self, update: Update, data: Tensor, gradient: Tensor) -> Choice | None:
+        """The kernel for shards like ``data``; None if no kernel can run the update."""
+        key = (update.computation, gradient.dtype, data.dtype, data.device.type)
+        if key not in self._known:
+            self._known[key] = self._make(update, data, gradient)
+        return self._known[key]
+
+    def _make(self, update: Update, data: Tensor, gradient: Tensor) -> Choice | None:
+        if runs_triton(data.device):
+            run = self._triton(update, gradient.dtype)
+            if run is not None:
+                self._write(update, run.kernel.source)
+                return Choice(run, gradient.dtype, may_wait=True)
+        kernel = UpdateKernel.of(update.graph_module, update.shards)
+        if kernel is None:
+            return None
+        self._write(update, kernel.readable())
+        return Choice(kernel, data.dtype, may_wait=False)
+
+    def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonUpdate | None:
+        try:
+            return TritonUpdate(
+                TritonKernel(pointwise_program(update, gradient_dtype=gradient_dtype))
+            )
+        except UpdateError as error:
+            logger.warning("%s It runs as torch.compile makes it.", error)
+        except ImportError as error:
+            logger.warning(
+                "%s's update has no kernel of its own: %s. Install Triton: pip install "
+                "'zerofx[gpu]'.",
+                update.optimizer,
+                error,
+            )
+        return None
+
+    def _write(self, update: Update, source: str) -> None:
+        if self._keep is not None:
+            text = hashlib.sha256(source.encode()).hexdigest()[:8]
+            self._keep(f"kernel_{update.optimizer.lower()}_{text}.py", source)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether updates on a device run as Triton kernels."""
+    return device.type == "cuda"
