@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import compat
+from zerofx.codegen.numbers import is_written_after
 
 aten = torch.ops.aten
 
@@ -104,6 +105,8 @@ def _split(
             if operand not in elementwise
         )
     )
+    if any(map(is_written_after, needed)):
+        return None  # the numbers are all computed before the elements: it would be too new
     for node in needed:
         inside[node] = elements.placeholder(node.name)
     root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is

@@ -66,7 +66,8 @@ class NumberGraph:
         self._input_names = names
         self._taken: set[str] = set(names.values())
         self._needed: dict[Any, tuple[Number, fx.Node]] = {}
-        self._changes = _memory_written(gm)
+        roots = _roots(gm.graph)
+        self._changes = {root for node, root in roots.items() if _writes(node)}
 
     def add(self, node: fx.Node) -> None:
         """Take over a node that reads no elements."""
@@ -239,18 +240,24 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _memory_written(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose memory the graph writes to."""
-    root: dict[fx.Node, fx.Node] = {}
-    written: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            continue
-        source = _memory_of(node)
-        root[node] = root.get(source, source)
-        if _writes(node):
-            written.add(root[node])
-    return written
+def is_written_after(node: fx.Node) -> bool:
+    """Whether a graph writes to the memory of a node's result after computing it."""
+    roots = _roots(node.graph)
+    place = {other: i for i, other in enumerate(node.graph.nodes)}
+    return any(
+        _writes(other) and roots[other] is roots[node] and place[other] > place[node]
+        for other in roots
+    )
+
+
+def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Whose memory each node's result lies in."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            source = _memory_of(node)
+            roots[node] = roots.get(source, source)
+    return roots
 
 
 _VIEWS = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
