@@ -26,89 +26,14 @@ from pathlib import Path
 import torch
 
 from zerofx.codegen.numbers import unique
-from zerofx.codegen.operations import NumberOperand, Operand, Value
+from zerofx.codegen.operations import NumberOperand, Value
 from zerofx.codegen.pointwise import FOUND_INF, Program, Stream
+from zerofx.codegen.triton_expressions import DTYPES, FUNCTIONS, Expressions, is_bool
 
 CHUNK = 8192
 """Elements per entry of ``segment_of_chunk``: the largest block there may be."""
 
 _WIDTH = 92
-
-_DTYPES = {
-    torch.float64: "tl.float64",
-    torch.float32: "tl.float32",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.int64: "tl.int64",
-    torch.int32: "tl.int32",
-    torch.int16: "tl.int16",
-    torch.int8: "tl.int8",
-    torch.uint8: "tl.uint8",
-    torch.bool: "tl.int1",
-}
-
-# Functions of the module that operations are written with.
-_FUNCTIONS = {
-    "stream": '''\
-@triton.jit
-def stream(address, begin, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Where a segment's stream lies, from the block's first element on."""
-    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), ALIGNMENT) + begin
-''',
-    "lerp": '''\
-@triton.jit
-def lerp(start, end, weight):
-    """torch.lerp, which is exact at both ends."""
-    near_start = start + weight * (end - start)
-    near_end = end - (end - start) * (1.0 - weight)
-    return tl.where(tl.abs(weight) < 0.5, near_start, near_end)
-''',
-    "sign_of": '''\
-@triton.jit
-def sign_of(x):
-    """torch.sign: 0 for NaN."""
-    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
-''',
-    "maximum": '''\
-@triton.jit
-def maximum(x, y):
-    """torch.maximum: NaN if either is."""
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-''',
-    "minimum": '''\
-@triton.jit
-def minimum(x, y):
-    """torch.minimum: NaN if either is."""
-    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
-''',
-}
-
-# How tightly an expression holds together, as in Python.
-_LOOSE, _COMPARED, _BITS, _SHIFTED, _ADDED, _MULTIPLIED, _NEGATED, _CALL = range(8)
-
-_BINARY = {
-    "add": ("+", _ADDED),
-    "sub": ("-", _ADDED),
-    "mul": ("*", _MULTIPLIED),
-    **dict.fromkeys(("gt",), (">", _COMPARED)),
-    "ge": (">=", _COMPARED),
-    "lt": ("<", _COMPARED),
-    "le": ("<=", _COMPARED),
-    "eq": ("==", _COMPARED),
-    "ne": ("!=", _COMPARED),
-    "and": ("&", _BITS),
-    "or": ("|", _BITS),
-    "xor": ("^", _BITS),
-    "shift_left": ("<<", _SHIFTED),
-    "shift_right": (">>", _SHIFTED),
-}
-
-_CALLS = {
-    **{name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil", "sigmoid")},
-    **{name: f"tl.{name}" for name in ("sin", "cos", "erf", "where")},
-    **{name: name for name in ("lerp", "maximum", "minimum")},
-    "sign": "sign_of",
-}
 
 
 def triton_source(program: Program) -> str:
@@ -150,18 +75,19 @@ class _Writer:
         self.pointers = {
             stream.name: unique(f"{stream.name}_ptr", taken) for stream in program.streams
         }
+        self.written = Expressions(self.numbers, self._inlined())
+        self.names = self.written.names
         self.statements = self._statements()
-        self._name_values(taken)
-        self.functions: dict[str, None] = {"stream": None}
+        self._name_values(taken | set(self.pointers.values()))
 
     def module(self) -> str:
         block, kernel = self._block(), self._kernel()
-        parts = [self._header(), *(_FUNCTIONS[name] for name in self.functions), block, kernel]
-        return "\n\n".join(parts)
+        functions = (FUNCTIONS[name] for name in ("stream", *self.written.functions))
+        return "\n\n".join([self._header(), *functions, block, kernel])
 
     # What is written inline, and what in a statement of its own.
 
-    def _statements(self) -> list[_Statement]:
+    def _inlined(self) -> set[Value]:
         """One statement per source line where that can be: a value read once is written there."""
         uses: dict[Value, list[Value]] = {}
         for value in self.program.values:
@@ -175,16 +101,18 @@ class _Writer:
                 continue
             if value.line == users[0].line or value.operation == "cast":
                 inlined.add(value)
-        self.inlined = inlined
+        return inlined
+
+    def _statements(self) -> list[_Statement]:
         return [
             _Statement(value, reads=list(self._leaves(value)))
             for value in self.program.values
-            if value.operation != "load" and value not in inlined
+            if value.operation != "load" and value not in self.written.inlined
         ]
 
     def _leaves(self, value: Value) -> Iterable[Value]:
         for operand in value.values:
-            if operand in self.inlined:
+            if operand in self.written.inlined:
                 yield from self._leaves(operand)
             else:
                 yield operand
@@ -199,8 +127,6 @@ class _Writer:
         for stream in self.stores:
             assert stream.store is not None
             last_use[stream.store] = end
-        taken = taken | set(self.pointers.values())
-        self.names: dict[Value, str] = {}
         for stream in self.loads:
             assert stream.load is not None
             self.names[stream.load] = unique(stream.name, taken)
@@ -213,75 +139,6 @@ class _Writer:
             ended = set(self.names.values()) - busy
             name = unique(value.name or "value", (taken - ended) | busy)
             statement.name = self.names[value] = name
-
-    # Expressions.
-
-    def _expression(self, operand: Operand, hold: int = _LOOSE) -> str:
-        """An operand as text that may stand next to operators that hold less tightly."""
-        text, tightness = self._text(operand)
-        return f"({text})" if tightness < hold else text
-
-    def _text(self, operand: Operand) -> tuple[str, int]:
-        if isinstance(operand, NumberOperand):
-            return self.numbers[operand], _CALL
-        if not isinstance(operand, Value):
-            return _constant(operand), _CALL
-        if operand not in self.inlined:
-            return self.names[operand], _CALL
-        return self._operation(operand)
-
-    def _operation(self, value: Value) -> tuple[str, int]:
-        operation, operands = value.operation, value.operands
-        if operation in _BINARY:
-            sign, hold = _BINARY[operation]
-            # Few know how tightly & and >> hold: what they combine is in parentheses.
-            is_plain = hold in (_ADDED, _MULTIPLIED)
-            left = self._expression(operands[0], hold if is_plain else _NEGATED)
-            right = self._expression(operands[1], hold + 1 if is_plain else _NEGATED)
-            return f"{left} {sign} {right}", hold
-        if operation == "neg":
-            return f"-{self._expression(operands[0], _NEGATED)}", _NEGATED
-        if operation == "not":
-            operand = self._expression(operands[0], _NEGATED)
-            return (f"{operand} == 0", _COMPARED) if _is_bool(value) else (f"~{operand}", _NEGATED)
-        texts = [self._expression(operand) for operand in operands]
-        if operation in ("div", "sqrt", "reciprocal"):
-            return self._rounded(operation, operands, value.dtype)
-        if operation == "cast":
-            return self._cast(operands[0], value.dtype)
-        if operation == "bitcast":
-            held = self._expression(operands[0], _CALL)
-            return f"{held}.to({_DTYPES[value.dtype]}, bitcast=True)", _CALL
-        if operation == "full":
-            return f"tl.full(lane.shape, {texts[0]}, {_DTYPES[value.dtype]})", _CALL
-        if operation == "isnan":
-            held = self._expression(operands[0], _COMPARED + 1)
-            return f"{held} != {held}", _COMPARED
-        if operation in ("isinf", "isfinite"):
-            sign = "==" if operation == "isinf" else "<"
-            return f'tl.abs({texts[0]}) {sign} float("inf")', _COMPARED
-        function = _CALLS[operation]
-        if function in _FUNCTIONS:
-            self.functions[function] = None
-        return f"{function}({', '.join(texts)})", _CALL
-
-    def _rounded(
-        self, operation: str, operands: Sequence[Operand], dtype: torch.dtype
-    ) -> tuple[str, int]:
-        """Quotients and roots rounded as torch rounds them; Triton's plain ones are not in fp32."""
-        if operation == "sqrt":
-            function = "tl.sqrt_rn" if dtype is torch.float32 else "tl.sqrt"
-            return f"{function}({self._expression(operands[0])})", _CALL
-        over, under = operands if operation == "div" else (1.0, operands[0])
-        if dtype is torch.float32:
-            return f"tl.div_rn({self._expression(over)}, {self._expression(under)})", _CALL
-        over_text = self._expression(over, _MULTIPLIED)
-        return f"{over_text} / {self._expression(under, _MULTIPLIED + 1)}", _MULTIPLIED
-
-    def _cast(self, operand: Operand, dtype: torch.dtype) -> tuple[str, int]:
-        if dtype is torch.bool:
-            return f"{self._expression(operand, _COMPARED + 1)} != 0", _COMPARED
-        return f"{self._expression(operand, _CALL)}.to({_DTYPES[dtype]})", _CALL
 
     # The module's parts.
 
@@ -300,7 +157,7 @@ class _Writer:
                 for way, there in (("read", stream.load), ("written", stream.store))
                 if there is not None
             ]
-            dtype = _DTYPES[stream.dtype].removeprefix("tl.")
+            dtype = DTYPES[stream.dtype].removeprefix("tl.")
             lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}")
         if program.numbers:
             lines += ["", "The host computes once a step, for each segment:", ""]
@@ -322,7 +179,7 @@ class _Writer:
             if stream.dtype is torch.bool:
                 text = f"{text} != 0"
             elif stream.dtype != stream.load.dtype:
-                text = f"{text}.to({_DTYPES[stream.load.dtype]})"
+                text = f"{text}.to({DTYPES[stream.load.dtype]})"
             lines.append(f"    {self.names[stream.load]} = {text}")
         lines.append("")
         said = ""
@@ -331,7 +188,7 @@ class _Writer:
             if comment and comment != said:
                 lines.append(f"    # {comment}")
             said = comment
-            text, _ = self._operation(statement.value)
+            text, _ = self.written.operation(statement.value)
             lines.append(f"    {statement.name} = {text}")
         lines.append("")
         if program.skips:
@@ -348,7 +205,7 @@ class _Writer:
         text = self.names[stream.store]
         stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
         if stored != stream.store.dtype:
-            text = f"{text}.to({_DTYPES[stored]})"
+            text = f"{text}.to({DTYPES[stored]})"
         mask = "kept" if self.program.skips and stream.kind != "copy" else "mask"
         return f"tl.store({self.pointers[stream.name]} + lane, {text}, {mask})"
 
@@ -366,7 +223,7 @@ class _Writer:
         ]
         for position, stream in enumerate(program.streams, 2):
             stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
-            place = f"row + {position}, begin, {_DTYPES[stored]}, ALIGNMENT"
+            place = f"row + {position}, begin, {DTYPES[stored]}, ALIGNMENT"
             lines.append(f"    {self.pointers[stream.name]} = stream({place})")
         if program.numbers:
             lines.append(f"    numbers += segment * {len(program.numbers)}")
@@ -376,7 +233,7 @@ class _Writer:
                 source = f"tl.load(numbers + {places[operand.number]})"
             else:
                 source = f"tl.load({operand.number.name}_ptr)"
-            convert = " != 0" if _is_bool(operand) else f".to({_DTYPES[operand.dtype]})"
+            convert = " != 0" if is_bool(operand) else f".to({DTYPES[operand.dtype]})"
             lines.append(f"    {name} = {source}{convert}")
         lines.append("    lane = tl.arange(0, BLOCK)")
         arguments = [*self.pointers.values(), *self.numbers.values(), "lane"]
@@ -393,7 +250,7 @@ _FOUND = NumberOperand(FOUND_INF, torch.bool)
 _RESERVED = (
     *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
     *("lane", "mask", "kept", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
-    *_FUNCTIONS,
+    *FUNCTIONS,
 )
 
 
@@ -416,15 +273,6 @@ def _number_names(program: Program) -> dict[NumberOperand, str]:
             taken = {*names.values(), *_RESERVED, *streams, kernel_name(program)}
             names[operand] = unique(number.name, taken)
     return names
-
-
-def _is_bool(value: Value | NumberOperand) -> bool:
-    return value.dtype is torch.bool
-
-
-def _constant(value: int | float | bool) -> str:
-    text = repr(value)
-    return f'float("{text}")' if text in ("inf", "nan") else text
 
 
 def _call(prefix: str, function: str, arguments: Sequence[str], suffix: str) -> list[str]:

@@ -41,6 +41,7 @@ VARIANTS = {
     ),
     "adamw_float64": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=torch.float64),
     "radam_rectified": dict(make_optimizer=OPTIMIZERS["radam"], steps=7),
+    "rprop_first_step": dict(make_optimizer=OPTIMIZERS["rprop"], steps=0),
     "sgd_first_step": dict(make_optimizer=OPTIMIZERS["sgd_momentum"], steps=0),
     "lion_bf16_gradient_and_copy": dict(make_optimizer=Lion, gradient_dtype=BF16, copy_dtype=BF16),
 }
@@ -56,6 +57,16 @@ def emitted(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_kernel_is_the_golden_one(name):
     assert emitted(name) == (GOLDEN / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_the_kernel_in_the_documentation_is_a_golden_one():
+    page = (Path(__file__).parents[2] / "docs" / "codegen.md").read_text(encoding="utf-8")
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    golden = (GOLDEN / "adamw_bf16_gradient_and_copy.py").read_text(encoding="utf-8")
+    (function,) = ast.parse(shown).body
+    assert ast.unparse(function) in ast.unparse(ast.parse(golden))
+    comments = [line for line in shown.splitlines() if "#" in line]
+    assert len(comments) == 5 and all(line in golden for line in comments)
 
 
 def test_every_golden_kernel_has_its_variant():

@@ -1,0 +1,173 @@
+"""Triton's text for what happens to one element: the operations of a pointwise program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerofx.codegen.operations import NumberOperand, Operand, Value
+
+DTYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+# Functions of the module that operations are written with.
+FUNCTIONS = {
+    "stream": '''\
+@triton.jit
+def stream(address, begin, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Where a segment's stream lies, from the block's first element on."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), ALIGNMENT) + begin
+''',
+    "lerp": '''\
+@triton.jit
+def lerp(start, end, weight):
+    """torch.lerp, which is exact at both ends."""
+    near_start = start + weight * (end - start)
+    near_end = end - (end - start) * (1.0 - weight)
+    return tl.where(tl.abs(weight) < 0.5, near_start, near_end)
+''',
+    "sign_of": '''\
+@triton.jit
+def sign_of(x):
+    """torch.sign: 0 for NaN."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+''',
+    "maximum": '''\
+@triton.jit
+def maximum(x, y):
+    """torch.maximum: NaN if either is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+''',
+    "minimum": '''\
+@triton.jit
+def minimum(x, y):
+    """torch.minimum: NaN if either is."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+''',
+}
+
+# How tightly an expression holds together, as in Python.
+_LOOSE, _COMPARED, _BITS, _SHIFTED, _ADDED, _MULTIPLIED, _NEGATED, _CALL = range(8)
+
+_BINARY = {
+    "add": ("+", _ADDED),
+    "sub": ("-", _ADDED),
+    "mul": ("*", _MULTIPLIED),
+    **dict.fromkeys(("gt",), (">", _COMPARED)),
+    "ge": (">=", _COMPARED),
+    "lt": ("<", _COMPARED),
+    "le": ("<=", _COMPARED),
+    "eq": ("==", _COMPARED),
+    "ne": ("!=", _COMPARED),
+    "and": ("&", _BITS),
+    "or": ("|", _BITS),
+    "xor": ("^", _BITS),
+    "shift_left": ("<<", _SHIFTED),
+    "shift_right": (">>", _SHIFTED),
+}
+
+_CALLS = {
+    **{name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil", "sigmoid")},
+    **{name: f"tl.{name}" for name in ("sin", "cos", "erf", "where")},
+    **{name: name for name in ("lerp", "maximum", "minimum")},
+    "sign": "sign_of",
+}
+
+
+class Expressions:
+    """Writes values as text: by name, or in place where they are ``inlined``.
+
+    ``functions`` are those of the module that have been used, in that order.
+    """
+
+    def __init__(self, numbers: dict[NumberOperand, str], inlined: set[Value]) -> None:
+        self.numbers, self.inlined = numbers, inlined
+        self.names: dict[Value, str] = {}
+        self.functions: dict[str, None] = {}
+
+    def text(self, operand: Operand, hold: int = _LOOSE) -> str:
+        """An operand as text that may stand next to operators that hold less tightly."""
+        text, tightness = self._tight(operand)
+        return f"({text})" if tightness < hold else text
+
+    def _tight(self, operand: Operand) -> tuple[str, int]:
+        if isinstance(operand, NumberOperand):
+            return self.numbers[operand], _CALL
+        if not isinstance(operand, Value):
+            return _constant(operand), _CALL
+        if operand not in self.inlined:
+            return self.names[operand], _CALL
+        return self.operation(operand)
+
+    def operation(self, value: Value) -> tuple[str, int]:
+        operation, operands = value.operation, value.operands
+        if operation in _BINARY:
+            sign, hold = _BINARY[operation]
+            # Few know how tightly & and >> hold: what they combine is in parentheses.
+            is_plain = hold in (_ADDED, _MULTIPLIED)
+            left = self.text(operands[0], hold if is_plain else _NEGATED)
+            right = self.text(operands[1], hold + 1 if is_plain else _NEGATED)
+            return f"{left} {sign} {right}", hold
+        if operation == "neg":
+            return f"-{self.text(operands[0], _NEGATED)}", _NEGATED
+        if operation == "not":
+            operand = self.text(operands[0], _NEGATED)
+            return (f"{operand} == 0", _COMPARED) if is_bool(value) else (f"~{operand}", _NEGATED)
+        texts = [self.text(operand) for operand in operands]
+        if operation in ("div", "sqrt", "reciprocal"):
+            return self._rounded(operation, operands, value.dtype)
+        if operation == "cast":
+            return self._cast(operands[0], value.dtype)
+        if operation == "bitcast":
+            held = self.text(operands[0], _CALL)
+            return f"{held}.to({DTYPES[value.dtype]}, bitcast=True)", _CALL
+        if operation == "full":
+            return f"tl.full(lane.shape, {texts[0]}, {DTYPES[value.dtype]})", _CALL
+        if operation == "isnan":
+            held = self.text(operands[0], _COMPARED + 1)
+            return f"{held} != {held}", _COMPARED
+        if operation in ("isinf", "isfinite"):
+            sign = "==" if operation == "isinf" else "<"
+            return f'tl.abs({texts[0]}) {sign} float("inf")', _COMPARED
+        function = _CALLS[operation]
+        if function in FUNCTIONS:
+            self.functions[function] = None
+        return f"{function}({', '.join(texts)})", _CALL
+
+    def _rounded(
+        self, operation: str, operands: Sequence[Operand], dtype: torch.dtype
+    ) -> tuple[str, int]:
+        """Quotients and roots rounded as torch rounds them; Triton's plain ones are not in fp32."""
+        if operation == "sqrt":
+            function = "tl.sqrt_rn" if dtype is torch.float32 else "tl.sqrt"
+            return f"{function}({self.text(operands[0])})", _CALL
+        over, under = operands if operation == "div" else (1.0, operands[0])
+        if dtype is torch.float32:
+            return f"tl.div_rn({self.text(over)}, {self.text(under)})", _CALL
+        over_text = self.text(over, _MULTIPLIED)
+        return f"{over_text} / {self.text(under, _MULTIPLIED + 1)}", _MULTIPLIED
+
+    def _cast(self, operand: Operand, dtype: torch.dtype) -> tuple[str, int]:
+        if dtype is torch.bool:
+            return f"{self.text(operand, _COMPARED + 1)} != 0", _COMPARED
+        return f"{self.text(operand, _CALL)}.to({DTYPES[dtype]})", _CALL
+
+
+def is_bool(value: Value | NumberOperand) -> bool:
+    return value.dtype is torch.bool
+
+
+def _constant(value: int | float | bool) -> str:
+    text = repr(value)
+    return f'float("{text}")' if text in ("inf", "nan") else text
