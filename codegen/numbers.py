@@ -80,6 +80,12 @@ class NumberGraph:
             self._version[root] = self._version.get(root, 0) + 1
         self._expressions[node] = self._expression(node)
 
+    def alias(self, node: fx.Node, other: fx.Node) -> None:
+        """Let a node of another graph stand for a number."""
+        for table in (self._copies, self._expressions):
+            table[node] = table[other]
+        self._root[node] = self._root[other]
+
     def use(self, node: fx.Node) -> tuple[Number | int | float | bool, bool]:
         """What an element is combined with, as of now, and whether it is to be negated."""
         constant = _constant(node)

@@ -201,6 +201,8 @@ def _product(build: Builder, node: fx.Node) -> Value:
     operation = operator_names(node.target)[1]
     dtype = _common_dtype(build, node, given["self"], given["other"])
     dtype = _floating(dtype) if operation == "div" else dtype
+    if dtype is torch.bool:
+        operation = "and"
     first, minus = build.signed(given["self"], dtype, node)
     second, other_minus = build.signed(given["other"], dtype, node)
     value = build.emit(operation, first, second, dtype=dtype, node=node)
@@ -345,6 +347,11 @@ def _bitcast(build: Builder, node: fx.Node) -> Value:
     return build.emit("bitcast", value, dtype=after, node=node)
 
 
+def _index(build: Builder, node: fx.Node) -> Value:
+    """``arange`` over the elements of a shard, counted in 64 bits from its first."""
+    return build.emit("index", dtype=torch.int64, node=node)
+
+
 _PAIR = ("self", "other")
 
 _RULES: dict[str, Rule] = {
@@ -385,4 +392,5 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _cast),
     "copy": _copy,
+    "arange": _index,
 }

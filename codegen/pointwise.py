@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx.codegen.elementwise import UpdateError, mutated_operands, operator_names
-from zerofx.codegen.numbers import HostNumbers, Number, NumberGraph, identifier, unique
+from zerofx.codegen.functions import trace_call
+from zerofx.codegen.numbers import Number, NumberGraph, identifier, unique
 from zerofx.codegen.operations import (
     ALIASES,
     NumberOperand,
@@ -25,66 +26,18 @@ from zerofx.codegen.operations import (
     register_dtype,
     rule_of,
 )
+from zerofx.codegen.program import (
+    CLIP_COEFFICIENT,
+    FOUND_INF,
+    Kind,
+    Program,
+    Result,
+    Stream,
+    without_dead_values,
+)
 from zerofx.codegen.trace import Update
 
 aten = torch.ops.aten
-
-Kind = Literal["parameter", "gradient", "state", "new state", "copy"]
-
-# Read by the kernel from device memory of their own, if the program has them.
-CLIP_COEFFICIENT = Number("clip_coefficient", "what the gradient is multiplied by")
-FOUND_INF = Number("found_inf", "not 0: this step is skipped")
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One array that the kernel goes through; ``load`` and ``store`` are None if it does not."""
-
-    name: str
-    kind: Kind
-    dtype: torch.dtype
-    load: Value | None = None
-    store: Value | None = None
-
-    @property
-    def bytes_per_element(self) -> int:
-        return self.dtype.itemsize * ((self.load is not None) + (self.store is not None))
-
-
-# Where a result of the update comes from: a number by position, a stream by name.
-Result = tuple[Literal["number"], int] | tuple[Literal["stream"], str]
-
-
-@dataclass(frozen=True)
-class Program:
-    """What an update does to one element of each stream.
-
-    ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
-    each stream among the update's inputs; new states and the copy have none.
-    """
-
-    optimizer: str
-    streams: tuple[Stream, ...]
-    values: tuple[Value, ...]
-    host: HostNumbers
-    inputs: dict[str, int]
-    results: tuple[Result, ...]
-    device_numbers: tuple[Number, ...] = ()
-
-    @property
-    def numbers(self) -> tuple[Number, ...]:
-        """The numbers that the host computes, in the order of the kernel's table."""
-        return self.host.needed
-
-    @property
-    def bytes_per_element(self) -> int:
-        """How many bytes an update of one element moves, at the least."""
-        return sum(stream.bytes_per_element for stream in self.streams)
-
-    @property
-    def skips(self) -> bool:
-        """Whether it leaves everything as it is when ``found_inf`` is set."""
-        return FOUND_INF in self.device_numbers
 
 
 def pointwise_program(
@@ -118,6 +71,7 @@ class _Normaliser:
         self.stream_names: dict[fx.Node, str] = {}
         self.numbers = NumberGraph(update.graph_module, self._name_inputs())
         self.source_names = _source_names(self.graph)
+        self.note = ""  # the Python function whose operations are being taken over
         self.values: list[Value] = []
         self.root: dict[fx.Node, fx.Node] = {}
         self.current: dict[fx.Node, Value | None] = {}
@@ -128,7 +82,10 @@ class _Normaliser:
         """Name the streams, and return the numbers' names: the optimizer's own where it has any."""
         names: dict[fx.Node, str] = {}
         by_path: dict[str, str] = {}
-        paired = zip(self.placeholders, self.update.inputs, strict=True)
+        # What has been added to a traced update has its own name only.
+        known = self.update.inputs
+        added = (f"added.{node.name}" for node in self.placeholders[len(known) :])
+        paired = zip(self.placeholders, (*known, *added), strict=True)
         for node, path in sorted(paired, key=lambda pair: _is_tensor(pair[0])):
             if node in self.shards:
                 taken = tuple(self.stream_names.values())
@@ -160,7 +117,8 @@ class _Normaliser:
 
     def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
         """Append the value of one operation, which serves ``node``."""
-        value = Value(operation, operands, dtype, "", source_line(node))
+        line = "" if self.note else source_line(node)
+        value = Value(operation, operands, dtype, "", line, self.note)
         self.values.append(value)
         return value
 
@@ -172,7 +130,7 @@ class _Normaliser:
     def signed(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> tuple[Operand, bool]:
         """An argument without its sign if it is a number, and whether it had one."""
         if not isinstance(argument, fx.Node):
-            if isinstance(argument, bool) or not isinstance(argument, (int, float)):
+            if not dtype.is_floating_point or not isinstance(argument, (int, float)):
                 return argument, False
             return abs(argument), argument < 0
         if self.is_element(argument):
@@ -212,12 +170,14 @@ class _Normaliser:
         if node.target is aten.sym_size.int:
             self.length.add(node)
             return
-        sized = any(operand in self.length for operand in node.all_input_nodes)
+        counts = node.target is aten.arange.default and bool(self.note)
+        sized = counts or any(operand in self.length for operand in node.all_input_nodes)
         if not reads and not sized:
             self.numbers.add(node)
             return
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise self.refusal(node, "is not an operation on tensors")
+            self._call(node)
+            return
         if _is_alias(node):
             self.root[node] = self.root[reads[0]]
             return
@@ -230,6 +190,26 @@ class _Normaliser:
         if value is not None and root is not node:
             value = self.cast(value, register_dtype(node.meta["val"].dtype), node)
         self.current[root] = self._named(value, node, root) if value is not None else None
+
+    def _call(self, node: fx.Node) -> None:
+        """Take over what a Python function of elements does, operation by operation."""
+        called = trace_call(node, self.is_element)
+        if called is None:
+            raise self.refusal(node, "is not an operation on tensors")
+        for inner, outer in called.operands.items():
+            if self.is_element(outer):
+                self.root[inner] = self.root[outer]
+            else:
+                self.numbers.alias(inner, outer)
+        self.note = called.name
+        for inner in called.nodes:
+            self._visit(inner)
+        self.note = ""
+        node.meta["val"] = called.result.meta["val"]
+        self.root[node] = root = self.root[called.result]
+        value = self.current[root]
+        if root is called.result and value is self.values[-1] and not value.name:
+            self.values[-1] = self.current[root] = replace(value, name=identifier(called.name))
 
     def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
         """The value under the optimizer's name for it; that of the memory if it is written to."""
@@ -301,7 +281,7 @@ class _Normaliser:
             tuple(results),
             device_numbers,
         )
-        return _without_dead_values(program)
+        return without_dead_values(program)
 
     def _stream(self, node: fx.Node, gradient_dtype: torch.dtype | None) -> Stream:
         name, load, value = self.stream_names[node], self.loads[node], self.current[node]
@@ -373,22 +353,6 @@ def _last_name(path: str) -> str:
         is_place = part.isdigit()
         name = f"{name.removesuffix('s')}{int(part) + 1}" if is_place else f"{name}_{part}"
     return identifier(name)
-
-
-def _without_dead_values(program: Program) -> Program:
-    """Drop what no store needs; a stream that is not read is not loaded either."""
-    alive: set[Value] = set()
-    pending = [stream.store for stream in program.streams if stream.store is not None]
-    while pending:
-        value = pending.pop()
-        if value not in alive:
-            alive.add(value)
-            pending += value.values
-    streams = tuple(
-        stream if stream.load in alive else replace(stream, load=None) for stream in program.streams
-    )
-    values = tuple(value for value in program.values if value in alive)
-    return replace(program, streams=streams, values=values)
 
 
 def source_line(node: fx.Node) -> str:

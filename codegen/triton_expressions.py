@@ -124,6 +124,8 @@ class Expressions:
         if operation == "not":
             operand = self.text(operands[0], _NEGATED)
             return (f"{operand} == 0", _COMPARED) if is_bool(value) else (f"~{operand}", _NEGATED)
+        if operation == "index":
+            return "begin + lane", _ADDED
         texts = [self.text(operand) for operand in operands]
         if operation in ("div", "sqrt", "reciprocal"):
             return self._rounded(operation, operands, value.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.codegen.pointwise import Program
+from zerofx.codegen.program import Program
 from zerofx.codegen.triton_source import CHUNK, kernel_name, triton_source
 
 ALIGNMENT = 16

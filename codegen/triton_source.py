@@ -27,13 +27,16 @@ import torch
 
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import NumberOperand, Value
-from zerofx.codegen.pointwise import FOUND_INF, Program, Stream
+from zerofx.codegen.program import FOUND_INF, Program, Stream
 from zerofx.codegen.triton_expressions import DTYPES, FUNCTIONS, Expressions, is_bool
 
 CHUNK = 8192
 """Elements per entry of ``segment_of_chunk``: the largest block there may be."""
 
 _WIDTH = 92
+
+# Operations; more of them are no longer read at a glance.
+_LARGEST_INLINED = 3
 
 
 def triton_source(program: Program) -> str:
@@ -79,6 +82,8 @@ class _Writer:
         self.names = self.written.names
         self.statements = self._statements()
         self._name_values(taken | set(self.pointers.values()))
+        counts = any(value.operation == "index" for value in program.values)
+        self.inputs = [*self.pointers.values(), *self.numbers.values(), *(["begin"] * counts)]
 
     def module(self) -> str:
         block, kernel = self._block(), self._kernel()
@@ -95,11 +100,14 @@ class _Writer:
                 uses.setdefault(operand, []).append(value)
         stored = [stream.store for stream in self.stores]
         inlined: set[Value] = set()
+        sizes: dict[Value, int] = {}
         for value in self.program.values:
+            sizes[value] = 1 + sum(sizes[operand] for operand in value.values if operand in inlined)
             users = uses.get(value, [])
             if value.operation == "load" or value in stored or len(users) != 1:
                 continue
-            if value.line == users[0].line or value.operation == "cast":
+            is_of_line = (value.line, value.note) == (users[0].line, users[0].note)
+            if (is_of_line and sizes[value] <= _LARGEST_INLINED) or value.operation == "cast":
                 inlined.add(value)
         return inlined
 
@@ -170,8 +178,7 @@ class _Writer:
 
     def _block(self) -> str:
         program, lines = self.program, []
-        parameters = [*self.pointers.values(), *self.numbers.values(), "lane", "mask"]
-        lines += _call("def ", f"{self.kernel}_block", parameters, ":")
+        lines += _call("def ", f"{self.kernel}_block", [*self.inputs, "lane", "mask"], ":")
         lines.append(f'    """Update one block; ``lane`` counts its elements{self._skipping()}."""')
         for stream in self.loads:
             assert stream.load is not None
@@ -236,10 +243,9 @@ class _Writer:
             convert = " != 0" if is_bool(operand) else f".to({DTYPES[operand.dtype]})"
             lines.append(f"    {name} = {source}{convert}")
         lines.append("    lane = tl.arange(0, BLOCK)")
-        arguments = [*self.pointers.values(), *self.numbers.values(), "lane"]
         for condition, mask in (("if rest >= BLOCK:", "lane < BLOCK"), ("else:", "lane < rest")):
             lines.append(f"    {condition}")
-            call = _call("", f"{self.kernel}_block", [*arguments, mask], "")
+            call = _call("", f"{self.kernel}_block", [*self.inputs, "lane", mask], "")
             lines += [f"        {line}" for line in call]
         return "\n".join(["@triton.jit", *lines, ""])
 

@@ -6,8 +6,10 @@ functions run in one of their own.  They check, and return figures where there a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tests.codegen.updates import OPTIMIZERS, Shards
 
@@ -331,3 +333,67 @@ def check_the_runtime_updates_a_bucket(name):
         TritonKernel.launch = launch
     joined.assert_alike(one, other)
     assert launched == [3, 3, 3]
+
+
+def widen(value):
+    return value.to(torch.float32)
+
+
+def random_bits(like, offset, key):
+    """A counter's bits, mixed: what a rewritten update may draw for each element."""
+    index = torch.arange(like.numel(), device=like.device).view(like.shape) + offset
+    mixed = (index >> 32).to(torch.int32) * 0x2545F491 ^ index.to(torch.int32) ^ key
+    mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * -0x7B935975
+    return (mixed >> 16) & 0xFFFF
+
+
+def round_at_random(value, bits):
+    raw = (value.view(torch.int32) + bits) & -65536
+    return torch.where(value.isfinite(), raw.view(torch.float32), value).to(BF16)
+
+
+def rewritten(update):
+    """An update in fp32 as one of a bf16 parameter that is rounded at random."""
+    old, graph, copies = update.graph_module.graph, fx.Graph(), {}
+    for node in old.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+    parameter, gradient = list(copies.values())[:2]
+    for stored in (parameter, gradient):
+        stored.meta["val"] = torch.empty(7, dtype=BF16, device="meta")
+    offset, key = graph.placeholder("offset"), graph.placeholder("key")
+    offset.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+    key.meta["val"] = torch.empty((), dtype=torch.int32, device="meta")
+    for node, stored in zip(list(copies)[:2], (parameter, gradient), strict=True):
+        copies[node] = graph.call_function(widen, (stored,))
+    wide = copies[next(iter(old.nodes))]
+    for node in old.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    bits = graph.call_function(random_bits, (parameter, offset, key))
+    rounded = graph.call_function(round_at_random, (wide, bits))
+    graph.call_function(torch.ops.aten.copy_.default, (parameter, rounded)).meta["val"] = (
+        parameter.meta["val"]
+    )
+    graph.output([])
+    gm = fx.GraphModule(update.graph_module, graph)
+    return replace(update, graph_module=gm, shards=(True, True))
+
+
+def check_functions_in_a_rewritten_graph():
+    """Python functions in a graph, and an element's number, give the bits that they give there."""
+    p = nn.Parameter(torch.randn(7))
+    made = []
+    shards = Shards(OPTIMIZERS["sgd_plain"]([p]), lambda update: made.append(rewritten(update)))
+    shards.trace()
+    (update,) = made
+    run = kernels(update)
+    assert "begin + lane" in run.kernel.source and "# round_at_random" in run.kernel.source
+    for length in (1, 1030):
+        start, gradient = (torch.randn(length).to(BF16) for _ in range(2))
+        numbers = [0.1, torch.tensor(2**40 + 5), torch.tensor(-77, dtype=torch.int32)]
+        numbers = [*[0.1] * (len(update.inputs) - 2), *numbers[1:]]
+        expected, own = start.clone(), start.clone()
+        update.graph_module(expected, gradient, *numbers)
+        run(own, gradient, *numbers)
+        assert torch.equal(own, expected) and not torch.equal(own, start)

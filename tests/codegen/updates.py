@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "adamw_tensor_lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2), **SINGLE),
     "adam": lambda p: optim.Adam(p, lr=1e-2, **SINGLE),
     "adam_l2": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, **SINGLE),
+    "sgd_plain": lambda p: optim.SGD(p, lr=0.1, **SINGLE),
     "sgd": lambda p: optim.SGD(p, lr=0.1, weight_decay=0.01, **SINGLE),
     "sgd_momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, **SINGLE),
     "sgd_nesterov": lambda p: optim.SGD(

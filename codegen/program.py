@@ -1,0 +1,84 @@
+"""What an update does to one element: streams, values, numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from zerofx.codegen.numbers import HostNumbers, Number
+from zerofx.codegen.operations import Value
+
+Kind = Literal["parameter", "gradient", "state", "new state", "copy"]
+
+# Read by the kernel from device memory of their own, if the program has them.
+CLIP_COEFFICIENT = Number("clip_coefficient", "what the gradient is multiplied by")
+FOUND_INF = Number("found_inf", "not 0: this step is skipped")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One array that the kernel goes through; ``load`` and ``store`` are None if it does not."""
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype
+    load: Value | None = None
+    store: Value | None = None
+
+    @property
+    def bytes_per_element(self) -> int:
+        return self.dtype.itemsize * ((self.load is not None) + (self.store is not None))
+
+
+# Where a result of the update comes from: a number by position, a stream by name.
+Result = tuple[Literal["number"], int] | tuple[Literal["stream"], str]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What an update does to one element of each stream.
+
+    ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
+    each stream among the update's inputs; new states and the copy have none.
+    """
+
+    optimizer: str
+    streams: tuple[Stream, ...]
+    values: tuple[Value, ...]
+    host: HostNumbers
+    inputs: dict[str, int]
+    results: tuple[Result, ...]
+    device_numbers: tuple[Number, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """The numbers that the host computes, in the order of the kernel's table."""
+        return self.host.needed
+
+    @property
+    def bytes_per_element(self) -> int:
+        """How many bytes an update of one element moves, at the least."""
+        return sum(stream.bytes_per_element for stream in self.streams)
+
+    @property
+    def skips(self) -> bool:
+        """Whether it leaves everything as it is when ``found_inf`` is set."""
+        return FOUND_INF in self.device_numbers
+
+
+def without_dead_values(program: Program) -> Program:
+    """Drop what no store needs; a stream that is not read is not loaded either."""
+    alive: set[Value] = set()
+    pending = [stream.store for stream in program.streams if stream.store is not None]
+    while pending:
+        value = pending.pop()
+        if value not in alive:
+            alive.add(value)
+            pending += value.values
+    streams = tuple(
+        stream if stream.load in alive else replace(stream, load=None) for stream in program.streams
+    )
+    values = tuple(value for value in program.values if value in alive)
+    return replace(program, streams=streams, values=values)

@@ -1,0 +1,54 @@
+"""SGD's update of flat shards, in one pass over memory.
+
+Made by zerofx.codegen from the optimizer's own step.  An element moves 12 bytes:
+
+    param: float32, read and written
+    grad: float32, read
+
+The host computes once a step, for each segment:
+
+    lr
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stream(address, begin, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Where a segment's stream lies, from the block's first element on."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), ALIGNMENT) + begin
+
+
+@triton.jit
+def sgd_block(param_ptr, grad_ptr, lr, lane, mask):
+    """Update one block; ``lane`` counts its elements."""
+    param = tl.load(param_ptr + lane, mask)
+    grad = tl.load(grad_ptr + lane, mask)
+
+    # sgd.py:379: param.add_(grad, alpha=-lr)
+    param = param - lr * grad
+
+    tl.store(param_ptr + lane, param, mask)
+
+
+@triton.jit
+def sgd(
+    segments, segment_of_chunk, numbers, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Update BLOCK elements of one segment."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    segment = tl.load(segment_of_chunk + first // CHUNK)
+    row = segments + segment * 4
+    begin = first - tl.multiple_of(tl.load(row), CHUNK)
+    rest = tl.load(row + 1) - begin
+    param_ptr = stream(row + 2, begin, tl.float32, ALIGNMENT)
+    grad_ptr = stream(row + 3, begin, tl.float32, ALIGNMENT)
+    numbers += segment * 1
+    lr = tl.load(numbers + 0).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    if rest >= BLOCK:
+        sgd_block(param_ptr, grad_ptr, lr, lane, lane < BLOCK)
+    else:
+        sgd_block(param_ptr, grad_ptr, lr, lane, lane < rest)
