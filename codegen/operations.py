@@ -111,7 +111,7 @@ def _common_dtype(build: Builder, node: fx.Node, *arguments: Any) -> torch.dtype
     elements = [item.meta["val"].dtype for item in arguments if build.is_element(item)]
     dtype = functools.reduce(torch.promote_types, elements)
     for item in arguments:
-        value = item.meta["val"] if isinstance(item, fx.Node) else item
+        value = item.meta.get("val") if isinstance(item, fx.Node) else item
         if build.is_element(item) or isinstance(value, bool):
             continue
         is_tensor = isinstance(value, torch.Tensor)

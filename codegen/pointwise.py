@@ -102,6 +102,8 @@ class _Normaliser:
         self, gradient_dtype: torch.dtype | None, copy_dtype: torch.dtype | None, skips: bool
     ) -> Program:
         for node in self.shards:
+            if not _is_tensor(node):
+                raise self.refusal(node, "does not say in meta['val'] which dtype it has")
             dtype = register_dtype(node.meta["val"].dtype)
             load = Value("load", (), dtype, self.stream_names[node])
             self.loads[node] = load

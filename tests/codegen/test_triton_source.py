@@ -170,6 +170,14 @@ def test_an_operation_without_a_rule_is_refused_by_name_and_line(update, named):
     assert named in str(refusal.value) and f"{Path(__file__).name}:{line}" in str(refusal.value)
 
 
+def test_an_input_of_unknown_dtype_is_refused():
+    shards = Shards(OPTIMIZERS["adamw"]([nn.Parameter(torch.ones(7))]), lambda update: update)
+    update = shards.trace()[0]
+    next(iter(update.graph_module.graph.nodes)).meta.clear()
+    with pytest.raises(UpdateError, match="dtype"):
+        pointwise_program(update)
+
+
 def test_states_that_a_skipped_step_would_make_are_refused():
     with pytest.raises(UpdateError, match="found_inf"):
         program(OPTIMIZERS["adamw"], steps=0, skips=True)
