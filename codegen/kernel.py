@@ -6,6 +6,7 @@ left reads each element of the parameter, its gradient and its moments once, and
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,17 @@ _TAKES_SCALAR_TENSOR = {
     aten.sub_.Tensor,
 }
 
+# Of two operands, a tensor and a number: these do the same with a 0-dim tensor as the second.
+_WITH_SCALAR_TENSOR = {
+    aten.eq.Scalar: aten.eq.Tensor,
+    aten.ne.Scalar: aten.ne.Tensor,
+    aten.lt.Scalar: aten.lt.Tensor,
+    aten.le.Scalar: aten.le.Tensor,
+    aten.gt.Scalar: aten.gt.Tensor,
+    aten.ge.Scalar: aten.ge.Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+}
+
 
 class UpdateKernel:
     """A traced update, its elementwise part compiled by Inductor for shards of any length."""
@@ -37,14 +49,22 @@ class UpdateKernel:
         self._numbers, self._elements = numbers, elements
         self._run = compat.compile_for_any_length(elements)
         self._plan = plan
+        # Where the step's numbers are written for the kernel to read: the same memory each time.
+        self._memory = array("d", bytes(8 * plan.num_numbers))
+        self._inputs: list[Tensor] = []
+        if plan.num_numbers:
+            self._inputs = list(torch.frombuffer(self._memory, dtype=torch.float64).unbind())
 
     @classmethod
-    def of(cls, gm: fx.GraphModule, is_shard: Sequence[bool]) -> UpdateKernel | None:
+    def of(
+        cls, gm: fx.GraphModule, is_shard: Sequence[bool], clones_gradient: bool = False
+    ) -> UpdateKernel | None:
         """Split and compile an update's graph; None if an operation of it is not known here.
 
-        ``is_shard`` says it of each tensor among the placeholders, which numbers follow.
+        ``is_shard`` says it of each tensor among the placeholders, which numbers follow.  With
+        ``clones_gradient`` the gradient, the second of them, is left as it is.
         """
-        split = _split(gm, is_shard)
+        split = _split(gm, is_shard, clones_gradient)
         return cls(*split) if split is not None else None
 
     def readable(self) -> str:
@@ -57,10 +77,12 @@ class UpdateKernel:
         plan = self._plan
         numbers = self._numbers(*(values[position] for position in plan.numbers))
         known = numbers[: plan.num_results]
-        inputs = [
-            number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
-            for number in numbers[plan.num_results :]
-        ]
+        inputs = list(self._inputs)
+        for position, number in enumerate(numbers[plan.num_results :]):
+            if isinstance(number, Tensor):
+                inputs[position] = number
+            else:
+                self._memory[position] = number
         shards = [values[position] for position in plan.shards]
         computed = self._run(*shards, *inputs)
         sources = {"number": known, "input": shards, "computed": computed}
@@ -74,11 +96,12 @@ class _Plan:
         self.numbers: list[int] = []
         self.shards: list[int] = []
         self.num_results = 0
+        self.num_numbers = 0
         self.results: list[tuple[str, int]] = []
 
 
 def _split(
-    gm: fx.GraphModule, is_shard: Sequence[bool]
+    gm: fx.GraphModule, is_shard: Sequence[bool], clones_gradient: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule, _Plan] | None:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     shards = [n for n, flag in zip(placeholders, is_shard, strict=False) if flag]
@@ -110,6 +133,10 @@ def _split(
     for node in needed:
         inside[node] = elements.placeholder(node.name)
     root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is
+    if clones_gradient:  # in the kernel: no memory that holds a copy
+        gradient = placeholders[1]
+        inside[gradient] = elements.call_function(aten.clone.default, (inside[gradient],))
+        del root[gradient]
     for node in gm.graph.nodes:
         if node is output or node in shards:
             continue
@@ -132,12 +159,13 @@ def _split(
         if result not in elementwise:
             plan.results.append(("number", len(kept)))
             kept.append(outside[result])
-        elif root[result] in shards:
+        elif root.get(result) in shards:
             plan.results.append(("input", shards.index(root[result])))
         else:
             plan.results.append(("computed", len(computed)))
             computed.append(inside[result])
     plan.num_results = len(kept)
+    plan.num_numbers = len(needed)
     numbers.output([*kept, *(outside[node] for node in needed)])
     elements.output(computed)
     return fx.GraphModule(gm, numbers), fx.GraphModule(gm, elements), plan
@@ -152,26 +180,38 @@ def _emit(
     outer = [operand for operand in node.all_input_nodes if operand not in elementwise]
 
     def local(value: Any) -> Any:
-        return copies[value] if isinstance(value, fx.Node) else value
+        return fx.node.map_arg(value, lambda operand: copies[operand])
 
     def call(function: Callable, *args: Any) -> fx.Node:
         return graph.call_function(function, args)
 
+    name = target.overloadpacket.__name__ if hasattr(target, "overloadpacket") else ""
+    base = name.rstrip("_")
+    operands = list(map(local, node.args))
+    if base == "index_put" and len(operands[1]) == 1:  # by a mask: check_elementwise
+        result = call(_fill_where, operands[0], operands[1][0], operands[2])
+        return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
     if not outer:
         return graph.node_copy(node, copies.__getitem__)
-    operands = [local(value) for value in node.args]
     if target in _TAKES_SCALAR_TENSOR and set(node.kwargs) <= {"alpha"} and len(operands) == 2:
         if "alpha" in node.kwargs:
             operands[1] = call(aten.mul.Tensor, operands[1], local(node.kwargs["alpha"]))
         return call(target, *operands)
-    name = target.overloadpacket.__name__ if hasattr(target, "overloadpacket") else ""
-    if name.rstrip("_") == "lerp" and len(operands) == 3 and not node.kwargs:
+    if target in _WITH_SCALAR_TENSOR and len(operands) == 2 and not node.kwargs:
+        return call(_WITH_SCALAR_TENSOR[target], *operands)
+    if base == "lerp" and len(operands) == 3 and not node.kwargs:
         weight = call(_like, operands[2], operands[0])
         result = call(aten.lerp.Tensor, operands[0], operands[1], weight)
-    elif name.rstrip("_") in ("addcmul", "addcdiv") and set(node.kwargs) <= {"value"}:
+    elif base in ("addcmul", "addcdiv") and set(node.kwargs) <= {"value"}:
         combine = aten.mul.Tensor if name.startswith("addcmul") else aten.div.Tensor
         first = call(aten.mul.Tensor, operands[1], local(node.kwargs.get("value", 1)))
         result = call(aten.add.Tensor, operands[0], call(combine, first, operands[2]))
+    elif base == "clamp" and not node.kwargs:
+        result = call(_clamp, *operands)
+    elif base == "masked_fill" and len(operands) == 3:
+        result = call(_fill_where, *operands)
+    elif target is aten.full_like.default and set(node.kwargs) <= {"pin_memory", "memory_format"}:
+        return call(aten.add.Tensor, call(aten.zeros_like.default, operands[0]), operands[1])
     else:
         return None
     return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
@@ -179,6 +219,23 @@ def _emit(
 
 def _like(number: Tensor, tensor: Tensor) -> Tensor:
     return number.to(tensor.dtype)
+
+
+def _fill_where(tensor: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """``tensor`` with ``tensor[mask] = value`` done, for a number or 0-dim value."""
+    value = value.to(tensor.dtype) if isinstance(value, Tensor) else value
+    return torch.where(mask, value, tensor)
+
+
+def _clamp(tensor: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    """``tensor.clamp(low, high)``, each a number or 0-dim.  NaN stays NaN."""
+    if isinstance(low, Tensor):
+        tensor = torch.maximum(tensor, low.to(tensor.dtype))
+    elif low is not None:
+        tensor = tensor.clamp(min=low)
+    if isinstance(high, Tensor):
+        return torch.minimum(tensor, high.to(tensor.dtype))
+    return tensor.clamp(max=high) if high is not None else tensor
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -55,7 +55,7 @@ class Kernels:
             if run is not None:
                 self._write(update, run.kernel.source)
                 return Choice(run, gradient.dtype, may_wait=True)
-        kernel = UpdateKernel.of(update.graph_module, update.shards)
+        kernel = UpdateKernel.of(update.graph_module, update.shards, update.clones_gradient)
         if kernel is None:
             return None
         self._write(update, kernel.readable())

@@ -64,9 +64,10 @@ class Update:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Update ``parameter`` in place; return its new state and the group's changed entries.
 
-        ``run`` is what stands for the graph, by default itself: operator by operator.
+        ``run`` is what stands for the graph, by default itself: operator by operator.  It leaves
+        the gradient as it is, if the update has to.
         """
-        if self.clones_gradient:
+        if self.clones_gradient and run is None:
             gradient = gradient.clone()
         results = (run or self.graph_module.forward)(parameter, gradient, *tensors, *scalars)
         state = {name: _fill(template, results) for name, template in self.state}

@@ -57,6 +57,7 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
     ShapeEnv,
+    StatelessSymbolicContext,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -867,26 +868,39 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[list[Any]]) -> 
 
 
 def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
-    """Compile a graph over flat tensors of one length for all lengths.
+    """Compile a graph over tensors, of shapes that agree where their sizes are now equal, for all
+    sizes: 0-dim ones stay so, any other dimension may have any length, 0 and 1 too.
 
-    The first call compiles, for the reasons above in a thread of its own.  ``dynamic=True`` makes
-    one kernel of it; every other torch name here is public.
+    The first call compiles, in a thread of its own and by ``compile_fx`` for the reasons above;
+    through ``torch.compile`` a length of 1 is compiled apart, and every call checks guards.
+    Gradients are not followed.  The symbolic contexts are for 2.11 to 2.15; can go with
+    ``compile_with_inductor``.
     """
-    compiled = torch.compile(gm, dynamic=True, fullgraph=True)
-    is_ready = False
+    compiled: Callable | None = None
+
+    def compile_now(inputs: Sequence[Any]) -> Callable:
+        from torch._inductor.compile_fx import compile_fx
+
+        fakes = FakeTensorMode(shape_env=ShapeEnv())
+        with torch.no_grad(), tracing(TracingContext(fakes)):
+            return compile_fx(gm, [_of_any_length(tensor, fakes) for tensor in inputs])
 
     def run(*inputs: Any) -> Any:
-        nonlocal is_ready
-        if is_ready:
-            return compiled(*inputs)
-
-        def first_call() -> Any:
-            with torch.no_grad():
-                return compiled(*inputs)
-
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            results = thread.submit(first_call).result()
-        is_ready = True
-        return results
+        nonlocal compiled
+        if compiled is None:
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                compiled = thread.submit(compile_now, inputs).result()
+        return compiled(*inputs)
 
     return run
+
+
+# A length that is nothing else's, and enough for Inductor to use several threads.
+_SOME_LENGTH = 2**20 + 3
+
+
+def _of_any_length(tensor: torch.Tensor, fakes: FakeTensorMode) -> torch.Tensor:
+    example = torch.empty((_SOME_LENGTH,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    sizes = [DimDynamic.DYNAMIC] * tensor.dim()
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return fakes.from_tensor(example, symbolic_context=context)
