@@ -141,8 +141,7 @@ def trace_update(
         except Exception as error:
             raise UpdateError(
                 f"{name}.step cannot be traced for parameter '{info.name}': it raised "
-                f"{type(error).__name__}: {error}. It must be callable without a closure, for one "
-                "parameter at a time."
+                f"{type(error).__name__}: {error}. {_remedy(info, state)}"
             ) from error
     _refuse_changing_conversions(env, name, shadow_step.changing)
     _tidy(gm)
@@ -169,6 +168,17 @@ def trace_update(
         optimizer=name,
         inputs=("param", "grad", *chain(*of_tensors), *chain(*of_scalars)),
     )
+
+
+def _remedy(info: ParameterInfo, state: Arguments) -> str:
+    """What to do about an error of the optimizer's own."""
+    for name, value in state.values.items():
+        if isinstance(value, Tensor) and value.ndim and value.dtype != info.dtype:
+            return (
+                f"Its state '{name}' is {value.dtype} and the parameter {info.dtype}: set states "
+                "with optimizer.load_state_dict, which casts them to the parameter's dtype."
+            )
+    return "It must be callable without a closure, for one parameter at a time."
 
 
 class _ShadowStep:

@@ -357,6 +357,39 @@ def test_whole_state_that_was_assigned_is_refused_with_a_remedy():
         ranks.step([torch.ones(7, 5)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_state_of_another_dtype_is_refused_by_name(dtype):
+    ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(7, 5))])
+    ranks.step([torch.ones(7, 5)])
+    state = ranks.optimizers[0].state[ranks.own[0][0]]
+    state["exp_avg"] = state["exp_avg"].to(dtype)
+    words = f"state 'exp_avg' is {dtype} and the parameter torch.float32: .*load_state_dict"
+    with pytest.raises(UpdateError, match=words):
+        ranks.step([torch.ones(7, 5)])
+
+
+def test_loaded_states_of_another_dtype_are_cast_as_by_torch():
+    parameter = nn.Parameter(tensors((7, 5))[0])
+    eager = CASES["adamw"]([parameter])
+    parameter.grad = torch.ones(7, 5)
+    eager.step()
+    saved = copy.deepcopy(eager.state_dict())
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].double()
+    ranks = Ranks(CASES["adamw"], [parameter])
+    for optimizer in ranks.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    ranks.step([parameter.grad])
+    eager.step()
+    assert torch.equal(ranks.whole(0), parameter.detach())
+
+
+def test_capturable_on_a_cpu_is_refused_as_by_torch():
+    make = lambda p: optim.AdamW(p, capturable=True, foreach=False)  # noqa: E731
+    ranks = Ranks(make, [nn.Parameter(torch.ones(5))])
+    with pytest.raises(UpdateError, match="capturable=True"):
+        ranks.step([torch.ones(5)])
+
+
 @pytest.mark.parametrize("case", ["adamw", "lion", "rprop"])
 def test_shard_of_length_zero(case):
     ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)

@@ -1,5 +1,7 @@
 """One kernel per update is as exact as torch's own, for every optimizer and any length."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -116,3 +118,84 @@ def test_the_compiled_update_is_as_exact_as_torchs(name, kernels):
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_every_update_compiled_is_as_exact_as_torchs(name, kernels):
     train(name, (*LENGTHS, LONG), STEPS, kernels)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):
+    assert_not_finite_as_in_torch(name, value)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_not_finite_goes_where_torch_puts_it_compiled(name):
+    kernels: dict = {}
+    for value in (float("nan"), float("inf"), float("-inf")):
+        assert_not_finite_as_in_torch(name, value, kernels)
+
+
+def assert_not_finite_as_in_torch(name, value, kernels=None):
+    run = Trained(VARIANTS[name], 37)
+    run.runner._kernels = {} if kernels is None else kernels
+    for number in range(4):
+        gradient = run.gradient()
+        if number == 1:
+            gradient[::5] = value  # in what is done 16 at a time, and in the tail
+        run.step(gradient)
+    assert not run.data.isfinite().all() or name.startswith(("rprop", "lion"))
+    torch.testing.assert_close(run.data, run.single.detach(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    expected = run.others[0].state[run.single] if run.others[0].state else {}
+    for key, state in run.optimizer.state.get(run.parameter, {}).items():
+        torch.testing.assert_close(state, expected[key], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def bytes_allocated(run: Callable[[], object]) -> list[int]:
+    """The size of everything that torch's CPU allocator gives out meanwhile."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    return [size for size in sizes if size > 0]
+
+
+ONE_NUMBER_BYTES = 8
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_update_allocates_nothing_beyond_states(name):
+    run = Trained(VARIANTS[name], 10_000)
+    for _ in range(8):  # radam takes its last branch at the 6th
+        run.step()
+    gradient = run.gradient()
+
+    def update(together):
+        run.runner.begin()
+        if together:
+            run.runner.run_together([run.data], [gradient], [0])
+        else:
+            run.runner.run(run.data, gradient, 0)
+        run.runner.end()
+
+    assert max(bytes_allocated(lambda: update(True)), default=0) <= ONE_NUMBER_BYTES
+    assert max(bytes_allocated(lambda: update(False))) >= 4 * 10_000  # so the instrument works
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_shard_without_elements_is_updated_to_one(name, kernels):
+    run = Trained(VARIANTS[name], 0)
+    for _ in range(3):
+        run.step()
+    assert len(kernels) == 3 and run.data.shape == (0,)
+    for state in run.optimizer.state.get(run.parameter, {}).values():
+        assert state.shape in ((), (0,))
+
+
+def test_a_learning_rate_that_is_nan_makes_everything_nan(uncompiled):
+    run = Trained(VARIANTS["adamw"], 5)
+    run.step()
+    for optimizer in (run.optimizer, *run.others):
+        optimizer.param_groups[0]["lr"] = float("nan")
+    run.step()
+    run.step()
+    assert run.data.isnan().all() and run.single.isnan().all()
+    with pytest.raises(ValueError, match="Invalid beta"):  # torch checks what its class is given
+        torch.optim.AdamW([run.parameter], betas=(float("nan"), 0.9))
