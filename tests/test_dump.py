@@ -174,7 +174,8 @@ def test_a_line_of_source_in_any_alphabet_is_written(dumped):
 
 def test_gathers_say_why_they_are_there(dumped):
     without = explanations(dumped(mlp_step(num_layers=4)))
-    assert re.search(r"MB again for backward: .* no memory_budget is set\)", without)
+    assert re.search(r"MB again for backward: .* no memory_budget is set; ", without)
+    assert re.search(r"gather_start.* ms of transfer, exposed; starts one gather ahead\)", without)
     least = explanations(dumped(mlp_step(num_layers=4), memory_budget=10**9))
     assert "again for backward" not in least
     assert re.search(r"MB once for forward and backward: it fits memory_budget", least)
