@@ -83,7 +83,7 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
     pending: list[fx.Node] = []
 
     def flush() -> None:
-        if len(pending) > 1:
+        if pending:
             _, _, optimizer, _, *found_inf = pending[0].args
             with graph.inserting_after(pending[-1]):
                 values, grads, _, parameters = zip(*(n.args[:4] for n in pending), strict=True)
