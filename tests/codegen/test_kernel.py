@@ -180,7 +180,8 @@ def test_an_update_allocates_nothing_beyond_states(name, tmp_path):
         run.runner.end()
 
     assert max(bytes_allocated(lambda: update(True), tmp_path), default=0) <= ONE_NUMBER_BYTES
-    assert max(bytes_allocated(lambda: update(False), tmp_path)) >= 4 * 10_000  # so the instrument works
+    # That the instrument works:
+    assert max(bytes_allocated(lambda: update(False), tmp_path)) >= 4 * 10_000
 
 
 @pytest.mark.parametrize("name", COMPILED)
