@@ -122,6 +122,29 @@ def test_the_peak_is_what_torch_allocates(stage):
     assert predicted == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize("memory_budget", (None, 10**9))
+def test_to_predict_costs_no_compilation_for_another_batch(memory_budget):
+    """Sizes that are symbols are looked at without a guard on them."""
+
+    def step(model, optimizer, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(5, 5), nn.GELU(), nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    known = set(backend.zero.functions)
+    options = {"lowering": "eager", "memory_budget": memory_budget}
+    compiled = torch.compile(step, backend="zero", dynamic=True, options=options)
+    for rows in (7, 9, 11):
+        compiled(model, optimizer, torch.ones(rows, 5))
+    (function,) = [f for f in backend.zero.functions if f not in known]
+    assert len(function.programs) == 1
+
+
 # With a budget, on two ranks.
 
 

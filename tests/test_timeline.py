@@ -128,6 +128,23 @@ def test_attention_on_a_cpu_is_counted_whatever_torch_counts():
     assert flops(node) == 2 * 2 * (2 * 3) * 5 * 5 * 8
 
 
+def test_a_convolutions_gradients_are_counted_though_one_is_not_wanted():
+    dy, x, w = torch.empty(2, 5, 4, 4), torch.empty(2, 3, 6, 6), torch.empty(5, 3, 3, 3)
+    sizes = ([5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    node = call(aten.convolution_backward.default, dy, x, w, *sizes, [False, True, True])
+    assert node.meta["val"][0] is None
+    assert flops(node) == 2 * (2 * 5 * 4 * 4) * (3 * 3 * 3)
+
+
+def test_attention_with_fewer_heads_of_keys_counts_by_its_memory():
+    q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 5, 8)
+    node = call(
+        aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, k,
+        result=(torch.empty_like(q), torch.empty(2, 4, 5)),
+    )  # fmt: skip
+    assert seconds(node, FIGURES, NONE) >= 4 * (2 * q.numel() + 2 * k.numel()) / 2048.0
+
+
 def test_views_take_no_time():
     node = call(aten.view.default, meta(8, 4), [32])
     assert seconds(node, FIGURES, NONE) == 0.0
