@@ -137,15 +137,47 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
-    """The numbers and strings that a step can read off the optimizer itself: part of the key."""
-    plain = (bool, int, float, str)
+    """The numbers and strings that a step can read off the optimizer itself: part of the key.
+
+    Those in lists, tuples and dictionaries among its attributes too.
+    """
     defaults = getattr(optimizer, "defaults", {}).items()
     return tuple(
-        (name, _Constant(value))
-        for items in (optimizer.__dict__.items(), defaults)
+        (name, constant)
+        for items in (own_attributes(optimizer).items(), defaults)
         for name, value in items
-        if isinstance(value, plain) and name not in ("_opt_called", "_step_count")
+        for constant in _constants(value)
     )
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that are the optimizer's own: not what every optimizer has."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_")
+    }
+
+
+_OF_EVERY_OPTIMIZER = {
+    "defaults",
+    "state",
+    "param_groups",
+    "_opt_called",
+    "_step_count",
+    "_warned_capturable_if_run_uncaptured",
+    "_zero_grad_profile_name",
+    "_patch_step_function",
+}
+
+
+def _constants(value: Any) -> Iterator[_Constant]:
+    if isinstance(value, (bool, int, float, str)):
+        yield _Constant(value)
+    elif type(value) in (list, tuple, dict):
+        yield _Constant(f"{type(value).__name__} of {len(value)}")
+        for item in value if not isinstance(value, dict) else (*value.keys(), *value.values()):
+            yield from _constants(item)
 
 
 class _Constant:

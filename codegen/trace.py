@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import compat
-from zerofx.codegen.arguments import Arguments
+from zerofx.codegen.arguments import Arguments, own_attributes
 from zerofx.codegen.elementwise import UpdateError, check_elementwise, fit_to_shards
 from zerofx.codegen.symbolic import (
     Follower,
@@ -29,6 +29,7 @@ from zerofx.codegen.symbolic import (
     frame_line,
     innermost_line,
 )
+from zerofx.graph import aliased_inputs, mutated_inputs
 from zerofx.plan import ParameterInfo
 
 
@@ -145,6 +146,7 @@ def trace_update(
             ) from error
     _refuse_changing_conversions(env, name, shadow_step.changing)
     _tidy(gm)
+    _refuse_written_attributes(gm, optimizer)
     _name_numbers(gm, shadow_step.follower.number_names)
     if sharded:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -215,11 +217,12 @@ class _ShadowStep:
 
         shadow = self._shadow(parameter, {"params": [parameter], **group}, state)
         attributes = dict(shadow.__dict__)
+        contents = {name: _copied(value) for name, value in own_attributes(shadow).items()}
         with TensorsOfNumbers(), self.follower:
             type(shadow).step(shadow)
         if compat.storage_key(parameter) != keys[0]:
             raise self._error("assigns `p.data`", "write into it: `p.data.copy_(value)`")
-        self._check_attributes(shadow, attributes, parameter)
+        self._check_attributes(shadow, attributes, contents, parameter)
 
         results: list[Any] = []
         new_state = shadow.state.get(parameter, {})
@@ -254,15 +257,28 @@ class _ShadowStep:
         for name in shadow.__dict__:
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 shadow.__dict__[name] = {}
+        for name, value in own_attributes(shadow).items():
+            shadow.__dict__[name] = _copied(value)  # which a trace may change
         shadow.state = defaultdict(dict)
         if state:
             shadow.state[parameter] = state
         shadow.param_groups = [group]
         return shadow
 
-    def _check_attributes(self, shadow: Any, before: dict[str, Any], parameter: Tensor) -> None:
+    def _check_attributes(
+        self,
+        shadow: Any,
+        before: dict[str, Any],
+        contents: dict[str, Any],
+        parameter: Tensor,
+    ) -> None:
         for name, value in shadow.__dict__.items():
-            if name not in before or before[name] is not value:
+            is_other = name not in before or before[name] is not value
+            written = isinstance(value, Tensor) and (
+                compat.storage_key(value) in self.follower.mutated
+            )
+            inside = name in contents and not _same(contents[name], value)
+            if is_other or written or inside:
                 raise self._error(
                     f"changes its attribute `{name}`",
                     "keep it in `self.state[p]`, or in the parameter group",
@@ -348,6 +364,24 @@ def _fill(template: Any, results: Sequence[Any]) -> Any:
     if type(template) in (list, tuple):
         return type(template)([_fill(item, results) for item in template])
     return template
+
+
+def _refuse_written_attributes(gm: fx.GraphModule, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse writes to tensors of the optimizer's own, which every parameter would repeat."""
+    constants = {node for node in gm.graph.nodes if node.op == "get_attr"}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not constants.intersection(node.all_input_nodes):
+            continue
+        if constants.intersection(mutated_inputs(node)):
+            owned = own_attributes(optimizer).items()
+            names = [f"`{name}`" for name, value in owned if isinstance(value, Tensor)]
+            raise UpdateError(
+                f"{type(optimizer).__name__}.step changes its attribute {' or '.join(names)}, "
+                "which a traced update cannot carry from one step to the next: keep it in "
+                "`self.state[p]`, or in the parameter group."
+            )
+        if constants.intersection(aliased_inputs(node)):
+            constants.add(node)
 
 
 def _tidy(gm: fx.GraphModule) -> None:

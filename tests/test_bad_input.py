@@ -992,6 +992,35 @@ def update_after_an_eager_backward(stage: int) -> str:
     return ""
 
 
+def update_after_an_eager_backward_on_top(stage: int) -> str:
+    """Autograd adds in place, so ``p.grad`` is the very tensor that was averaged."""
+    torch._dynamo.reset()
+
+    def backward(model, x, y):
+        squared_loss(model, x, y).backward()
+
+    def update(model, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Mlp()
+    optimizer = sgd(model)
+    rank = torch.distributed.get_rank()
+    zero(backward, stage)(model, *models.features(rank, 4))
+    squared_loss(model, *models.features(2 + rank, 4)).backward()
+    try:
+        zero(update, stage)(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", (0, 1))
+def test_gradients_that_a_rank_has_added_to_averages_are_refused(ranks, stage):  # noqa: F811
+    for answer in ranks(2).run(update_after_an_eager_backward_on_top, stage):
+        assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)
+
+
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_gradients_that_a_rank_computed_for_itself_are_refused(ranks, stage):
     for answer in ranks(2).run(update_after_an_eager_backward, stage):

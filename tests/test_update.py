@@ -441,6 +441,52 @@ def test_number_of_the_group_changes_once_per_step():
     assert ranks.traces() == {3}  # one that finds out, one per shape
 
 
+class CountsInPlace(optim.Optimizer):
+    """Counts steps in an attribute that stays the same object."""
+
+    def __init__(self, params, count, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+        self.count = count
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count[0] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad / self.count[0], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("make_count", [lambda: [0], lambda: {0: 0}, lambda: torch.zeros(1)])
+def test_an_attribute_that_a_step_changes_in_place_is_refused(make_count):
+    ranks = Ranks(lambda p: CountsInPlace(p, make_count()), [nn.Parameter(torch.ones(5))])
+    with pytest.raises(UpdateError, match="changes its attribute `count`"):
+        ranks.step([torch.ones(5)])
+    assert [optimizer.count[0] for optimizer in ranks.optimizers] == [0] * WORLD_SIZE
+
+
+class ReadsTable(optim.Optimizer):
+    """Reads a number from a dictionary of its own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+        self.table = {"factor": 1.0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad * self.table["factor"], alpha=-group["lr"])
+
+
+def test_a_dictionary_of_the_optimizer_is_read_at_every_step():
+    ranks = Ranks(ReadsTable, [nn.Parameter(torch.ones(5))])
+    for factor in (1.0, 2.0):
+        for optimizer in ranks.optimizers:
+            optimizer.table["factor"] = factor
+        ranks.step([torch.ones(5)])
+    assert torch.allclose(ranks.whole(0), torch.tensor(1 - 0.1 * 3))
+
+
 def test_lr_scheduler_wrapping_step_is_not_called_and_not_warned():
     ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))], world_size=1)
     scheduler = optim.lr_scheduler.StepLR(ranks.optimizers[0], 1, gamma=0.5)

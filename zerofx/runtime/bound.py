@@ -171,6 +171,19 @@ class BoundParameter:
 
         self._accumulation_hook = parameter.register_hook(refuse)
 
+    def see_eager_accumulation(self) -> None:
+        """Take the mark of an average off ``parameter.grad`` when an eager backward adds to it."""
+        parameter = self.parameter
+        if parameter is None or not parameter.requires_grad:
+            return
+
+        def unmark(_gradient: torch.Tensor) -> None:
+            current = self.parameter
+            if current is not None and hasattr(current.grad, "_zerofx_averaged"):
+                del current.grad._zerofx_averaged
+
+        self._accumulation_hook = parameter.register_hook(unmark)
+
     def allow_accumulation(self, parameter: nn.Parameter) -> None:
         if self._accumulation_hook is None:
             return

@@ -55,6 +55,7 @@ class ParameterRegistry:
         self.last_destination: tuple[weakref.ref[Any], int] | None = None
         self._bound: dict[int, BoundParameter] = {}
         self._stubs: dict[int, BoundParameter] = {}
+        self._averaged: list[BoundParameter] = []  # whose p.grad is a whole mean over the ranks
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
         self._guarded: list[tuple[Any, type, type]] | None = None
@@ -228,6 +229,11 @@ class ParameterRegistry:
                 bound.stub.__class__ = torch.Tensor
                 bound.allow_accumulation(parameter)
                 bound.drop_gradient_unless_used(parameter)
+            for bound in self._averaged:
+                parameter = bound.parameter
+                if parameter is not None:
+                    bound.allow_accumulation(parameter)
+            self._averaged = [bound for bound in self._averaged if _has_average(bound)]
 
     def exit_call(self) -> None:
         """Guard them again, and let go of the gradients that nobody refers to any more."""
@@ -239,6 +245,9 @@ class ParameterRegistry:
                 bound.drop_gradient_unless_used(parameter)
                 bound.refuse_eager_accumulation(parameter)
                 _guard_stub(bound)
+            self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
+            for bound in self._averaged:
+                bound.see_eager_accumulation()
             for reference, _, guarded in self._swaps():
                 parameter = reference()
                 if parameter is not None:
@@ -377,9 +386,16 @@ class ParameterRegistry:
             bound.gradient, bound.is_unreduced = whole, True
         return bound.gradient
 
-    def mark_averaged(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks."""
+    def mark_averaged(
+        self, gradient: torch.Tensor, bound: BoundParameter | None = None
+    ) -> torch.Tensor:
+        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks.
+
+        It is no longer once an eager ``backward()`` has added to it: of ``bound``, that is seen.
+        """
         gradient._zerofx_averaged = True
+        if bound is not None and bound.communicator.world_size > 1:
+            self._averaged.append(bound)
         return gradient
 
     def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -458,6 +474,11 @@ def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
         "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
         "clipping and the update are in, or call optimizer.zero_grad() in between."
     )
+
+
+def _has_average(bound: BoundParameter) -> bool:
+    parameter = bound.parameter
+    return parameter is not None and hasattr(parameter.grad, "_zerofx_averaged")
 
 
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:

@@ -266,7 +266,9 @@ class StepRuntime:
             return bound.stub
         if self.stage >= 2:
             return REGISTRY.store_gradient(bound, gradient)
-        return None if gradient is None else REGISTRY.mark_averaged(without_base(gradient))
+        if gradient is None:
+            return None
+        return REGISTRY.mark_averaged(without_base(gradient), bound)
 
     def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:
         """Store gradients left unreduced, and take off the results that replace such."""
