@@ -148,6 +148,12 @@ def trace_update(
     _tidy(gm)
     _refuse_written_attributes(gm, optimizer)
     _name_numbers(gm, shadow_step.follower.number_names)
+    if sharded and shadow_step.nested:
+        raise UpdateError(
+            f"{name} keeps tensors in a list or dictionary, as state `{shadow_step.nested[0]}`: "
+            "state_dict() would hold one rank's shards of them. Keep each as a state of its own: "
+            f"self.state[p]['{shadow_step.nested[0]}_0'] = tensor."
+        )
     if sharded:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         shards = (True, True, *group.shards, *state.shards)
@@ -200,6 +206,7 @@ class _ShadowStep:
         self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
         self.new_group: tuple[tuple[str, Any], ...] = ()
+        self.nested: list[str] = []  # states that are lists or dictionaries of tensors
         self.uses_up_gradient = self.writes_gradient = False
         self.changing: set[Any] = set()
 
@@ -226,6 +233,12 @@ class _ShadowStep:
 
         results: list[Any] = []
         new_state = shadow.state.get(parameter, {})
+        self.nested = [
+            name
+            for name, value in new_state.items()
+            if type(value) in (list, tuple, dict)
+            and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in _leaves(value))
+        ]
         self.new_state = tuple((name, _store(value, results)) for name, value in new_state.items())
         kept = {compat.storage_key(item) for item in results if isinstance(item, Tensor)}
         self.writes_gradient = keys[1] in self.follower.mutated

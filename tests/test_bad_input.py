@@ -767,6 +767,34 @@ def test_ranks_that_differ_hear_of_the_first_difference(
         assert "remove from the step" in text
 
 
+def error_of_dividing_gradients(by: str, stage: int) -> str:
+    """Each rank has rows of its own number; a whole number of them is baked into its program."""
+    torch._dynamo.reset()
+    rank = torch.distributed.get_rank()
+
+    def step(model, optimizer, x, y, number):
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(x.shape[0] if by == "rows" else number)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = Mlp()
+    try:
+        zero(step, stage)(model, sgd(model), *models.features(rank, 4 + 2 * rank), 4.0 + 2 * rank)
+    except (GraphError, StepError) as error:
+        return words(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("by", ("rows", "number"))
+def test_gradients_divided_by_a_number_of_the_ranks_own_are_refused(ranks, by, stage):  # noqa: F811
+    assert all(ranks(2).run(error_of_dividing_gradients, by, stage))
+
+
 def test_functions_of_different_names_agree_if_their_programs_do(ranks):  # noqa: F811
     assert ranks(2).run(outcome_of, "name", 5.0) == [("", "trained")] * 2
 
@@ -943,6 +971,33 @@ def test_a_buffer_in_a_parameters_memory_is_refused():
 
     with pytest.raises(StepError, match="'model.view' shares memory with parameter 'body.weight'"):
         zero(step)(model, sgd(model), *BATCH)
+
+
+class RemembersInList(torch.optim.Optimizer):
+    """Keeps its last two gradients in a list, one state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                last = self.state[p].get("history", [torch.zeros_like(p)])[0]
+                self.state[p]["history"] = [p.grad.clone(), last]
+                p.sub_(p.grad + last, alpha=group["lr"])
+
+
+def test_states_in_a_list_are_whole_in_a_state_dict_or_refused():
+    model = Mlp()
+    optimizer = RemembersInList(model.parameters())
+    try:
+        zero(good_step)(model, optimizer, *BATCH)
+    except StepError:
+        return
+    for number, parameter in enumerate(model.parameters()):
+        history = optimizer.state_dict()["state"][number]["history"]
+        assert [value.shape for value in history] == [parameter.shape] * 2
 
 
 class Signed(torch.optim.Optimizer):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import served, value_bytes
+from zerofx.graph import role, served, value_bytes
 from zerofx.plan import ParameterTable
+
+aten = torch.ops.aten
 
 
 def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str, ...]:
@@ -27,4 +30,30 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
         elif node.target is ops.update:
             lines.append(f"update {table[node.args[3]].name}")
+    lines += _numbers_in_gradients(gm.graph)
     return tuple(lines)
+
+
+def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
+    """A line per operation between averaged gradients and updates that takes a plain number.
+
+    The number may be a rank's own, as that of its batch's rows is, and each rank would scale
+    its own shards by it.
+    """
+    averaged: set[fx.Node] = set()
+    lines = []
+    for node in graph.nodes:
+        if node.target is ops.wait and role(node) == "reduce_gradient":
+            averaged.add(node)
+        if node.op != "call_function" or ops.is_ours(node.target):
+            continue
+        if averaged.isdisjoint(node.all_input_nodes):
+            continue
+        averaged.add(node)
+        if getattr(node.target, "overloadpacket", None) in _ARITHMETIC:
+            numbers = [str(value) for value in node.args if isinstance(value, int | float)]
+            lines += [f"{node.target} of averaged gradients and {number}" for number in numbers]
+    return lines
+
+
+_ARITHMETIC = {aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow}
