@@ -50,3 +50,20 @@ def test_the_program_has_no_name_for_a_region_s_inputs_while_it_runs(program):
         assert box.target is not operator.getitem and list(box.users) == [call]
     x = torch.randn(4)
     torch.testing.assert_close(lowered(x.clone())[0], x.sin().cos())
+
+
+def test_a_region_may_read_a_view_of_a_larger_tensor():
+    """Sizes are no symbols: the offset of a view would be one that no input defines."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    x.meta["val"], weight.meta["val"] = torch.empty(8, 6).chunk(2)[1], torch.empty(6, 3)
+    product = graph.call_function(aten.mm.default, (x, weight))
+    product.meta["val"] = torch.empty(4, 3)
+    loss = graph.call_function(aten.mean.default, (product,))
+    loss.meta["val"] = torch.empty(())
+    graph.output((product, loss))
+    batch, weight = torch.randn(8, 6), torch.randn(6, 3)
+    lowered = lower(fx.GraphModule({}, graph), {}, "inductor")
+    found, mean = lowered(batch.chunk(2)[1], weight)
+    torch.testing.assert_close(found, batch[4:] @ weight)
+    torch.testing.assert_close(mean, (batch[4:] @ weight).mean())
