@@ -11,7 +11,7 @@ from zerofx import ops
 from zerofx.graph import Builder, mark_gradient
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.local_gradients import leave_unreduced, take_in_unreduced
-from zerofx.passes.placement import hoist, stagger_waits
+from zerofx.passes.placement import hoist, sink_past_fused, stagger_waits
 from zerofx.passes.uniformity import check_updates_are_uniform
 
 aten = torch.ops.aten
@@ -47,6 +47,9 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             if cast.meta.get("zerofx") and cast.target is aten._to_copy.default:
                 hoist(cast)
         hoist(start)
+    if ctx.options.stage == 0 and ctx.options.lowering == "inductor":
+        for start, _ in sorted(pairs, reverse=True):
+            sink_past_fused(start)
     stagger_waits(pairs)
     if ctx.options.stage == 0:
         _update_in_place(gm, ctx)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import role
+from zerofx.graph import is_backward, mutated_inputs, role
+from zerofx.passes.saved_values import is_fused
 
 
 def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
@@ -39,6 +40,24 @@ def hoist(node: fx.Node) -> None:
     if anchor.op == "placeholder":
         return
     anchor.append(node)
+
+
+def sink_past_fused(node: fx.Node) -> None:
+    """Move a node of backward behind what Inductor fuses with what stands before it.
+
+    Between the two it would part regions, and a region cannot write its results into what another
+    has made: the gradient of a gated product would take one activation more.
+    """
+    anchor = node
+    while _is_in_region(anchor.next) and node not in anchor.next.all_input_nodes:
+        anchor = anchor.next
+    if anchor is not node:
+        anchor.append(node)
+
+
+def _is_in_region(node: fx.Node) -> bool:
+    is_compute = node.op == "call_function" and not ops.is_ours(node.target)
+    return is_compute and is_backward(node) and not mutated_inputs(node) and is_fused(node)
 
 
 def _sink_ranges(wait: fx.Node) -> None:

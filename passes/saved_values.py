@@ -112,7 +112,7 @@ class SavedValues:
         elif sources and all(source in self.parameters for source in sources):
             self.parameters[node] = self.parameters_of(sources)
         self.number[node] = self._computation(node)
-        self.level[node] = self.reading_level(node) + (not _is_fused(node))
+        self.level[node] = self.reading_level(node) + (not is_fused(node))
         for source in mutated_inputs(node):
             self.first_write.setdefault(_base(source), self.order[node])
 
@@ -257,7 +257,7 @@ class _Backward:
         readers = list(_readers(node))
         if any(self._is_later(reader) for reader in readers):
             return "read again after backward"
-        if any(reader in self.nodes and not _is_fused(reader) for reader in readers):
+        if any(reader in self.nodes and not is_fused(reader) for reader in readers):
             return "read by what nothing fuses with"
         levels = {
             self.program.reading_level(reader) for reader in readers if not is_backward(reader)
@@ -428,7 +428,7 @@ def _is_reduction(node: fx.Node) -> bool:
     return _packet(node) in _NORMS or torch.Tag.reduction in getattr(node.target, "tags", ())
 
 
-def _is_fused(node: fx.Node) -> bool:
+def is_fused(node: fx.Node) -> bool:
     """Whether Inductor can compute a node in the kernel of its readers or sources."""
     if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
         return True

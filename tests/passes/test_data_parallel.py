@@ -50,6 +50,33 @@ def accumulating_step(num_batches=3):
     return capture(step, torch.randn(num_batches, 3, 4), world_size=2)
 
 
+@functools.cache
+def gated_step():
+    torch.manual_seed(0)
+    gate, up, down = (nn.Linear(4, 4, bias=False) for _ in range(3))
+    optimizer = torch.optim.SGD([gate.weight, up.weight, down.weight], lr=0.1)
+
+    def step(x):
+        down(nn.functional.silu(gate(x)) * up(x)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 4), world_size=2)
+
+
+def test_at_stage_0_nothing_parts_the_gradients_of_a_gated_product():
+    """What Inductor computes in one kernel stays in one region, and goes where its input was."""
+    program = rewritten(gated_step(), until="data_parallel", stage=0, lowering="inductor")
+    targets = [node.target for node in program.graph.nodes]
+    products = [i for i, target in enumerate(targets) if target is torch.ops.aten.mul.Tensor]
+    assert len(products) == 4  # one of forward, one of the loss, and the gradients of both factors
+    first, second, _ = (i for i, target in enumerate(targets) if target is ops.all_reduce_start)
+    assert first > products[-1]
+    assert second > targets.index(torch.ops.aten.silu_backward.default)
+    assert not any(map(ops.is_ours, targets[: products[-1]]))
+    assert_same_numerics(execute(gated_step()), execute(program))
+
+
 def scaled_step(factor, lr=0.1):
     """Multiplies the gradient by ``factor(w, x, loss)`` before the update."""
     torch.manual_seed(0)
