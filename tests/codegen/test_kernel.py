@@ -12,6 +12,7 @@ from tests.optimizers import VARIANTS
 from tests.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
+from zerofx.codegen.kernels import Kernels
 from zerofx.runtime import update as updates
 from zerofx.runtime.update import OptimizerRunner
 
@@ -95,7 +96,7 @@ def uncompiled(monkeypatch):
 
 def train(name, lengths, steps, kernels):
     """Train each length with one runner's kernels, and check the errors at the end."""
-    compiled: dict = {}
+    compiled = Kernels()
     for length in lengths:
         run = Trained(VARIANTS[name], length)
         run.runner._kernels = compiled
@@ -130,14 +131,14 @@ def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_is_not_finite_goes_where_torch_puts_it_compiled(name):
-    kernels: dict = {}
+    kernels = Kernels()
     for value in (float("nan"), float("inf"), float("-inf")):
         assert_not_finite_as_in_torch(name, value, kernels)
 
 
 def assert_not_finite_as_in_torch(name, value, kernels=None):
     run = Trained(VARIANTS[name], 37)
-    run.runner._kernels = {} if kernels is None else kernels
+    run.runner._kernels = Kernels() if kernels is None else kernels
     for number in range(4):
         gradient = run.gradient()
         if number == 1:
