@@ -15,8 +15,13 @@ from torch import Tensor, fx
 
 from zerofx import compat
 from zerofx.codegen.numbers import is_written_after
+from zerofx.codegen.rounding import in_blocks, random_bits
+from zerofx.codegen.trace import Update
 
 aten = torch.ops.aten
+
+BLOCKS_AT_ONCE = 1024
+"""How many blocks of 256 an update in eight bits takes at once: 1 MiB of float32."""
 
 # The second operand may be a 0-dim tensor in place of a number, with the same meaning.
 _TAKES_SCALAR_TENSOR = {
@@ -45,27 +50,31 @@ _WITH_SCALAR_TENSOR = {
 class UpdateKernel:
     """A traced update, its elementwise part compiled by Inductor for shards of any length."""
 
-    def __init__(self, numbers: fx.GraphModule, elements: fx.GraphModule, plan: _Plan) -> None:
+    def __init__(
+        self,
+        numbers: fx.GraphModule,
+        elements: fx.GraphModule,
+        plan: _Plan,
+        is_compiled: bool = True,
+    ) -> None:
         self._numbers, self._elements = numbers, elements
-        self._run = compat.compile_for_any_length(elements)
+        self._run = compat.compile_for_any_length(elements) if is_compiled else elements
         self._plan = plan
         # Where the step's numbers are written for the kernel to read: the same memory each time.
         self._memory = array("d", bytes(8 * plan.num_numbers))
-        self._inputs: list[Tensor] = []
-        if plan.num_numbers:
+        self._inputs: list[Any] = [None] * plan.num_numbers
+        self._is_compiled = is_compiled
+        if plan.num_numbers and is_compiled:
             self._inputs = list(torch.frombuffer(self._memory, dtype=torch.float64).unbind())
 
     @classmethod
-    def of(
-        cls, gm: fx.GraphModule, is_shard: Sequence[bool], clones_gradient: bool = False
-    ) -> UpdateKernel | None:
+    def of(cls, update: Update, is_compiled: bool = True) -> UpdateKernel | None:
         """Split and compile an update's graph; None if an operation of it is not known here.
 
-        ``is_shard`` says it of each tensor among the placeholders, which numbers follow.  With
-        ``clones_gradient`` the gradient, the second of them, is left as it is.
+        With ``is_compiled`` false it runs operator by operator, and every operation is known.
         """
-        split = _split(gm, is_shard, clones_gradient)
-        return cls(*split) if split is not None else None
+        split = _split(update, is_compiled)
+        return cls(*split, is_compiled) if split is not None else None
 
     def readable(self) -> str:
         """Both parts as Python, for who wants to read them."""
@@ -74,19 +83,56 @@ class UpdateKernel:
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns."""
+        inputs, known = self._prepare(values)
+        shards = [values[position] for position in self._plan.shards]
+        return self._collect(known, shards, self._run(*shards, *inputs))
+
+    def in_blocks(self, *values: Any) -> list[Any]:
+        """Run an update whose tensors it takes in rows, each a block with a scale of its own.
+
+        Flat tensors of a shard's length are cut into such rows, and ones as long as it has blocks
+        are what is one number per block.  The kernel takes two turns over what it is given, to
+        find the scales and to use them: little enough at once for the second to find it in cache.
+        """
+        inputs, known = self._prepare(values)
+        plan = self._plan
+        shards = [values[position] for position in plan.shards]
+        parts = []
+        for rows, blocks in in_blocks(len(shards[0]), BLOCKS_AT_ONCE) or [_NOTHING]:
+            own = list(inputs)
+            if plan.offset is not None:
+                own[plan.offset] = inputs[plan.offset] + rows.start
+            num_rows = blocks.stop - blocks.start
+            pieces = [
+                shard[blocks] if index in plan.scales else _in_rows(shard[rows], num_rows)
+                for index, shard in enumerate(shards)
+            ]
+            parts.append(self._run(*pieces, *own))
+        computed = [torch.cat([piece.reshape(-1) for piece in p]) for p in zip(*parts, strict=True)]
+        return self._collect(known, shards, computed)
+
+    def _prepare(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The kernel's inputs beside the shards, and the results that are numbers."""
         plan = self._plan
         numbers = self._numbers(*(values[position] for position in plan.numbers))
-        known = numbers[: plan.num_results]
         inputs = list(self._inputs)
         for position, number in enumerate(numbers[plan.num_results :]):
-            if isinstance(number, Tensor):
+            if isinstance(number, Tensor) or not self._is_compiled:
                 inputs[position] = number
             else:
                 self._memory[position] = number
-        shards = [values[position] for position in plan.shards]
-        computed = self._run(*shards, *inputs)
+        return inputs, numbers[: plan.num_results]
+
+    def _collect(self, known: Sequence, shards: Sequence, computed: Sequence) -> list[Any]:
         sources = {"number": known, "input": shards, "computed": computed}
-        return [sources[kind][index] for kind, index in plan.results]
+        return [sources[kind][index] for kind, index in self._plan.results]
+
+
+_NOTHING = (slice(0, 0), slice(0, 0))
+
+
+def _in_rows(flat: Tensor, num_rows: int) -> Tensor:
+    return flat.view(num_rows, len(flat) // num_rows if num_rows else 1)
 
 
 class _Plan:
@@ -97,17 +143,20 @@ class _Plan:
         self.shards: list[int] = []
         self.num_results = 0
         self.num_numbers = 0
+        self.offset: int | None = None  # which of the numbers it is
+        self.scales: set[int] = set()  # which of the shards have one number per block
         self.results: list[tuple[str, int]] = []
 
 
 def _split(
-    gm: fx.GraphModule, is_shard: Sequence[bool], clones_gradient: bool = False
+    update: Update, numbers_as_tensors: bool = True
 ) -> tuple[fx.GraphModule, fx.GraphModule, _Plan] | None:
+    gm = update.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    shards = [n for n, flag in zip(placeholders, is_shard, strict=False) if flag]
+    shards = [n for n, flag in zip(placeholders, update.shards, strict=False) if flag]
     elementwise = set(shards)
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and numbers_as_tensors:
             return None
         if any(operand in elementwise for operand in node.all_input_nodes):
             elementwise.add(node)
@@ -133,7 +182,7 @@ def _split(
     for node in needed:
         inside[node] = elements.placeholder(node.name)
     root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is
-    if clones_gradient:  # in the kernel: no memory that holds a copy
+    if update.clones_gradient:  # in the kernel: no memory that holds a copy
         gradient = placeholders[1]
         inside[gradient] = elements.call_function(aten.clone.default, (inside[gradient],))
         del root[gradient]
@@ -145,9 +194,12 @@ def _split(
                 plan.numbers.append(placeholders.index(node))
             outside[node] = numbers.node_copy(node, outside.__getitem__)
             continue
-        emitted = _emit(elements, node, inside, elementwise)
-        if emitted is None:
-            return None
+        if numbers_as_tensors:
+            emitted = _emit(elements, node, inside, elementwise)
+            if emitted is None:
+                return None
+        else:
+            emitted = elements.node_copy(node, inside.__getitem__)
         inside[node] = emitted
         written = node.args[0] if _is_in_place(node) else node
         root[node] = root.get(written, node)
@@ -166,6 +218,9 @@ def _split(
             computed.append(inside[result])
     plan.num_results = len(kept)
     plan.num_numbers = len(needed)
+    if update.offset is not None:
+        plan.offset = needed.index(placeholders[update.offset])
+    plan.scales = {plan.shards.index(position) for position in update.scales}
     numbers.output([*kept, *(outside[node] for node in needed)])
     elements.output(computed)
     return fx.GraphModule(gm, numbers), fx.GraphModule(gm, elements), plan
@@ -191,7 +246,7 @@ def _emit(
     if base == "index_put" and len(operands[1]) == 1:  # by a mask: check_elementwise
         result = call(_fill_where, operands[0], operands[1][0], operands[2])
         return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
-    if not outer:
+    if not outer or target is random_bits:  # whose numbers are tensors already
         return graph.node_copy(node, copies.__getitem__)
     if target in _TAKES_SCALAR_TENSOR and set(node.kwargs) <= {"alpha"} and len(operands) == 2:
         if "alpha" in node.kwargs:

@@ -42,24 +42,33 @@ class Kernels:
         self._keep = keep
         self._known: dict[Hashable, Choice | None] = {}
 
-    def find(self, update: Update, data: Tensor, gradient: Tensor) -> Choice | None:
-        """The kernel for shards like ``data``; None if no kernel can run the update."""
-        key = (update.computation, gradient.dtype, data.dtype, data.device.type)
+    def find(
+        self, update: Update, data: Tensor, gradient: Tensor, *, is_compiled: bool = True
+    ) -> Choice | None:
+        """The kernel for shards like ``data``; None if no kernel can run the update.
+
+        With ``is_compiled`` false it stands for a kernel, and runs operator by operator.
+        """
+        key = (update.computation, gradient.dtype, data.dtype, data.device.type, is_compiled)
         if key not in self._known:
-            self._known[key] = self._make(update, data, gradient)
+            self._known[key] = self._make(update, data, gradient, is_compiled)
         return self._known[key]
 
-    def _make(self, update: Update, data: Tensor, gradient: Tensor) -> Choice | None:
-        if runs_triton(data.device):
-            run = self._triton(update, gradient.dtype)
-            if run is not None:
-                self._write(update, run.kernel.source)
-                return Choice(run, gradient.dtype, may_wait=True)
-        kernel = UpdateKernel.of(update.graph_module, update.shards, update.clones_gradient)
+    def _make(
+        self, update: Update, data: Tensor, gradient: Tensor, is_compiled: bool
+    ) -> Choice | None:
+        if is_compiled and runs_triton(data.device):
+            triton = self._triton(update, gradient.dtype)
+            if triton is not None:
+                self._write(update, triton.kernel.source)
+                return Choice(triton, gradient.dtype, may_wait=True)
+        kernel = UpdateKernel.of(update, is_compiled)
         if kernel is None:
             return None
-        self._write(update, kernel.readable())
-        return Choice(kernel, data.dtype, may_wait=False)
+        if is_compiled:
+            self._write(update, kernel.readable())
+        run = kernel.in_blocks if update.scales else kernel
+        return Choice(run, update.gradient_dtype or data.dtype, may_wait=False)
 
     def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonUpdate | None:
         try:

@@ -42,6 +42,10 @@ class Update:
     which is why another value of it needs another trace.  ``writes_gradient`` says that the step
     changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
     element per element of the parameter, ``inputs`` where all of them are found: ``state.exp_avg``.
+
+    One that ``zerofx.codegen.storage`` has rewritten takes the gradient in ``gradient_dtype``, and
+    may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
+    number, ``scales`` are those of blocks' scales.
     """
 
     graph_module: fx.GraphModule
@@ -54,6 +58,9 @@ class Update:
     conversions: tuple[str, ...]
     optimizer: str
     inputs: tuple[str, ...]
+    gradient_dtype: torch.dtype | None = None
+    offset: int | None = None
+    scales: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -321,7 +328,7 @@ class _ShadowStep:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Stands for one result of the graph in a new state or group entry."""
 
     index: int
@@ -361,7 +368,7 @@ def _store(value: Any, results: list[Any]) -> Any:
     """Move a value's tensors and symbolic numbers to ``results``; return what is left."""
     if isinstance(value, (Tensor, *compat.SYMBOLIC_SCALARS)):
         results.append(value)
-        return _Slot(len(results) - 1)
+        return Slot(len(results) - 1)
     if type(value) is dict:
         return {name: _store(item, results) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -370,7 +377,7 @@ def _store(value: Any, results: list[Any]) -> Any:
 
 
 def _fill(template: Any, results: Sequence[Any]) -> Any:
-    if type(template) is _Slot:
+    if type(template) is Slot:
         return results[template.index]
     if type(template) is dict:
         return {name: _fill(item, results) for name, item in template.items()}

@@ -47,6 +47,10 @@ def test_defaults_are_the_contracts():
         "prefetch_across_steps": False,
         "fuse_optimizer": True,
         "peer_memory": True,
+        "master_weights": False,
+        "stochastic_rounding": False,
+        "moment_dtype": None,
+        "rounding_seed": 0,
     }
 
 
@@ -72,6 +76,12 @@ def test_no_options_and_empty_options_are_the_same():
         ("link", Figures(latency_s=0.0, bytes_per_s=1.0)),
         ("dump", None),
         ("dump", "programs"),
+        ("master_weights", True),
+        ("stochastic_rounding", True),
+        ("moment_dtype", None),
+        ("moment_dtype", torch.bfloat16),
+        ("moment_dtype", torch.int8),
+        ("rounding_seed", -3),
         *((name, on) for name in OPTIONAL_PASSES for on in (True, False)),
     ],
 )
@@ -95,6 +105,11 @@ def test_every_allowed_value_is_kept(name, value):
         ("link", "latency_s=1e-4,bytes_per_s=1e9", Figures(1e-4, 1e9)),
         ("link", "bytes_per_s=2 latency_s=0 overlaps=0", Figures(0.0, 2.0, overlaps=False)),
         ("dump", "programs/of a step", "programs/of a step"),
+        ("master_weights", "1", True),
+        ("stochastic_rounding", "on", True),
+        ("moment_dtype", "int8", torch.int8),
+        ("moment_dtype", "torch.bfloat16", torch.bfloat16),
+        ("rounding_seed", "17", 17),
         *((name, "0", False) for name in OPTIONAL_PASSES),
     ],
 )
@@ -343,8 +358,9 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
         " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, dump,"
-        " recompute, hoist_casts, bucket, update_in_backward, prefetch, prefetch_across_steps,"
-        " fuse_optimizer, peer_memory"
+        " moment_dtype, rounding_seed, recompute, hoist_casts, bucket, update_in_backward,"
+        " prefetch, prefetch_across_steps, fuse_optimizer, peer_memory, master_weights,"
+        " stochastic_rounding"
     )
 
 
@@ -352,10 +368,12 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
-        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_DUMP, ZEROFX_RECOMPUTE,"
+        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_DUMP,"
+        " ZEROFX_MOMENT_DTYPE, ZEROFX_ROUNDING_SEED, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
-        " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY"
+        " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY, ZEROFX_MASTER_WEIGHTS,"
+        " ZEROFX_STOCHASTIC_ROUNDING"
     )
 
 
@@ -419,7 +437,8 @@ def test_the_users_dict_is_left_alone():
 
 def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
-    assert switches == {*OPTIONAL_PASSES, "fuse_optimizer", "peer_memory"}
+    others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
+    assert switches == {*OPTIONAL_PASSES, *others}
     assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
 
 
@@ -501,3 +520,24 @@ def test_a_mode_is_refused_with_the_remedy(mode):
         refuse_mode(mode)
     assert f"mode={mode!r} has no meaning for backend='zero'" in str(raised.value)
     assert "options={'lowering': 'inductor'}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"master_weights": 1, "stochastic_rounding": 1}, "exclude each other.*Choose one"),
+        ({"stage": 0, "master_weights": 1}, "master_weights needs stage 1, 2 or 3"),
+        ({"stage": 0, "moment_dtype": "int8"}, "moment_dtype needs stage 1, 2 or 3"),
+        ({"moment_dtype": "float16"}, "moment_dtype must be one of bfloat16, int8"),
+    ],
+)
+def test_precisions_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        resolve(options, {})
+
+
+@pytest.mark.parametrize("value", [1.5, "3", True, None])
+def test_a_seed_is_an_integer(value):
+    assert "rounding_seed must be an integer" in words_of(TypeError, {"rounding_seed": value})
+    message = words_of(ValueError, {}, {"ZEROFX_ROUNDING_SEED": "a"})
+    assert "ZEROFX_ROUNDING_SEED must be an integer, not 'a'" in message

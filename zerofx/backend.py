@@ -18,6 +18,7 @@ from torch import fx
 from zerofx import compat, traced
 from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
+from zerofx.codegen.storage import Precision
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError, StepError
 from zerofx.figures import NOMINAL, Figures
@@ -222,7 +223,10 @@ class Program:
         if captured is not None and function.agree_on_kept(kept_gathered(self.gm.graph)):
             self.gm.graph = captured  # what another rank cannot keep: once more, without it
             self.reports = self._rewritten(ctx)
-        self.schedule = schedule(self.gm, step.table, options.stage)
+        self.schedule = (
+            *schedule(self.gm, step.table, options.stage),
+            *_precision(options).description,
+        )
         self.runtime: StepRuntime | None = None
 
     def _rewritten(self, ctx: PassContext) -> list[PassReport]:
@@ -261,6 +265,7 @@ class Program:
                 moves_whole=options.bucket,
                 in_place=[bucket.parameters for bucket in in_place],
                 keep_source=self.dump.write_kernel if self.dump else None,
+                precision=_precision(options),
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
@@ -297,6 +302,16 @@ class Program:
         results = self.runtime(inputs)
         return_freed_memory()
         return results
+
+
+def _precision(options: Options) -> Precision:
+    """What an optimizer's numbers are kept in, of all the options."""
+    return Precision(
+        master_weights=options.master_weights,
+        stochastic_rounding=options.stochastic_rounding,
+        moment_dtype=options.moment_dtype,
+        rounding_seed=options.rounding_seed,
+    )
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -868,39 +868,37 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[list[Any]]) -> 
 
 
 def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
-    """Compile a graph over tensors, of shapes that agree where their sizes are now equal, for all
-    sizes: 0-dim ones stay so, any other dimension may have any length, 0 and 1 too.
+    """Compile a graph over tensors of one shape, and of its length, for all shapes.
 
-    The first call compiles, in a thread of its own and by ``compile_fx`` for the reasons above;
-    through ``torch.compile`` a length of 1 is compiled apart, and every call checks guards.
-    Gradients are not followed.  The symbolic contexts are for 2.11 to 2.15; can go with
-    ``compile_with_inductor``.
+    Tensors are 0-dim, or flat and of one length; or of two dimensions, and flat ones then have as
+    many elements as those have rows.  Lengths of 0 and 1 are no other program.  The first call
+    with other dtypes or devices compiles, in a thread of its own and by ``compile_fx`` for the
+    reasons above; through ``torch.compile`` a length of 1 is compiled apart, and every call checks
+    guards.  The symbolic contexts are for 2.11 to 2.15; can go with ``compile_with_inductor``.
     """
-    compiled: Callable | None = None
+    compiled: dict[tuple, Callable] = {}
 
     def compile_now(inputs: Sequence[Any]) -> Callable:
         from torch._inductor.compile_fx import compile_fx
 
         fakes = FakeTensorMode(shape_env=ShapeEnv())
+        in_rows = any(tensor.dim() == 2 for tensor in inputs)
         with torch.no_grad(), tracing(TracingContext(fakes)):
-            return compile_fx(gm, [_of_any_length(tensor, fakes) for tensor in inputs])
+            return compile_fx(gm, [_of_any_length(tensor, in_rows, fakes) for tensor in inputs])
 
     def run(*inputs: Any) -> Any:
-        nonlocal compiled
-        if compiled is None:
+        kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
+        if kinds not in compiled:
             with ThreadPoolExecutor(max_workers=1) as thread:
-                compiled = thread.submit(compile_now, inputs).result()
-        return compiled(*inputs)
+                compiled[kinds] = thread.submit(compile_now, inputs).result()
+        return compiled[kinds](*inputs)
 
     return run
 
 
-# A length that is nothing else's, and enough for Inductor to use several threads.
-_SOME_LENGTH = 2**20 + 3
-
-
-def _of_any_length(tensor: torch.Tensor, fakes: FakeTensorMode) -> torch.Tensor:
-    example = torch.empty((_SOME_LENGTH,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
-    sizes = [DimDynamic.DYNAMIC] * tensor.dim()
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -> torch.Tensor:
+    """Stands for tensors like this one, of lengths that are nothing else's and worth threads."""
+    sizes = (2**12 + 3, 2**8 + 3)[: tensor.dim()] if in_rows else (2**20 + 3,)[: tensor.dim()]
+    example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
     return fakes.from_tensor(example, symbolic_context=context)

@@ -72,6 +72,15 @@ class Options:
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
     peer_memory: bool = True
     """Ranks of one machine may read each other's memory; off, all goes through sockets."""
+    master_weights: bool = False
+    """bfloat16 and float16 parameters are trained in float32, kept as a state; changes numerics."""
+    stochastic_rounding: bool = False
+    """What an update stores in bfloat16 is rounded at random, unbiased; changes numerics."""
+    moment_dtype: torch.dtype | None = None
+    """What moments are kept in, bfloat16 or int8 by blocks; None is as the optimizer does.
+    Changes numerics."""
+    rounding_seed: int = 0
+    """Of the random numbers that updates round with."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
@@ -123,7 +132,24 @@ def resolve(
             continue
         name = _option_of(variable)
         values[name] = _ACCEPTED[name].from_text(variable, text)
-    return Options(**values)
+    _check_together(resolved := Options(**values))
+    return resolved
+
+
+def _check_together(options: Options) -> None:
+    """Raise ValueError for values that are each allowed and make no sense together."""
+    if options.master_weights and options.stochastic_rounding:
+        raise ValueError(
+            "master_weights and stochastic_rounding exclude each other: with a master in float32"
+            " nothing of a parameter is lost to rounding. Choose one; moments that are kept in"
+            " moment_dtype are rounded stochastically in either case"
+        )
+    for name in ("master_weights", "moment_dtype"):
+        if options.stage == 0 and getattr(options, name):
+            raise ValueError(
+                f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
+                f" Drop {name}, or choose another stage"
+            )
 
 
 def environment() -> Mapping[str, str]:
@@ -203,11 +229,11 @@ class _Switch:
         raise ValueError(f"{name} must be one of {', '.join(self.WORDS)}, not {given!r}")
 
 
-class _ReduceDtype:
-    """A dtype that gradients can be summed in, or its name."""
+class _Dtype:
+    """One of a few dtypes, or its name; or None."""
 
-    ALLOWED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-    ALLOWED |= {"float32": torch.float32, "float64": torch.float64}
+    def __init__(self, *allowed: torch.dtype) -> None:
+        self.allowed = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
 
     def from_object(self, name: str, value: object) -> torch.dtype | None:
         if value is None:
@@ -222,9 +248,9 @@ class _ReduceDtype:
         return self._named(name, text) if text else None
 
     def _named(self, name: str, text: str) -> torch.dtype:
-        dtype = self.ALLOWED.get(text.removeprefix("torch."))
+        dtype = self.allowed.get(text.removeprefix("torch."))
         if dtype is None:
-            raise ValueError(f"{name} must be one of {', '.join(self.ALLOWED)}, not {text!r}")
+            raise ValueError(f"{name} must be one of {', '.join(self.allowed)}, not {text!r}")
         return dtype
 
 
@@ -278,6 +304,21 @@ class _Link:
             ) from None
 
 
+class _Integer:
+    """Any integer."""
+
+    def from_object(self, name: str, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer, not {_kind_of(value)}")
+        return value
+
+    def from_text(self, name: str, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name} must be an integer, not {text!r}") from None
+
+
 class _Folder:
     """A path."""
 
@@ -316,20 +357,23 @@ class _Group:
         )
 
 
-_Accepted = _Choice | _Switch | _ReduceDtype | _Bytes | _Link | _Folder | _Group
+_Accepted = _Choice | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Group
 
 _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
     "lowering": _Choice(("eager", "inductor")),
     "process_group": _Group(),
     "accumulate": _Choice(("local", "sharded"), optional=True),
-    "reduce_dtype": _ReduceDtype(),
+    "reduce_dtype": _Dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
     "link": _Link(),
     "dump": _Folder(),
+    "moment_dtype": _Dtype(torch.bfloat16, torch.int8),
+    "rounding_seed": _Integer(),
 }
-_ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, "fuse_optimizer", "peer_memory")}
+_SWITCHES = ("fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding")
+_ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, *_SWITCHES)}
 
 
 def _check_option_name(name: object) -> None:

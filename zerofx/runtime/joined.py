@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.codegen.rounding import num_blocks
+from zerofx.codegen.storage import NATIVE
 from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, without_base
+from zerofx.runtime.stored import is_scale
 
 
 def adjoin(first: Tensor, second: Tensor) -> bool:
@@ -41,10 +44,12 @@ def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> di
     if any(state.keys() != first.keys() for state in states):
         return None
     joined: dict[str, Any] = {}
+    native = first.get(NATIVE, {})
     for name in first:
         values = [state[name] for state in states]
-        if _are_shards(values, lengths):
-            joined[name] = _side_by_side(name, values, states, lengths)
+        parts = blocks_of(lengths) if is_scale(name, native) else lengths
+        if _are_shards(values, parts):
+            joined[name] = _side_by_side(name, values, states, parts)
         elif all(_same_number(values[0], value) for value in values):
             joined[name] = values[0]
         else:
@@ -59,11 +64,12 @@ def keep_state(
     lengths: Sequence[int],
 ) -> None:
     """Give each parameter its part of what an update of ``joined`` has returned."""
-    total = sum(lengths)
+    native = new.get(NATIVE, {})
     for name, value in new.items():
-        if isinstance(value, Tensor) and value.shape == (total,):
+        parts = blocks_of(lengths) if is_scale(name, native) else lengths
+        if isinstance(value, Tensor) and value.shape == (sum(parts),):
             if value is not joined.get(name):
-                _divide(name, value, states, lengths)
+                _divide(name, value, states, parts)
         elif isinstance(value, Tensor):
             for state in states:
                 if not isinstance(state.get(name), Tensor):
@@ -76,6 +82,11 @@ def keep_state(
     for state in states:
         for name in [name for name in state if name not in new]:
             del state[name]
+
+
+def blocks_of(lengths: Sequence[int]) -> list[int]:
+    """How many blocks each of several neighbours has."""
+    return [num_blocks(length) for length in lengths]
 
 
 def _side_by_side(
@@ -118,4 +129,9 @@ def _same_number(one: Any, other: Any) -> bool:
             and one.dtype == other.dtype
             and one.item() == other.item()
         )
-    return type(one) is type(other) and isinstance(one, int | float | str | bool) and one == other
+    plain = isinstance(one, int | float | str | bool) or _is_dtypes(one)
+    return type(one) is type(other) and plain and one == other
+
+
+def _is_dtypes(value: Any) -> bool:
+    return type(value) is dict and all(isinstance(item, torch.dtype) for item in value.values())

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from zerofx import ops
+from zerofx.codegen.storage import Precision
 from zerofx.errors import StepError
 from zerofx.graph import (
     aliases,
@@ -39,7 +40,7 @@ from zerofx.runtime.flat import (
     without_base,
 )
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.update import PLAIN, OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
 
 
@@ -69,6 +70,7 @@ class StepRuntime:
         moves_whole: bool = False,
         in_place: Iterable[Sequence[int]] = (),
         keep_source: Callable[[str, str], None] | None = None,
+        precision: Precision = PLAIN,
     ):
         self.communicator = communicator
         self.table = table
@@ -79,6 +81,7 @@ class StepRuntime:
         self.reuses_buffers = reuses_buffers
         self.moves_whole = moves_whole
         self.in_place = list(in_place)
+        self.precision = precision
         roles = list(enumerate(map(input_role, placeholders(graph))))
         self.inputs = [(position, role) for position, role in roles if role.sharded]
         self.parameter_inputs = [
@@ -121,6 +124,7 @@ class StepRuntime:
                 sharded=stage > 0,
                 gradients_read_later=read_later,
                 keep_source=keep_source,
+                precision=precision,
             )
             for handle, optimizer in optimizers.items()
         }
@@ -153,7 +157,7 @@ class StepRuntime:
                     self._memories.append((weakref.ref(memory), parameters))
         self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
         for optimizer in map(_alive, self.optimizers):
-            attach_optimizer(optimizer)
+            attach_optimizer(optimizer, keeps_loaded_dtypes=not self.precision.is_plain)
 
     def _key(self, parameters: Iterable[int], dtype: torch.dtype) -> Key:
         return tuple(self.bound[index] for index in parameters), dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,16 +21,22 @@ from zerofx.codegen.arguments import (
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.independence import check_independent
 from zerofx.codegen.kernels import Keep, Kernels, runs_triton
+from zerofx.codegen.rounding import BLOCK
+from zerofx.codegen.storage import NATIVE, Precision
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.codegen.triton_kernel import Launches
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
+from zerofx.runtime.stored import Draw, StateStorage, is_scale
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
 
 FEWEST_ELEMENTS = 8192
 """Below this, a CPU kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
+
+
+PLAIN = Precision()
 
 
 class OptimizerRunner:
@@ -42,8 +49,9 @@ class OptimizerRunner:
 
     ``parameters`` maps the index that the program uses to the user's parameter and its layout;
     ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
-    somebody reads after the update; ``keep_source`` is given the kernels that are generated.
-    ``trace_count`` counts the traces of the optimizer's Python.
+    somebody reads after the update; ``keep_source`` is given the kernels that are generated;
+    ``precision`` is what states are kept in.  ``trace_count`` counts the traces of the optimizer's
+    Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -57,6 +65,7 @@ class OptimizerRunner:
         sharded: bool,
         gradients_read_later: Collection[int] = (),
         keep_source: Keep | None = None,
+        precision: Precision = PLAIN,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._optimizer_name = type(optimizer).__name__
@@ -67,6 +76,9 @@ class OptimizerRunner:
             index: (info.shape, info.stride, info.dtype, info.device)
             for index, (_, info) in parameters.items()
         }
+        self._storage = StateStorage(precision, self._optimizer_name)
+        self._first_elements: dict[int, int] = {}
+        self._num_steps = 0
         self._rank = rank
         self._sharded = sharded
         self._gradients_read_later = gradients_read_later
@@ -87,6 +99,8 @@ class OptimizerRunner:
             group = _GroupOfStep(values)
             for parameter in values["params"]:
                 self._groups[id(parameter)] = group
+        if self._storage.precision.draws:
+            self._number_elements(optimizer)
 
     def prepare(self, parameters: Iterable[int]) -> None:
         """Trace the first update of these parameters without running it.
@@ -104,6 +118,7 @@ class OptimizerRunner:
         for parameter in parameters:
             user_parameter = self._parameters[parameter][0]()
             group = self._groups.get(id(user_parameter))
+            self._storage.check(self._parameters[parameter][1])
             if group is not None and not optimizer.state.get(user_parameter):
                 self._find(optimizer, parameter, group, nothing)
         self._groups = None
@@ -131,21 +146,23 @@ class OptimizerRunner:
                 f"{self._optimizer_name} no longer has parameter '{info.name}' in any parameter "
                 "group, but the compiled step updates it. Add it with add_param_group."
             )
-        if grad.dtype != data.dtype:
-            grad = grad.to(data.dtype)  # reduced in another dtype; eager's is the parameter's
         with torch.no_grad():
             values = optimizer.state.get(user_parameter) or {}
+            self._storage.adopt(values, data, info)
             if self._sharded:
                 self._check_shards(values, data, info)
             shard_shape = tuple(data.shape) if self._sharded else None
-            state = read_arguments(values, shard_shape=shard_shape, inputs=values)
-            update, group_arguments = self._find(optimizer, parameter, group, state)
-            new_state, new_group = update(
-                data,
-                grad,
-                (*group_arguments.tensors, *state.tensors),
-                (*group_arguments.scalars, *state.scalars),
+            logical = self._storage.logical(values, info)
+            state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)
+            traced, arguments = self._find(optimizer, parameter, group, state)
+            draw = self._draw(parameter, values)
+            update, tensors, numbers = self._storage.rewrite(
+                traced, values, arguments, state, data, grad, draw
             )
+            grad = grad.to(update.gradient_dtype or data.dtype)  # eager's is the parameter's
+            run = self._in_blocks(update, data, grad) if update.scales else None
+            new_state, new_group = update(data, grad, tensors, numbers, run)
+            self._storage.settle(new_state, values, data, info, draw)
         group.changed.update(new_group)
         if new_state or values:
             live = optimizer.state[user_parameter]
@@ -178,14 +195,18 @@ class OptimizerRunner:
         What has no elements on this rank lies nowhere, and goes with the first of its group.
         """
         assert self._groups is not None
+        precision = self._storage.precision
+        is_plain, draws = precision.is_plain, precision.draws
         pieces: list[tuple[Any, list[tuple[Tensor, Tensor, int]]]] = []
         members = sorted(
             zip(data, grads, parameters, strict=True),
             key=lambda member: (not member[0].numel(), member[0].data_ptr()),
         )
         for member in members:
-            group = self._groups.get(id(self._parameters[member[2]][0]()))
-            kind = (id(group), member[0].dtype, member[1].dtype)
+            reference, info = self._parameters[member[2]]
+            group = self._groups.get(id(reference()))
+            storage = None if is_plain else precision.moment_storage(info.dtype, info.numel)
+            kind = (id(group), member[0].dtype, member[1].dtype, storage)
             if member[0].numel():
                 candidates = [
                     piece
@@ -193,6 +214,7 @@ class OptimizerRunner:
                     if known == kind
                     and adjoin(piece[-1][0], member[0])
                     and adjoin(piece[-1][1], member[1])
+                    and (not draws or self._counts_on(piece, member, storage))
                 ]
             else:
                 candidates = [piece for known, piece in pieces if known == kind][:1]
@@ -202,6 +224,54 @@ class OptimizerRunner:
                 pieces.append((kind, [member]))
         yield from (piece for _, piece in pieces)
 
+    def _counts_on(
+        self,
+        piece: list[tuple[Tensor, Tensor, int]],
+        member: tuple[Tensor, Tensor, int],
+        storage: torch.dtype | None,
+    ) -> bool:
+        """Whether elements are numbered on from a piece, and its blocks end where it does."""
+        last, _, parameter = piece[-1]
+        if storage is torch.int8 and any(len(data) % BLOCK for data, *_ in piece):
+            return False
+        return self._number_of_first(parameter) + len(last) == self._number_of_first(member[2])
+
+    def _number_elements(self, optimizer: torch.optim.Optimizer) -> None:
+        first = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._first_elements[id(parameter)] = first
+                first += parameter.numel()
+
+    def _number_of_first(self, parameter: int) -> int:
+        """Of this rank's first element of a parameter, among all elements of the optimizer."""
+        reference, info = self._parameters[parameter]
+        start = info.owned_by(self._rank)[0] if self._sharded else 0
+        return self._first_elements[id(reference())] + start
+
+    def _draw(self, parameter: int, values: Mapping[str, Any]) -> Draw | None:
+        """What this step's random numbers are drawn by, if any are."""
+        precision = self._storage.precision
+        if not precision.draws:
+            return None
+        step = values.get("step")
+        number = self._num_steps if step is None else int(step)
+        return Draw(self._number_of_first(parameter), precision.rounding_seed, number)
+
+    def _in_blocks(
+        self, update: Update, data: Tensor, grad: Tensor
+    ) -> Callable[..., Sequence[Any]]:
+        """What runs an update of moments in eight bits, operator by operator."""
+        choice = self._kernels.find(update, data, grad, is_compiled=False)
+        if choice is None:
+            raise UpdateError(
+                f"{self._optimizer_name}.step changes a tensor that is one number after using it, "
+                "and such an update does not run on blocks of moments in eight bits. Change it "
+                "before its first use, keep it as a Python number, or use "
+                "options={'moment_dtype': 'bfloat16'}."
+            )
+        return choice.run
+
     def _run_joined(self, members: list[tuple[Tensor, Tensor, int]], launches: Launches) -> bool:
         """Update shards that are one piece of memory with one kernel; False if that cannot be.
 
@@ -210,6 +280,7 @@ class OptimizerRunner:
         optimizer = self._live_optimizer()
         parameters = tuple(parameter for *_, parameter in members)
         users = [self._parameters[parameter][0]() for parameter in parameters]
+        info = self._parameters[parameters[0]][1]
         assert self._groups is not None
         group = self._groups.get(id(users[0]))
         states = [optimizer.state.get(user) or {} for user in users]
@@ -217,33 +288,38 @@ class OptimizerRunner:
         is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(members[0][0].device)
         if group is None or is_short:
             return False
+        for state, (data, *_) in zip(states, members, strict=True):
+            self._storage.adopt(state, data, info)
         values = joined_state(states, lengths)
         if values is None:
             return False
         with torch.no_grad():
-            state = read_arguments(values, shard_shape=(sum(lengths),), inputs=values)
-            update, arguments = self._find(optimizer, parameters[0], group, state)
+            logical = self._storage.logical(values, info)
+            state = read_arguments(logical, shard_shape=(sum(lengths),), inputs=logical)
+            traced, arguments = self._find(optimizer, parameters[0], group, state)
             layouts = {self._layouts[parameter]: parameter for parameter in parameters}
             for parameter in layouts.values():
                 other, _ = self._find(optimizer, parameter, group, state)
-                if other.computation != update.computation:
+                if other.computation != traced.computation:
                     return False
-            if update.writes_gradient:
+            if traced.writes_gradient:
                 for parameter in parameters:
-                    self._check_gradient(update, parameter)
+                    self._check_gradient(traced, parameter)
             data = join([member[0] for member in members])
             grad = join([member[1] for member in members])
+            draw = self._draw(parameters[0], values)
+            update, tensors, numbers = self._storage.rewrite(
+                traced, values, arguments, state, data, grad, draw
+            )
             kernel = self._kernels.find(update, data, grad)
             if kernel is None:
                 return False
-            run = partial(kernel.run, launches=launches) if kernel.may_wait else kernel.run
-            new_state, new_group = update(
-                data,
-                grad.to(kernel.gradient_dtype),
-                (*arguments.tensors, *state.tensors),
-                (*arguments.scalars, *state.scalars),
-                run,
-            )
+            # What is drawn for is settled below, which reads new states: it cannot wait.
+            waits = kernel.may_wait and draw is None
+            run = partial(kernel.run, launches=launches) if waits else kernel.run
+            grad = grad.to(kernel.gradient_dtype)
+            new_state, new_group = update(data, grad, tensors, numbers, run)
+            self._storage.settle(new_state, values, data, info, draw)
         group.changed.update(new_group)
         if new_state:
             keep_state(new_state, values, [optimizer.state[user] for user in users], lengths)
@@ -254,6 +330,7 @@ class OptimizerRunner:
         for group in (self._groups or {}).values():
             group.values.update(group.changed)
         self._groups = None
+        self._num_steps += 1
         self._live_optimizer()._opt_called = True
 
     def _live_optimizer(self) -> torch.optim.Optimizer:
@@ -290,6 +367,7 @@ class OptimizerRunner:
                 return update, arguments
         self.trace_count += 1
         info = self._parameters[parameter][1]
+        info = replace(info, dtype=self._storage.precision.compute_dtype(info.dtype))
         try:
             update = trace_update(
                 optimizer, info, group=arguments, state=state, sharded=self._sharded
@@ -322,7 +400,10 @@ class OptimizerRunner:
 
     def _check_shards(self, values: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
         """Refuse a state that is neither this rank's shard nor a number."""
+        native = values.get(NATIVE, {})
         for name, value in values.items():
+            if is_scale(name, native):
+                continue
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape != data.shape:
                 raise ValueError(
                     f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)} on "

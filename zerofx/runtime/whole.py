@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofx import compat
+from zerofx.codegen.storage import MASTER, widen
 from zerofx.runtime.agreement import rendezvous
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.flat import gather, ordinary_tensors, take_shard
@@ -117,7 +118,9 @@ def _meeting(destination: Any) -> tuple[weakref.ref[Any], int] | None:
 
 
 def attach_optimizer(
-    optimizer: Optimizer, owners: Lookup | Mapping[int, BoundParameter] = REGISTRY.lookup
+    optimizer: Optimizer,
+    owners: Lookup | Mapping[int, BoundParameter] = REGISTRY.lookup,
+    keeps_loaded_dtypes: bool = False,
 ) -> None:
     """Take charge of an optimizer's states: flat shards inside, whole values in state dicts.
 
@@ -126,6 +129,9 @@ def attach_optimizer(
     this rank's ``[info.shard_numel]``; whole ones from before are cut here.  Uses torch's public
     hooks on this one instance, and marks what has been cut, so calling it again is harmless.
 
+    With ``keeps_loaded_dtypes`` a state that is loaded stays in the dtype that it comes in, where
+    torch would cast it to its parameter's.
+
     Raises: ValueError if a state is neither a number nor of its parameter's shape.
     """
     lookup = owners if callable(owners) else _lookup_in(owners)
@@ -133,6 +139,7 @@ def attach_optimizer(
     if attachment is None:
         attachment = REGISTRY.attached[optimizer] = OptimizerAttachment(optimizer)
     attachment.lookup = lookup
+    attachment.keeps_loaded_dtypes |= keeps_loaded_dtypes
     attachment.shard_states(optimizer)
 
 
@@ -161,6 +168,8 @@ class OptimizerAttachment:
         self.lookup: Lookup = REGISTRY.lookup
         self.sharded: weakref.WeakSet[BoundParameter] = weakref.WeakSet()
         self.before_load: dict[str, Any] = {}
+        self.loading: dict[str, Any] = {}
+        self.keeps_loaded_dtypes = False
         self.handles = [
             optimizer.register_step_pre_hook(self.on_step),
             optimizer.register_state_dict_post_hook(self.on_state_dict),
@@ -190,8 +199,12 @@ class OptimizerAttachment:
         self.sharded.update(new)
 
     def whole_state(self, bound: BoundParameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole tensors of one parameter's state, on its device.  Collective."""
-        whole = dict(state)
+        """Return the whole tensors of one parameter's state, on its device.  Collective.
+
+        In the dtypes in which the optimizer would have them, whatever they are kept in.
+        """
+        with ordinary_tensors():
+            whole = state = widen(state)
         for key in sorted(state, key=str):  # the same order on all ranks
             value = state[key]
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -231,14 +244,18 @@ class OptimizerAttachment:
         # In the order of the parameters, as if they had been updated in it.
         state_dict["state"] = dict(sorted(state_dict["state"].items(), key=lambda entry: entry[0]))
 
-    def on_load(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
+    def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self.loading = state_dict
         self.before_load = {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
     def on_loaded(self, optimizer: Optimizer) -> None:
         """Cut the loaded states, or restore the old ones if they do not fit."""
         before, self.before_load = self.before_load, {}
+        state_dict, self.loading = self.loading, {}
         was_sharded = set(self.sharded)
         self.sharded.clear()
+        if self.keeps_loaded_dtypes:
+            self._undo_casts(optimizer, state_dict)
         try:
             self.shard_states(optimizer)
         except ValueError:
@@ -248,9 +265,24 @@ class OptimizerAttachment:
         for bound in self.sharded:
             REGISTRY.note_write(bound, "optimizer.load_state_dict()")
 
+    def _undo_casts(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Give states that are numbers per element the dtypes that they have been saved in."""
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        owners = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in zip(saved, owners, strict=True):
+            state = optimizer.state.get(parameter, {})
+            for name, given in state_dict["state"].get(number, {}).items():
+                loaded = state.get(name)
+                if _is_float(given) and _is_float(loaded) and given.dtype != loaded.dtype:
+                    state[name] = given.detach().to(loaded.device, copy=True)
+
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _names_of_numbers(states: Mapping[Any, Any]) -> set[str]:
@@ -344,6 +376,15 @@ def _average(gradient: torch.Tensor, communicator: Any) -> torch.Tensor:
     return average.reshape(gradient.shape).clone(memory_format=torch.preserve_format)
 
 
+def _as_plain(state: Mapping[str, Any], bound: BoundParameter) -> dict[str, Any]:
+    """The state of a parameter that is trained in its own dtype, as after ``load_state_dict``."""
+    return {
+        name: value.to(bound.info.dtype) if _is_float(value) and value.dim() else value
+        for name, value in state.items()
+        if name != MASTER
+    }
+
+
 def _unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
@@ -353,7 +394,9 @@ def _unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
         if bound in wanted and bound in attachment.sharded:
             state = optimizer.state.get(bound.parameter)
             if state:
-                state.update(attachment.whole_state(bound, state))
+                whole = attachment.whole_state(bound, state)
+                state.clear()
+                state.update(_as_plain(whole, bound) if attachment.keeps_loaded_dtypes else whole)
             attachment.sharded.discard(bound)
     if not attachment.sharded:
         attachment.detach()
