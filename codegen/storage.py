@@ -256,9 +256,14 @@ def resume_master(master: Tensor, parameter: Tensor) -> Tensor:
 
     A new tensor.  The parameter is its master, rounded; where it is not, it is what counts.
     """
-    # Bits: Inductor leaves out a cast to fewer of them that is followed by one to more.
+    # By bits: Inductor leaves out a cast to fewer of them that is followed by one to more.
+    wide = parameter.to(master.dtype)
+    if parameter.dtype is torch.bfloat16:  # whose bits are a float32's: three times as fast
+        raw = master.view(torch.int32)
+        rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) & -65536  # to nearest, ties to even
+        return torch.where(rounded == wide.view(torch.int32), master, wide)
     rounded = master.to(parameter.dtype).view(torch.int16)
-    return torch.where(rounded == parameter.view(torch.int16), master, parameter.to(master.dtype))
+    return torch.where(rounded == parameter.view(torch.int16), master, wide)
 
 
 # Between updates

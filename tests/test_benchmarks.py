@@ -76,3 +76,17 @@ def test_a_widened_model_has_the_parameters_asked_for_and_the_same_depth(load):
     wide = models.Sizes(layers=2).widened(20e6)
     assert wide.layers == 2
     assert 20e6 <= sum(parameter.numel() for parameter in wide.build().parameters()) < 25e6
+
+
+def test_the_optimizers_benchmark_has_a_row_for_every_system_and_their_results_agree():
+    systems = ["zerofx", "AdamW(fused=True)", "AdamW(foreach=True)"]
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "optimizer.py", "--elements", "1e4"]
+        + ["--rounds", "1", "--systems", *systems],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr  # 1 if the results differ
+    rows = ran.stdout.split("---\n")[-1].splitlines()
+    assert [row.split("  ")[0] for row in rows] == [*systems, "copy", "triad"]

@@ -19,7 +19,7 @@ from zerofx.codegen.rounding import (
     scale_of,
     step_key,
 )
-from zerofx.codegen.storage import MASTER, NATIVE, Precision, narrow, widen
+from zerofx.codegen.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
 from zerofx.runtime import update as updates
 from zerofx.runtime.update import OptimizerRunner
 
@@ -192,6 +192,19 @@ def test_what_somebody_writes_to_a_parameter_counts(uncompiled):
     expected = master.clone()
     expected[::3] = 4.0
     assert torch.equal(training.state(0)[MASTER], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_resumes_its_own_master(dtype):
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float()
+    noise = 1 + torch.randn(2**16, generator=torch.Generator().manual_seed(0)) * 1e-3
+    ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11])
+    masters = torch.cat([values, values * noise, ties, -ties])
+    resumed = resume_master(masters, masters.to(dtype))
+    torch.testing.assert_close(resumed, masters, rtol=0, atol=0, equal_nan=True)
+    other = torch.full_like(masters, 3.0).to(dtype)
+    expected = torch.where(masters.to(dtype) == 3, masters, 3.0)
+    assert torch.equal(resume_master(masters, other), expected)
 
 
 def test_a_master_that_was_cast_is_refused(uncompiled):
