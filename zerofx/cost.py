@@ -139,9 +139,11 @@ def _roots(
 
 
 def _bytes_of(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
+    """Bytes of a tensor; a size that is a symbol gets a guard.
+
+    For a plan that fits a budget with these sizes may not with others.
+    """
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 UPDATE_STREAMS = 7
@@ -211,9 +213,14 @@ def flops(node: fx.Node) -> int:
 
 
 def _bytes_in(node: fx.Node) -> int:
+    """Bytes of a node's tensors, without guards: a prediction need not hold for other sizes."""
     value = node.meta.get("val")
     parts = value if isinstance(value, (tuple, list)) else [value]
-    return sum(map(_bytes_of, parts))
+    return sum(
+        math.prod(map(compat.size_hint, part.shape)) * part.dtype.itemsize
+        for part in parts
+        if isinstance(part, torch.Tensor)
+    )
 
 
 def _is_of_shards(node: fx.Node) -> bool:
