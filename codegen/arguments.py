@@ -167,7 +167,6 @@ _OF_EVERY_OPTIMIZER = {
     "_step_count",
     "_warned_capturable_if_run_uncaptured",
     "_zero_grad_profile_name",
-    "_patch_step_function",
 }
 
 

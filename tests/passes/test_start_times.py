@@ -234,6 +234,21 @@ def test_starts_come_in_the_order_of_waits_whatever_fits():
     assert limited >= 2
 
 
+@pytest.mark.parametrize("link", (SLOW, MEDIUM), ids=("slow", "medium"))
+def test_no_start_passes_another_collective_whatever_fits(link):
+    """How early depends on a rank's batch; the order in which ranks meet must not."""
+    least, early = smallest_of(deep(), link=link), 0
+    for share in (0.05, 0.1, 0.2, 0.4):
+        program = within(deep(), int(least * (1 + share)), link)
+        order = program_order(program.graph)
+        others = [n for n in order if n.target in (ops.all_reduce_start, ops.reduce_scatter_start)]
+        assert others
+        for start, wait in gathers(program):
+            early += order[wait] - order[start] > 1
+            assert not any(order[start] < order[other] < order[wait] for other in others)
+    assert early
+
+
 def test_what_is_gathered_twice_is_not_there_twice():
     """However much memory there is: to keep it would be better."""
     program = within(deep(), None, prefetch=False)

@@ -30,8 +30,8 @@ class BucketMemory:
         self.shards: dict[int, torch.Tensor] = {}  # this rank's, by the parameter's identity
         self._addresses: list[int] = []
 
-    def is_home(self) -> bool:
-        """Whether all parameters live here now, after those have moved in that can.
+    def move_in(self) -> bool:
+        """Move parameters here that live elsewhere; return whether all live here now.
 
         A bucket stays where it is, and is updated there, while something else has memory of its
         parameters: a view that the user took, another process.
@@ -41,9 +41,9 @@ class BucketMemory:
             return False
         if self._addresses == [parameter.data_ptr() for parameter in parameters]:
             return all(parameter.dtype == self.flat.dtype for parameter in parameters)
-        return self._move_in(parameters)
+        return self._move(parameters)
 
-    def _move_in(self, parameters: list[nn.Parameter]) -> bool:
+    def _move(self, parameters: list[nn.Parameter]) -> bool:
         first = parameters[0]
         for parameter, info in zip(parameters, self.infos, strict=True):
             layout = (tuple(parameter.shape), tuple(parameter.stride()))

@@ -124,7 +124,7 @@ class ParameterRegistry:
                 if moves_whole and stage in (1, 2):
                     if number not in homes:
                         homes[number] = BucketMemory(members[number], communicator.rank)
-                        homes[number].is_home()
+                        homes[number].move_in()
                     bound.memory = homes[number]
                 if stage == 3:
                     if info.shares_bucket:

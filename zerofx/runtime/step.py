@@ -194,7 +194,7 @@ class StepRuntime:
                 )
         for reference, parameters in self._memories:
             memory = _alive(reference)
-            if memory.is_home():
+            if memory.move_in() and memory.flat.numel():  # what is empty lies nowhere
                 self._homes.update(dict.fromkeys(parameters, memory))
                 self._gathered_into[memory.own.data_ptr()] = memory.flat
         if self.stage < 3:
