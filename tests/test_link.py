@@ -213,9 +213,12 @@ def test_given_figures_are_taken_and_shown(ranks, tmp_path):  # noqa: F811
 def one_is_given_figures(text: str) -> tuple[str, str]:
     link._known.clear()
     torch._dynamo.reset()
-    own_timeout, backend.AGREEMENT_TIMEOUT_S = backend.AGREEMENT_TIMEOUT_S, 2.0
+    measures = dist.get_rank() == 0
+    own_timeout = backend.AGREEMENT_TIMEOUT_S
+    # Only the rank that measures gives up: the other hears of it.
+    backend.AGREEMENT_TIMEOUT_S = 2.0 if measures else 120.0
     try:
-        with mock.patch.dict(os.environ, MEASURING if dist.get_rank() == 0 else {}):
+        with mock.patch.dict(os.environ, MEASURING if measures else {}):
             train()
     except (RuntimeError, AgreementError) as error:
         return type(error).__name__, str(error)
@@ -232,4 +235,5 @@ def test_a_rank_that_measures_alone_says_so():
         fresh.kill()
     assert "is collective: call it on all ranks; rank(s) [1] did not join within 2 s" in waited
     assert "unless all are given its figures" in waited
-    assert own_kind == kind == "AgreementError" and "rank 0" in told
+    assert own_kind == kind == "AgreementError"
+    assert "rank 0 could not compile" in told and "did not join within 2 s" in told

@@ -127,7 +127,11 @@ class CompiledFunction:
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
         name = f"the first call of compiled function {self.number}"  # as all ranks count them
-        return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
+        try:
+            return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
+        except AgreementError as error:
+            self.agreement.fail(str(error))  # to ranks that were given figures: they wait there
+            raise
 
     def _run_passes(self, step: CapturedStep) -> Callable:
         program = Program(self, step)

@@ -172,8 +172,8 @@ class Agreement:
     def fail(self, message: str) -> None:
         """Tell ranks that wait in ``check``, or will, that this one could not compile.
 
-        Call it once per compilation that fails, and not for an AgreementError: that one all
-        ranks have seen.  The message should name the error and its place.
+        Call it once per compilation that fails, and not for what ``check`` or ``exchange`` raised:
+        all ranks have seen that.  The message should name the error and its place.
         """
         if self.world_size == 1:
             return
