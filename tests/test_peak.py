@@ -21,12 +21,8 @@ from tests.test_cost import llama_loss, tiny_llama
 from tests.test_memory import Allocations
 
 WIDTH = 48
-TOLERANCE = {"SwiGLU": 1.01, "GELU": 1.01, "GPT": 1.01, "Llama": 1.04}
-"""Numbers, and what the profiler itself allocates.
-
-Llama holds one hidden activation more than torch's 13: a backward of its own writes the gradient of
-a gated product into what forward has saved for it, and a region's inputs are not written to.
-"""
+TOLERANCE = 1.01
+"""Numbers, and what the profiler itself allocates."""
 
 
 class SwiGlu(nn.Module):
@@ -109,4 +105,4 @@ def peak(name: str, stage: int | None) -> int:
 def test_the_peak_is_not_above_plain_torch_compiles(name, stage):
     if name == "Llama" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    assert peak(name, stage) <= TOLERANCE[name] * peak(name, None)
+    assert peak(name, stage) <= TOLERANCE * peak(name, None)

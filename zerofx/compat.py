@@ -6,6 +6,7 @@ Each name says which versions it is for and when it can go.  Supported: torch 2.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import operator
@@ -839,8 +840,20 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
     placeholder.meta["steal_arg"] = True
 
 
-def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[list[Any]]) -> Callable:
+IN_ORDER = {"reorder_for_locality": False}
+"""Settings of Inductor that keep a program's order, as in training and not as in inference.
+
+Weight gradients late, next to what communicates them, keep alive what they are made of.
+"""
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, inputs: list[list[Any]], donated: Sequence[int] = ()
+) -> Callable:
     """Compile an aten graph for these very inputs, in lists; returns a function of those.
+
+    The memory of inputs at the positions ``donated`` may be written to, as that of what backward
+    alone reads: nobody else has it, and nobody reads it later.
 
     ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
     thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
@@ -861,10 +874,44 @@ def compile_with_inductor(gm: torch.fx.GraphModule, inputs: list[list[Any]]) -> 
 
     def compile_region() -> Callable:
         with torch.no_grad(), tracing(TracingContext(fakes)):
-            return compile_fx(gm, [list(map(static, values)) for values in inputs])
+            examples = [list(map(static, values)) for values in inputs]
+            return compile_fx(gm, examples, config_patches=IN_ORDER, **_donating(donated))
 
+    return _in_thread_of_its_own(compile_region)
+
+
+def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
+    """Call it there with the settings of this thread: Inductor's are per context, in some versions.
+
+    It is for ``compile_fx`` and goes with it.
+    """
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(compile_region).result()
+        return thread.submit(contextvars.copy_context().run, function).result()
+
+
+def _donating(donated: Sequence[int]) -> dict[str, Any]:
+    """Arguments of ``compile_fx`` that make Inductor reuse the memory of inputs at positions.
+
+    It does so in what is called a backward, where it looks in the tracing context for which.  That
+    is no part of its caches' keys, so the inputs are renamed.  For 2.11 to 2.15; can go with
+    ``compile_with_inductor``.
+    """
+    if not donated:
+        return {}
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def compile_donated(
+        gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for position in donated:
+            placeholders[position]._rename(f"donated_{position}")
+            placeholders[position].target = placeholders[position].name
+        gm.recompile()
+        TracingContext.get().fw_metadata.bw_donated_idxs = list(donated)
+        return compile_fx_inner(gm, inputs, **{**options, "is_backward": True})
+
+    return {"inner_compile": compile_donated}
 
 
 def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
@@ -889,8 +936,7 @@ def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
     def run(*inputs: Any) -> Any:
         kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
         if kinds not in compiled:
-            with ThreadPoolExecutor(max_workers=1) as thread:
-                compiled[kinds] = thread.submit(compile_now, inputs).result()
+            compiled[kinds] = _in_thread_of_its_own(functools.partial(compile_now, inputs))
         return compiled[kinds](*inputs)
 
     return run

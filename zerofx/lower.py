@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
-from typing import Any
 
-import torch
 from torch import fx, nn
 
-from zerofx import compat, ops
-from zerofx.graph import aliased_inputs, erase_unused, mutated_inputs
+from zerofx import ops
+from zerofx.graph import aliased_inputs, erase_unused
 from zerofx.in_place import WholeBucket
+from zerofx.regions import with_compiled_regions
 
 
 def lower(
@@ -41,7 +39,7 @@ def lower(
         for bucket in in_place:
             _write_back_together(program, bucket, copies, write_back)
     if lowering == "inductor":
-        graph = _with_compiled_regions(gm, program, root)
+        graph = with_compiled_regions(gm, program, root)
     else:
         graph = program
         for node in graph.nodes:
@@ -133,149 +131,3 @@ def _may_stand_between(node: fx.Node, updates: list[fx.Node]) -> bool:
     return node.target in (ops.take_shard, operator.getitem) or (
         node.op == "call_function" and not ops.is_ours(node.target) and bool(aliased_inputs(node))
     )
-
-
-class CompiledRegion(nn.Module):
-    """The compute between two zerofx operators, compiled by Inductor when it first runs.
-
-    Compiling with the values at hand needs no tracing context of the step's own compilation.
-    Equal regions, as those of equal layers, share what has been compiled.  A region with
-    symbolic sizes is compiled once for each set of them.
-
-    It takes its inputs in a list, which it empties: what forward has saved for backward, and
-    nobody reads later, is freed while the region runs and not after it.
-    """
-
-    _known: dict[str, dict[tuple, Callable]] = {}  # by what a region computes
-
-    def __init__(self, gm: fx.GraphModule, is_dynamic: bool):
-        super().__init__()
-        self.gm = gm
-        self.is_dynamic = is_dynamic
-        self.compiled = self._known.setdefault(_computation(gm.graph), {})
-
-    def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        sizes = tuple(map(_size, values)) if self.is_dynamic else ()
-        if sizes not in self.compiled:
-            self.compiled[sizes] = compat.compile_with_inductor(self.gm, [values])
-        return self.compiled[sizes](values)
-
-
-def _computation(graph: fx.Graph) -> str:
-    """Everything that compiling a region depends on, without names: equal for equal regions."""
-    number = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Text(number[n]))
-        target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")
-    return "\n".join(lines)
-
-
-class _Text(str):
-    __repr__ = str.__str__
-
-
-def _layout(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
-    return repr(value)
-
-
-def _size(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
-
-
-def _with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
-    """Copy a program with each run of compute replaced by a call of its compiled region."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    pending: list[fx.Node] = []
-
-    def flush() -> None:
-        if not any(_computes(node) for node in pending):
-            for node in pending:  # nothing but views: not worth a call
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            _call_region(gm, pending, graph, root, copies)
-        pending.clear()
-
-    for node in program.nodes:
-        if node in copies:
-            continue  # part of a result that its region has taken apart
-        if node.target is operator.getitem and not node.users:
-            continue  # a part that nobody reads, maybe far from what it is a part of
-        if node.op == "get_attr":
-            setattr(root, node.target, getattr(gm, node.target))
-        if _is_compute(node):
-            pending.append(node)
-            continue
-        flush()
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return graph
-
-
-def _is_compute(node: fx.Node) -> bool:
-    if node.op != "call_function" or isinstance(node.target, MethodType):  # the runtime's
-        return False
-    return not ops.is_ours(node.target) and not mutated_inputs(node)
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.target is not operator.getitem and not aliased_inputs(node)
-
-
-def _call_region(
-    gm: fx.GraphModule,
-    nodes: list[fx.Node],
-    graph: fx.Graph,
-    root: nn.Module,
-    copies: dict[fx.Node, fx.Node],
-) -> None:
-    # A compiled region returns tensors, so whoever makes several is taken apart inside it.
-    for node in list(nodes):
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            parts = [user for user in node.users if user.target is operator.getitem]
-            nodes.extend(part for part in parts if part not in nodes)
-    inside = set(nodes)
-    inputs = list(
-        dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
-    )
-    outputs = [
-        node
-        for node in nodes
-        if any(user not in inside for user in node.users)
-        and not isinstance(node.meta["val"], (tuple, list))
-    ]
-    body = fx.Graph()
-    local = {}
-    values = body.placeholder("values")
-    compat.mark_emptied(values)
-    for position, source in enumerate(inputs):
-        local[source] = body.call_function(operator.getitem, (values, position))
-        local[source].meta = dict(source.meta)
-    for node in nodes:
-        local[node] = body.node_copy(node, local.__getitem__)
-        compat.forget_checkpoints(local[node])
-    body.output(tuple(local[node] for node in outputs))
-    name = f"region_{sum(1 for _ in root.children())}"
-    is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
-    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), is_dynamic))
-    # A call of its own: the program's names for the inputs are gone when the region begins.
-    box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
-    call = graph.call_module(name, (box,))
-    for position, node in enumerate(outputs):
-        copies[node] = graph.call_function(operator.getitem, (call, position))
-
-
-def _listed(*values: Any) -> list[Any]:
-    return list(values)
-
-
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in value.shape)
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

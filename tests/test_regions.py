@@ -1,0 +1,212 @@
+"""What a program becomes when it is compiled: regions, and whose memory they may use."""
+
+import operator
+import weakref
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zerofx.lower import lower
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def program():
+    """``sin`` between two operators that end a region, as communication does."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    sine = graph.call_function(aten.sin.default, (x,))
+    sine.meta["val"] = torch.empty(4)
+    written = graph.call_function(aten.copy_.default, (x, sine))
+    written.meta["val"] = torch.empty(4)
+    cosine = graph.call_function(aten.cos.default, (sine,))
+    cosine.meta["val"] = torch.empty(4)
+    graph.output((cosine,))
+    return fx.GraphModule({}, graph)
+
+
+def test_a_region_is_the_last_to_hold_what_nobody_reads_later(program):
+    lowered = lower(program, {}, "inductor")
+    (first, second) = lowered.children()
+    x = torch.randn(4)
+    (sine,) = first([x])
+    expected = sine.cos()
+    values, gone = [sine], weakref.ref(sine)
+    del sine
+    (cosine,) = second(values)
+    assert values == [] and gone() is None
+    torch.testing.assert_close(cosine, expected)
+
+
+def test_the_program_has_no_name_for_a_region_s_inputs_while_it_runs(program):
+    lowered = lower(program, {}, "inductor")
+    calls = [node for node in lowered.graph.nodes if node.op == "call_module"]
+    assert len(calls) == 2
+    for call in calls:
+        (box,) = call.args
+        assert box.target is not operator.getitem and list(box.users) == [call]
+    x = torch.randn(4)
+    torch.testing.assert_close(lowered(x.clone())[0], x.sin().cos())
+
+
+def test_a_region_may_read_a_view_of_a_larger_tensor():
+    """Sizes are no symbols: the offset of a view would be one that no input defines."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    x.meta["val"], weight.meta["val"] = torch.empty(8, 6).chunk(2)[1], torch.empty(6, 3)
+    product = graph.call_function(aten.mm.default, (x, weight))
+    product.meta["val"] = torch.empty(4, 3)
+    loss = graph.call_function(aten.mean.default, (product,))
+    loss.meta["val"] = torch.empty(())
+    graph.output((product, loss))
+    batch, weight = torch.randn(8, 6), torch.randn(6, 3)
+    lowered = lower(fx.GraphModule({}, graph), {}, "inductor")
+    found, mean = lowered(batch.chunk(2)[1], weight)
+    torch.testing.assert_close(found, batch[4:] @ weight)
+    torch.testing.assert_close(mean, (batch[4:] @ weight).mean())
+
+
+# Memory that dies in a region is its results'.  A write, as of ``box``, ends one.
+
+
+def compiled(function, *inputs):
+    return lower(make_fx(function, tracing_mode="fake")(*inputs), {}, "inductor")
+
+
+def dies(x, box):
+    sine = x.sin()
+    box.zero_()
+    return sine.view(-1) * 2
+
+
+def is_read_by_an_earlier_region_too(x, box):
+    sine = x.sin()
+    box.zero_()
+    cosine = sine.t().cos()
+    box.zero_()
+    return cosine.t() + sine * 2
+
+
+def is_returned(x, box):
+    sine = x.sin()
+    box.zero_()
+    return sine * 2, sine
+
+
+def has_a_view_that_is_returned(x, box):
+    sine = x.sin()
+    box.zero_()
+    return sine * 2, sine[3:]
+
+
+def has_a_view_that_is_read_later(x, box):
+    sine = x.sin()
+    part = sine[3:]
+    box.zero_()
+    double = sine * 2
+    box.zero_()
+    return double[3:] + part
+
+
+def is_read_by_what_is_no_region(x, box):
+    sine = x.sin()
+    box.copy_(sine)
+    return sine * 2
+
+
+def is_an_input(x, box):
+    box.zero_()
+    return x * 2
+
+
+def is_a_view_of_an_input(x, box):
+    part = x.t()
+    box.zero_()
+    return part * 2
+
+
+def equals_another(x, box):
+    one, other = x.sin(), x.sin()
+    box.zero_()
+    double = one * 2
+    box.zero_()
+    return double + other
+
+
+def is_one_of_several_results(x, box):
+    mean = torch.var_mean(x, 0)[1]
+    box.zero_()
+    return mean * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "donations"),
+    (
+        (dies, 1),
+        (is_read_by_an_earlier_region_too, 2),
+        (is_returned, 0),
+        (has_a_view_that_is_returned, 0),
+        (has_a_view_that_is_read_later, 2),
+        (is_read_by_what_is_no_region, 0),
+        (is_an_input, 0),
+        (is_a_view_of_an_input, 0),
+        (equals_another, 3),
+        (is_one_of_several_results, 1),
+    ),
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_read_later_is_not_written_to(function, donations):
+    inputs = torch.randn(64, 64), torch.randn(64, 64)
+    expected = function(*(value.clone() for value in inputs))
+    lowered = compiled(function, *inputs)
+    assert sum(len(region.donated) for region in lowered.children()) == donations
+    for _ in range(2):
+        torch.testing.assert_close(lowered(*(value.clone() for value in inputs)), expected)
+
+
+def test_a_result_takes_the_memory_of_what_dies():
+    x, box = torch.randn(64, 64), torch.randn(64, 64)
+    first, second = compiled(dies, x, box).children()
+    (sine,) = first([x])
+    place = sine.data_ptr()
+    values = [sine]
+    del sine
+    (double,) = second(values)
+    assert double.data_ptr() == place
+    torch.testing.assert_close(double, x.sin().view(-1) * 2)
+
+
+def test_regions_that_may_not_write_are_not_taken_for_equal_ones_that_may():
+    inputs = torch.randn(32, 128), torch.randn(32, 128)
+    for function in (dies, is_returned, dies, is_returned):
+        torch._dynamo.reset()
+        found = compiled(function, *inputs)(*(value.clone() for value in inputs))
+        torch.testing.assert_close(found, function(*(value.clone() for value in inputs)))
+
+
+def test_regions_exchange_whole_memory_and_take_their_own_views():
+    def views(x, box):
+        sine = x.sin()
+        rows, columns = sine.view(-1), sine.t()
+        box.zero_()
+        return rows.sum() + columns.cos().sum()
+
+    inputs = torch.randn(8, 4), torch.randn(8, 4)
+    lowered = compiled(views, *inputs)
+    (_, second) = [node for node in lowered.graph.nodes if node.op == "call_module"]
+    assert len(second.args[0].args) == 1
+    torch.testing.assert_close(lowered(*inputs), views(*inputs))
+
+
+def test_the_user_s_settings_of_inductor_hold_in_regions():
+    """They are a context's own in some versions, and regions are compiled in another thread."""
+    seen = []
+    x, box = torch.randn(5, 7), torch.randn(5, 7)
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=seen.append):
+        compiled(dies, x, box)(x, box)
+    assert len(seen) == 2
