@@ -63,16 +63,16 @@ def check_elementwise(
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = _why_not_elementwise(node, shape, found)
+        reason = why_not_elementwise(node, shape, found)
         if reason is not None:
             raise UpdateError(
-                f"{optimizer} cannot run on shards: `{node.target}`{_line(node)} {reason}. "
-                "A shard is a flat piece of the parameter, so every operation of the update must "
-                'be elementwise. Use options={"stage": 0}, which updates whole parameters, or an '
-                "elementwise optimizer."
+                f"{optimizer} cannot run on shards: `{node.target}`{operation_line(node)} "
+                f"{reason}. A shard is a flat piece of the parameter, so every operation of the "
+                'update must be elementwise. Use options={"stage": 0}, which updates whole '
+                "parameters, or an elementwise optimizer."
             )
         reads_whole = any(operand in found for operand in node.all_input_nodes)
-        if (reads_whole and _tensors(node)) or _is_whole_factory(node, shape):
+        if (reads_whole and _tensors(node)) or is_whole_factory(node, shape):
             found.add(node)
     return found
 
@@ -112,7 +112,7 @@ def mutated_operands(node_target: Any, args: Sequence[Any], kwargs: dict[str, An
         yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
+def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
     """What disqualifies an operation, or None if it may run on shards."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -167,7 +167,7 @@ def _writes_one_value_by_mask(node: fx.Node, whole: set[fx.Node]) -> bool:
     return indices[0].meta["val"].dtype is torch.bool and value.meta["val"].ndim == 0
 
 
-def _is_whole_factory(node: fx.Node, shape: tuple) -> bool:
+def is_whole_factory(node: fx.Node, shape: tuple) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not shape:
         return False
     if operator_names(node.target)[0] not in _FACTORIES | _SIZE_PRESERVING or not node.args:
@@ -186,7 +186,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [item for item in values if isinstance(item, torch.Tensor)]
 
 
-def _line(node: fx.Node) -> str:
+def operation_line(node: fx.Node) -> str:
     """Where the optimizer's source calls the operation, as `` at file:line``."""
     found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     return f" at {found[1]}:{found[2]}" if found else ""

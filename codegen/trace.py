@@ -78,6 +78,10 @@ class Update:
         if self.clones_gradient and run is None:
             gradient = gradient.clone()
         results = (run or self.graph_module.forward)(parameter, gradient, *tensors, *scalars)
+        return self.filled(results)
+
+    def filled(self, results: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state and the group's changed entries that a run of the graph has returned."""
         state = {name: _fill(template, results) for name, template in self.state}
         return state, {name: _fill(template, results) for name, template in self.group}
 
