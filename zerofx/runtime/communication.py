@@ -33,13 +33,14 @@ from zerofx.runtime.transport import (
 class Traffic:
     """Bytes this rank sends, by category, and gathered bytes alive on it.
 
-    Categories: ``gather`` and ``reduce`` (parameters and gradients), ``scalar`` (sums and
-    maxima of at most ``SCALAR_BYTES``), ``setup`` (broadcasts and gathers outside steps) and
-    ``agreement`` (what goes through the store).  A broadcast counts as (N-1)/N of its size on
-    every rank, the group's total shared out: who forwards to whom is the backend's choice.
+    Categories: ``gather`` and ``reduce`` (parameters and gradients), ``exchange`` (what owners
+    need whole, and back), ``scalar`` (sums and maxima of at most ``SCALAR_BYTES``), ``setup``
+    (broadcasts and gathers outside steps) and ``agreement`` (what goes through the store).  A
+    broadcast counts as (N-1)/N of its size on every rank, the group's total shared out: who
+    forwards to whom is the backend's choice.
     """
 
-    CATEGORIES = ("gather", "reduce", "scalar", "setup", "agreement")
+    CATEGORIES = ("gather", "reduce", "exchange", "scalar", "setup", "agreement")
 
     def __init__(self) -> None:
         self.gathered_bytes = 0
@@ -185,6 +186,14 @@ class Communicator:
         self.traffic.gathered(gathered.nbytes)
         return gathered
 
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send each rank its part of a flat buffer and return what all have sent here; blocks.
+
+        ``sent`` and ``received`` count the elements to and from each rank, in rank order.
+        """
+        launch = partial(self._transport_of(flat.device).all_to_all, flat, sent, received)
+        return self.wait(self._start("all_to_all", "exchange", flat.nbytes, launch))
+
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         """Complete ``started``, the very tensor that a ``*_start`` returned, and return it."""
         pending = self._in_flight.pop(id(started), None)
@@ -306,9 +315,12 @@ class Communicator:
 
     def _transport(self, tensor: torch.Tensor) -> Transport:
         """How tensors like this one travel.  One without elements has nowhere to go."""
-        if self.group is None or self.world_size == 1 or not tensor.numel():
+        return self._transport_of(tensor.device) if tensor.numel() else self._local
+
+    def _transport_of(self, of_device: torch.device) -> Transport:
+        if self.group is None or self.world_size == 1:
             return self._local
-        device = tensor.device.type
+        device = of_device.type
         if device not in self._transports:
             self._transports[device] = self._connect(device, self.group)
         return self._transports[device]

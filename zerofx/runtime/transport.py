@@ -149,6 +149,9 @@ class LocalTransport:
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         return Started(tensor)
 
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
+        return Started(flat)
+
 
 class NativeTransport:
     """The backend's own collectives: NCCL, and any other that needs no detour.
@@ -193,6 +196,12 @@ class NativeTransport:
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
         sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
         return Started(tensor, work, sent_bytes=sent_bytes)
+
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
+        result = flat.new_empty(sum(received))
+        work = dist.all_to_all_single(result, flat, received, sent, group=self.group, async_op=True)
+        sent_bytes = (flat.numel() - sent[self.group.rank()]) * flat.itemsize
+        return Started(result, work, sent_bytes=sent_bytes)
 
 
 class GlooTransport:
@@ -245,6 +254,12 @@ class GlooTransport:
         work = dist.broadcast(buffer, group=self.group, group_src=src, async_op=True)
         sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
         return Started(tensor, GlooWork(work, buffer), sent_bytes=sent_bytes)
+
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
+        result = flat.new_empty(sum(received))
+        splits = ([numel * flat.itemsize for numel in numels] for numels in (received, sent))
+        sent_bytes = (flat.numel() - sent[self.rank]) * flat.itemsize
+        return Started(result, self._all_to_all(result, flat, *splits), sent_bytes=sent_bytes)
 
     def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> GlooWork:
         """Start receiving every rank's shard into ``out``.
@@ -388,6 +403,9 @@ class PeerTransport:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         return self.sockets.broadcast(tensor, src)
+
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
+        return self.sockets.all_to_all(flat, sent, received)
 
     def _gather(self, result: torch.Tensor, shard: torch.Tensor) -> PeerWork:
         pieces = result.chunk(self.world_size)
