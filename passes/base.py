@@ -21,7 +21,8 @@ class PassContext:
     ``num_backwards`` is how many times the step calls backward; ``bound`` holds the parameters,
     by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
     agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
-    are the same on all ranks.
+    are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
+    as (optimizer, parameter), and the floating point operations of each.
     """
 
     options: Options
@@ -32,6 +33,7 @@ class PassContext:
     bound: frozenset[int] = frozenset()
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
     figures: Figures = NOMINAL
+    whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def bucket_bytes(self) -> int:

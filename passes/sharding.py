@@ -32,6 +32,7 @@ from zerofx.graph import (
 from zerofx.passes.base import PassContext
 from zerofx.passes.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.gathers import GatherSource, insert_gathers
+from zerofx.passes.owners import compute_on_owners
 from zerofx.passes.reductions import PendingReductions, ReductionRule, rule_for
 from zerofx.plan import ParameterInfo
 
@@ -248,13 +249,23 @@ class ShardPropagation:
         """``optimizer_step`` over lists -> one in-place ``update`` of each parameter's shard."""
         parameters, gradients, optimizer, found_inf, indices = node.args
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+
+        def shards_at(position: int) -> tuple[fx.Node, fx.Node]:
+            info = self.ctx.table[indices[position]]
+            value = self._shard_operand(parameters[position], info, node)
+            return value, self._shard_operand(gradients[position], info, node)
+
+        with self.graph.inserting_before(node):
+            owned = compute_on_owners(self.builder, self.ctx, node, shards_at)
+        if owned:
+            self.counts["owned"] = self.counts.get("owned", 0) + len(owned)
         for position, index in enumerate(indices):
-            info = self.ctx.table[index]
             with self.graph.inserting_before(node):
+                value, gradient = owned[position] if position in owned else shards_at(position)
                 updated = self.builder.call(
                     ops.update,
-                    self._shard_operand(parameters[position], info, node),
-                    self._shard_operand(gradients[position], info, node),
+                    value,
+                    gradient,
                     optimizer,
                     index,
                     found_inf,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import aliased_inputs, is_random, mutated_inputs
+from zerofx.graph import aliased_inputs, is_owned, is_random, mutated_inputs
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -28,6 +28,8 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """
     moved = 0
     for update in [node for node in gm.graph.nodes if node.target is ops.update]:
+        if is_owned(update):
+            continue  # it follows what all ranks compute together
         barrier = _last_reader(update)
         operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
         cuts = [operand for operand in operands if operand.target is ops.take_shard]
@@ -44,12 +46,15 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     return {"moved": moved}
 
 
+_STAYING = (*ops.STARTS, ops.wait, ops.free, ops.update, ops.on_owners)
+
+
 def _hoist(node: fx.Node) -> None:
     """Move a node, and first what it is computed from, to just after the last of its operands.
 
     Communication, writes and random draws stay where they are, and what reads no tensor too.
     """
-    if node.op != "call_function" or node.target in (*ops.STARTS, ops.wait, ops.free, ops.update):
+    if node.op != "call_function" or node.target in _STAYING:
         return
     if mutated_inputs(node) or is_random(node) or not node.all_input_nodes:
         return

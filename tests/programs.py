@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat, ops, traced
+from zerofx.backend import whole_updates
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.figures import NOMINAL
 from zerofx.graph import gradient_outputs, input_role, placeholders, provenance
@@ -154,6 +155,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         captured.world_size,
         captured.num_backwards,
         figures=resolved.link or NOMINAL,
+        whole_updates=whole_updates(captured),
     )
 
 
@@ -297,7 +299,7 @@ def listing(captured: Captured) -> str:
             lines.append(f"return {show(node.args[0])}")
         else:
             arguments = [show(argument) for argument in node.args]
-            if node.target in (ops.optimizer_step, ops.update):
+            if node.target in (ops.optimizer_step, ops.on_owners, ops.update):
                 arguments[2] = type(traced.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
@@ -488,6 +490,7 @@ class _Machine:
         self.carried: list[Row] = []
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
+        self.whole_updates: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in self.ranks]
         self.random_states = []
         for rank in self.ranks:
             generator = torch.Generator().manual_seed(rank)
@@ -567,6 +570,7 @@ class _Machine:
             ops.pack: self._pack,
             ops.flatten_bucket: self._flatten_bucket,
             ops.optimizer_step: self._optimizer_step,
+            ops.on_owners: self._on_owners,
             ops.update: self._update,
         }
         if target in special:
@@ -702,11 +706,34 @@ class _Machine:
             updated.append(copies)
         return updated
 
+    def _on_owners(self, row: Row) -> list[list[torch.Tensor]]:
+        """Update whole tensors on every rank; ``update`` then only keeps what a rank owns of it."""
+        operands = [self._argument(rank, node.args) for rank, node in enumerate(row)]
+        _, _, handle, indices, owners, _, *found_inf = operands[0]
+        assert set(owners) <= set(self.ranks) and len(owners) == len(indices)
+        wholes: list[list[torch.Tensor]] = [[], []]
+        for position, index in enumerate(indices):
+            for values, kind in zip(wholes, (0, 1), strict=True):
+                shards = [operands[rank][kind][position] for rank in self.ranks]
+                values.append(whole_of(shards, self._info(0, index)))
+        for rank in self.ranks:
+            values = [value.clone() for value in wholes[0]]
+            self._step(rank, handle, indices, values, wholes[1], *(found_inf or [None]))
+            for index, value in zip(indices, values, strict=True):
+                self.whole_updates[rank][handle, index] = value
+        return [[torch.full_like(g, math.nan) for g in operands[rank][1]] for rank in self.ranks]
+
     def _update(self, row: Row) -> list[torch.Tensor]:
         results = []
         for rank, node in enumerate(row):
             values, gradient, handle, index, *rest = self._argument(rank, node.args)
             found_inf = rest[0] if rest else None
+            whole = self.whole_updates[rank].pop((handle, index), None)
+            if whole is not None:
+                assert gradient.isnan().all(), "an owner's result belongs to its update"
+                values.copy_(shards_of(whole, self._info(rank, index), math.nan)[rank])
+                results.append(values)
+                continue
             self._step(rank, handle, [index], [values], [gradient], found_inf)
             results.append(values)
         return results

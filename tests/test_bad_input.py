@@ -490,6 +490,19 @@ class Lamb(torch.optim.Optimizer):
                 p.add_(p.grad * ratio, alpha=-group["lr"])
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Needs whole matrices, and nobody has said so."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad @ p.grad.T @ p.grad, alpha=-group["lr"])
+
+
 class Matrices(nn.Module):
     def __init__(self):
         super().__init__()
@@ -500,7 +513,7 @@ class Matrices(nn.Module):
 
 
 NOT_ELEMENTWISE = {
-    "Muon": (lambda model: torch.optim.Muon(model.parameters(), lr=1e-2), "norm"),
+    "Orthogonal": (lambda model: Orthogonal(model.parameters()), "permute"),
     "Lamb": (lambda model: Lamb(model.parameters()), "norm"),
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
+from zerofx.cost import owned_bytes
 from zerofx.graph import role, served, value_bytes
 from zerofx.plan import ParameterTable
 
@@ -16,13 +17,15 @@ class WireBytes:
     """Bytes that each rank sends in one step.
 
     ``gathers`` and ``reductions`` are of parameters and gradients, (N-1)/N of each padded
-    buffer, twice that for an all-reduce; ``scalars`` are norms and flags.
+    buffer, twice that for an all-reduce; ``scalars`` are norms and flags.  ``exchanges`` is what
+    travels to owners and back, at most and shared out evenly: they may send a narrower dtype.
     """
 
     gathers: int = 0
     reductions: int = 0
     scalars: int = 0
     num_collectives: int = 0
+    exchanges: int = 0
 
 
 def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
@@ -32,8 +35,11 @@ def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
 
     Source: ZeRO, Rajbhandari et al. 2020, section 7.
     """
-    gathers = reductions = scalars = count = 0
+    gathers = reductions = scalars = exchanges = count = 0
     for node in gm.graph.nodes:
+        if node.target is ops.on_owners:
+            count += 2
+            exchanges += 2 * owned_bytes(node, world_size) * (world_size - 1) // world_size
         if node.target not in ops.STARTS or node.target is ops.resume_gather:
             continue
         count += 1
@@ -45,7 +51,7 @@ def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
             reductions += 2 * value_bytes(node) * (world_size - 1) // world_size
         else:
             scalars += value_bytes(node) * (world_size - 1)
-    return WireBytes(gathers, reductions, scalars, count)
+    return WireBytes(gathers, reductions, scalars, count, exchanges)
 
 
 @dataclass(frozen=True)

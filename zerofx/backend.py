@@ -19,6 +19,7 @@ from zerofx import compat, traced
 from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
+from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
 from zerofx.errors import GraphError, StepError
 from zerofx.figures import NOMINAL, Figures
@@ -218,6 +219,7 @@ class Program:
             frozenset(known),
             function.kept_gathered,
             self.figures,
+            whole_updates(step),
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
@@ -306,6 +308,16 @@ class Program:
         results = self.runtime(inputs)
         return_freed_memory()
         return results
+
+
+def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:
+    """The updates that may need whole tensors, (optimizer, parameter) -> what each computes."""
+    flops = {handle: whole_update_flops(traced.optimizer_of(handle)) for handle in step.optimizers}
+    return {
+        (handle, parameter): flops[handle][id(step.tensors[parameter])]
+        for handle, parameter in updates(step.gm.graph)
+        if id(step.tensors[parameter]) in flops.get(handle, ())
+    }
 
 
 def _precision(options: Options) -> Precision:

@@ -22,6 +22,10 @@ UPDATE_TEMPORARIES = 2
 """Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
 
 
+OWNER_TEMPORARIES = 3
+"""Tensors of an owner's share: what it receives, what it makes of it, and what it makes that in."""
+
+
 def live_bytes(
     graph: fx.Graph,
     world_size: int,
@@ -67,6 +71,10 @@ def live_bytes(
             if world_size > 1 and node.meta["val"].device.type == "cpu":
                 changes[order[node]] += received
                 changes[_done_with(node, order) + 1] -= received
+        if node.target is ops.on_owners:
+            temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
+            changes[order[node]] += temporary
+            changes[order[node] + 1] -= temporary
         if node.target is ops.update:
             value = node.args[0].meta["val"]
             nbytes = _bytes_of(value)
@@ -176,10 +184,25 @@ def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
         return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
     if node.target is ops.flatten_bucket:
         return 2 * _bytes_in(node) / figures.memory_bytes_per_s
+    if node.target is ops.on_owners:
+        return node.args[5] / figures.flops_per_s
     if ops.is_ours(node.target) or (aliased_inputs(node) and not mutated_inputs(node)):
         return 0.0
     nbytes = sum(_bytes_in(operand) for operand in node.all_input_nodes) + _bytes_in(node)
     return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
+
+
+def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:
+    """Bytes of an even share of the tensors that an ``on_owners`` is about, as gradients.
+
+    An update may send them in a narrower dtype.  With a ``table`` all ranks count alike.
+    """
+    gradients = [gradient.meta["val"] for gradient in node.args[1]]
+    if table is None:
+        return sum(map(_bytes_of, gradients))
+    wholes = zip(node.args[3], gradients, strict=True)
+    nbytes = sum(table[index].numel * gradient.itemsize for index, gradient in wholes)
+    return -(-nbytes // world_size)
 
 
 def flops(node: fx.Node) -> int:

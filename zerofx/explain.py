@@ -53,6 +53,7 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         ("most allocated at once in a step", _size(max(alive))),
         ("sent per rank and step: gathers", _size(wire.gathers)),
         ("sent per rank and step: reductions", _size(wire.reductions)),
+        ("sent per rank and step: to owners and back", _size(wire.exchanges)),
         ("sent per rank and step: norms and flags", _size(wire.scalars)),
         ("collectives per step", str(wire.num_collectives)),
         ("link and compute", f"{program.figures} ({program.figures.source})"),

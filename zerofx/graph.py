@@ -123,6 +123,12 @@ def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     return found
 
 
+def is_owned(update: fx.Node) -> bool:
+    """Whether an update goes on with what one rank has computed of the whole tensor."""
+    direction = update.args[1]
+    return direction.target is operator.getitem and direction.args[0].target is ops.on_owners
+
+
 def captured_updates(graph: fx.Graph) -> Counter[tuple[int, int]] | None:
     """The updates that the program had when it was captured; None if nobody recorded them."""
     return graph.output_node().meta.get("zerofx_updates")

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import aliases, input_role, mutated_inputs, parameter_of, program_order, role
+from zerofx.graph import (
+    aliases,
+    input_role,
+    is_owned,
+    mutated_inputs,
+    parameter_of,
+    program_order,
+    role,
+)
 from zerofx.plan import ParameterTable
 
 
@@ -78,7 +86,8 @@ def _only_write(
 ) -> fx.Node | None:
     """The copy that ends a parameter's only update; None if its old value is needed later."""
     cut = update.args[0]
-    if cut.target is not ops.take_shard or list(cut.users) != [update]:
+    before = {update.args[1].args[0]} if is_owned(update) else set()
+    if cut.target is not ops.take_shard or set(cut.users) - before != {update}:
         return None
     parameter = cut.args[0]
     if parameter.op != "placeholder" or input_role(parameter).parameter != index:

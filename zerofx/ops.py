@@ -129,6 +129,20 @@ def update(values, grad, optimizer, parameter, found_inf=None):
     return torch.empty_like(values)
 
 
+@_define(
+    "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
+    " int flops, Tensor? found_inf=None) -> Tensor[]"
+)
+def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=None):
+    """Run what of these updates needs a parameter whole, each on the rank that is its owner.
+
+    Takes this rank's flat shards, and returns its shards of what ``update`` then takes in place of
+    the gradients.  Communicates twice, in here: to the owners and back.  ``flops`` is what the
+    rank computes that has most to do.  What really travels may be of a narrower dtype.
+    """
+    return [torch.empty_like(grad) for grad in grads]
+
+
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
 
 

@@ -28,6 +28,10 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             name = served(node, table)
             nbytes = max(value_bytes(node), value_bytes(node.args[0]))
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
+        elif node.target is ops.on_owners:
+            names = (table[index].name for index in node.args[3])
+            owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
+            lines.append(f"updates of whole {', '.join(owners)}")
         elif node.target is ops.update:
             lines.append(f"update {table[node.args[3]].name}")
     lines += _numbers_in_gradients(gm.graph)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.cost import seconds
+from zerofx.cost import owned_bytes, seconds
 from zerofx.figures import Figures
 from zerofx.graph import role, value_bytes
 from zerofx.plan import ParameterTable
@@ -84,6 +84,12 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
             # The rest is spent on transfers before it, which nobody has waited for yet.
             transfers[start] = Transfer(travels_s, min(late_s, travels_s))
             idle_s += late_s
+        elif node.target is ops.on_owners:
+            share = owned_bytes(node, world_size, table)
+            travels_s = 2 * figures.transfer_s(share, world_size)
+            transfers[node] = Transfer(travels_s, travels_s)
+            compute_s += seconds(node, figures, table)
+            idle_s += travels_s
         else:
             compute_s += seconds(node, figures, table)
     return Timeline(compute_s, idle_s, transfers)

@@ -116,6 +116,7 @@ class StepRuntime:
         self.bound: list[BoundParameter] = []
         parameters = {info.index: (tensors[info.index], info) for info in table}
         read_later = _gradients_read_after_update(graph)
+        owned = _owned_parameters(graph)
         self.runners = {
             handle: OptimizerRunner(
                 optimizer,
@@ -125,6 +126,7 @@ class StepRuntime:
                 gradients_read_later=read_later,
                 keep_source=keep_source,
                 precision=precision,
+                owned=owned.get(handle, frozenset()),
             )
             for handle, optimizer in optimizers.items()
         }
@@ -177,6 +179,7 @@ class StepRuntime:
             ops.pack: self.pack,
             ops.flatten_bucket: self.flatten_bucket,
             ops.mask_padding: self.mask_padding,
+            ops.on_owners: self.on_owners,
             ops.update: self.update,
         }
 
@@ -380,6 +383,23 @@ class StepRuntime:
             return shard
         return F.pad(shard[:valid], (0, length - valid), value=identity)
 
+    def on_owners(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        owners: list[int],
+        flops: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Begin these updates, as far as what needs whole tensors; ``update`` goes on with it."""
+        if found_inf is not None and self._is_set(found_inf):
+            return grads
+        runner = self._runner(optimizer, parameters)
+        shards = [value.detach() for value in values]
+        return runner.run_on_owners(shards, grads, parameters, owners, self.communicator)
+
     def update(
         self,
         values: torch.Tensor,
@@ -409,6 +429,8 @@ class StepRuntime:
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
         runner = self.runners[optimizer]
+        if all(map(runner.has_begun, parameters)):
+            return runner
         updated = self._updated.get(optimizer)
         if updated is None or not updated.isdisjoint(parameters):  # a second step of it
             if updated is not None:
@@ -436,6 +458,16 @@ def _written_shards(graph: fx.Graph) -> set[int]:
         for node in placeholders(graph, "parameter")
         if input_role(node).sharded and writers(node)
     }
+
+
+def _owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
+    """By optimizer, the parameters whose updates may need them whole."""
+    owned: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        if node.target is ops.on_owners:
+            optimizer, parameters = node.args[2:4]
+            owned[optimizer] = owned.get(optimizer, frozenset()) | frozenset(parameters)
+    return owned
 
 
 def _changed_gradients(graph: fx.Graph) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,11 @@ from zerofx.codegen.rounding import BLOCK
 from zerofx.codegen.storage import NATIVE, Precision
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.codegen.triton_kernel import Launches
+from zerofx.codegen.whole_tensors import DividedUpdate, divide
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.communication import Communicator
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
+from zerofx.runtime.owners import compute_on_owners
 from zerofx.runtime.stored import Draw, StateStorage, is_scale
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
@@ -50,8 +53,9 @@ class OptimizerRunner:
     ``parameters`` maps the index that the program uses to the user's parameter and its layout;
     ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
     somebody reads after the update; ``keep_source`` is given the kernels that are generated;
-    ``precision`` is what states are kept in.  ``trace_count`` counts the traces of the optimizer's
-    Python.
+    ``precision`` is what states are kept in.  ``owned`` are the parameters whose update may need
+    them whole: ``run_on_owners`` begins it and ``run`` ends it.  ``trace_count`` counts the traces
+    of the optimizer's Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -66,6 +70,7 @@ class OptimizerRunner:
         gradients_read_later: Collection[int] = (),
         keep_source: Keep | None = None,
         precision: Precision = PLAIN,
+        owned: Collection[int] = (),
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._optimizer_name = type(optimizer).__name__
@@ -82,6 +87,9 @@ class OptimizerRunner:
         self._rank = rank
         self._sharded = sharded
         self._gradients_read_later = gradients_read_later
+        self._owned = owned
+        self._divided: dict[int, DividedUpdate] = {}  # by the id of what it is made of
+        self._begun: dict[int, _BegunUpdate] = {}
         self._updates: dict[Hashable, list[Update]] = {}
         self._kernels = Kernels(keep_source)
         self._shared_keys: dict[Hashable, int] = {}
@@ -95,6 +103,7 @@ class OptimizerRunner:
         optimizer = self._live_optimizer()
         self._attributes = constant_attributes(optimizer)
         self._groups = {}
+        self._begun.clear()  # what a step that failed has left
         for values in optimizer.param_groups:
             group = _GroupOfStep(values)
             for parameter in values["params"]:
@@ -118,9 +127,14 @@ class OptimizerRunner:
         for parameter in parameters:
             user_parameter = self._parameters[parameter][0]()
             group = self._groups.get(id(user_parameter))
-            self._storage.check(self._parameters[parameter][1])
+            info = self._parameters[parameter][1]
+            self._storage.check(info)
+            if parameter in self._owned:
+                self._check_owned_precision(info)
             if group is not None and not optimizer.state.get(user_parameter):
-                self._find(optimizer, parameter, group, nothing)
+                update, _ = self._find(optimizer, parameter, group, nothing)
+                if parameter in self._owned:
+                    self._divide(update, info)
         self._groups = None
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
@@ -132,20 +146,10 @@ class OptimizerRunner:
         Raises: UpdateError if the update cannot be traced, or not run on shards; ValueError if
         a state is neither a shard like ``data`` nor a scalar (if sharded).
         """
-        if self._groups is None:
-            raise RuntimeError(
-                f"{self._optimizer_name}: an update ran outside of a step; call begin() before "
-                "the step's first run() and end() after its last"
-            )
+        if self.has_begun(parameter):
+            return self._finish(data, grad, parameter)
         optimizer = self._live_optimizer()
-        reference, info = self._parameters[parameter]
-        user_parameter = reference()
-        group = self._groups.get(id(user_parameter))
-        if group is None:
-            raise UpdateError(
-                f"{self._optimizer_name} no longer has parameter '{info.name}' in any parameter "
-                "group, but the compiled step updates it. Add it with add_param_group."
-            )
+        user_parameter, info, group = self._of_step(parameter)
         with torch.no_grad():
             values = optimizer.state.get(user_parameter) or {}
             self._storage.adopt(values, data, info)
@@ -163,13 +167,119 @@ class OptimizerRunner:
             run = self._in_blocks(update, data, grad) if update.scales else None
             new_state, new_group = update(data, grad, tensors, numbers, run)
             self._storage.settle(new_state, values, data, info, draw)
+        self._keep(user_parameter, group, values, new_state, new_group)
+        return data
+
+    def _of_step(self, parameter: int) -> tuple[nn.Parameter, ParameterInfo, _GroupOfStep]:
+        """The user's parameter, its layout, and its group in the step under way."""
+        if self._groups is None:
+            raise RuntimeError(
+                f"{self._optimizer_name}: an update ran outside of a step; call begin() before "
+                "the step's first run() and end() after its last"
+            )
+        reference, info = self._parameters[parameter]
+        user_parameter = reference()
+        group = self._groups.get(id(user_parameter))
+        if user_parameter is None or group is None:
+            raise UpdateError(
+                f"{self._optimizer_name} no longer has parameter '{info.name}' in any parameter "
+                "group, but the compiled step updates it. Add it with add_param_group."
+            )
+        return user_parameter, info, group
+
+    def _keep(
+        self,
+        user_parameter: nn.Parameter,
+        group: _GroupOfStep,
+        values: Mapping[str, Any],
+        new_state: Mapping[str, Any],
+        new_group: Mapping[str, Any],
+    ) -> None:
         group.changed.update(new_group)
         if new_state or values:
-            live = optimizer.state[user_parameter]
+            live = self._live_optimizer().state[user_parameter]
             for name in [name for name in live if name not in new_state]:
                 del live[name]
             live.update(new_state)
+
+    def has_begun(self, parameter: int) -> bool:
+        """Whether ``run_on_owners`` has begun this parameter's update."""
+        return parameter in self._begun
+
+    def run_on_owners(
+        self,
+        data: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        parameters: Sequence[int],
+        owners: Sequence[int],
+        communicator: Communicator,
+    ) -> list[Tensor]:
+        """Begin these updates; return what ``run`` takes for their gradients.  Collective.
+
+        What of an update needs the parameter whole is computed by the rank that owns it.
+
+        Shapes: flat ``[n]`` of each parameter's shard, in and out.
+        """
+        members = list(zip(data, grads, parameters, strict=True))
+        with torch.no_grad():
+            begun = [self._begin(*member) for member in members]
+            self._begun.update(zip(parameters, begun, strict=True))
+            results = list(grads)
+            divided = [place for place, one in enumerate(begun) if one.divided.core is not None]
+            if not divided:
+                return results
+            found = compute_on_owners(
+                [begun[place].taken for place in divided],
+                [self._parameters[parameters[place]][1] for place in divided],
+                [owners[place] for place in divided],
+                [begun[place].divided.core_dtype for place in divided],
+                lambda number, whole: begun[divided[number]].compute(whole),
+                communicator,
+            )
+            for place, result in zip(divided, found, strict=True):
+                results[place] = result
+        return results
+
+    def _begin(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
+        """Run the part of an update that comes before what needs the parameter whole."""
+        optimizer = self._live_optimizer()
+        user_parameter, info, group = self._of_step(parameter)
+        values = optimizer.state.get(user_parameter) or {}
+        self._check_shards(values, data, info)
+        state = read_arguments(values, shard_shape=tuple(data.shape), inputs=values)
+        update, arguments = self._find(optimizer, parameter, group, state)
+        divided = self._divide(update, info)
+        grad = grad.to(data.dtype)
+        if update.clones_gradient:
+            grad = grad.clone()
+        inputs = [grad, *arguments.tensors, *state.tensors, *arguments.scalars, *state.scalars]
+        taken, numbers, left = divided.run_first(data, inputs)
+        return _BegunUpdate(divided, inputs, taken, numbers, left)
+
+    def _finish(self, data: Tensor, result: Tensor, parameter: int) -> Tensor:
+        """Run the rest of an update that has begun."""
+        begun = self._begun.pop(parameter)
+        user_parameter, _, group = self._of_step(parameter)
+        values = self._live_optimizer().state.get(user_parameter) or {}
+        with torch.no_grad():
+            new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
+        self._keep(user_parameter, group, values, new_state, new_group)
         return data
+
+    def _divide(self, update: Update, info: ParameterInfo) -> DividedUpdate:
+        if id(update) not in self._divided:
+            self._divided[id(update)] = divide(update, info.shape)
+        return self._divided[id(update)]
+
+    def _check_owned_precision(self, info: ParameterInfo) -> None:
+        precision = self._storage.precision
+        kept_in = precision.moment_storage(info.dtype, info.numel)
+        if not precision.compute_dtype(info.dtype) is kept_in is info.dtype:
+            raise UpdateError(
+                f"parameter '{info.name}' is updated as a whole tensor, and {self._optimizer_name} "
+                "then keeps its states in the parameter's dtype: train it in float32, without "
+                "master_weights, stochastic_rounding and moment_dtype."
+            )
 
     def run_together(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
@@ -179,6 +289,8 @@ class OptimizerRunner:
         That is where shards, gradients and states lie next to each other and the same update
         holds for all.  States are laid out so when they are first met.
         """
+        if any(map(self.has_begun, parameters)):
+            return [self.run(*one) for one in zip(data, grads, parameters, strict=True)]
         launches = Launches()
         for members in self._neighbours(data, grads, parameters):
             if not self._run_joined(members, launches):
@@ -369,9 +481,9 @@ class OptimizerRunner:
         info = self._parameters[parameter][1]
         info = replace(info, dtype=self._storage.precision.compute_dtype(info.dtype))
         try:
-            update = trace_update(
-                optimizer, info, group=arguments, state=state, sharded=self._sharded
-            )
+            # One that is divided later is whole until then.
+            sharded = self._sharded and parameter not in self._owned
+            update = trace_update(optimizer, info, group=arguments, state=state, sharded=sharded)
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
@@ -411,6 +523,22 @@ class OptimizerRunner:
                     "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
                     f"of the parameter's shape {info.shape}."
                 )
+
+
+@dataclass(frozen=True)
+class _BegunUpdate:
+    """An update between its first part and its last."""
+
+    divided: DividedUpdate
+    inputs: Sequence[Any]
+    taken: Tensor
+    numbers: Sequence[Any]
+    left: Sequence[Any]
+
+    def compute(self, whole: Tensor) -> Tensor:
+        """Run the part between the two, on the rank that owns the parameter."""
+        assert self.divided.core is not None
+        return self.divided.core(whole, *self.numbers)
 
 
 class _GroupOfStep:

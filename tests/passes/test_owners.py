@@ -1,0 +1,178 @@
+"""shard_optimizer gives each whole-tensor update to one rank, and balances their arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.programs import (
+    assert_program,
+    assert_same_numerics,
+    capture,
+    clone,
+    execute,
+    mlp_step,
+    nodes_of,
+    rewritten,
+    rewritten_by_rank,
+)
+from zerofx import cost, ops
+from zerofx.account import wire_bytes
+from zerofx.codegen.whole_tensors import newton_schulz_flops
+from zerofx.cost import live_bytes
+from zerofx.figures import NOMINAL
+from zerofx.graph import provenance
+from zerofx.in_place import buckets_updated_in_place
+from zerofx.passes.owners import balanced
+from zerofx.schedule import schedule
+from zerofx.timeline import predict
+
+STAGES = (1, 2, 3)
+
+
+@functools.cache
+def muon_step(clip: bool = False):
+    """Two matrices by Muon, their biases by SGD."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        muon.step()
+        sgd.step()
+        muon.zero_grad()
+        sgd.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(4, 6), world_size=2)
+
+
+@functools.cache
+def one_matrix():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.Muon([w], lr=0.1)
+
+    def step(x):
+        (x @ w).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 4), world_size=2)
+
+
+def test_update_goes_on_with_what_its_owner_has_computed():
+    flops = newton_schulz_flops((4, 2), {"ns_steps": 5})
+    assert_program(
+        rewritten(one_matrix()),
+        f"""
+        ...
+        wait_1 = zerofx.wait(reduce_scatter_start)
+        on_owners = zerofx.on_owners([w], [wait_1], Muon, [0], [0], {flops}, None)
+        getitem = getitem(on_owners, 0)
+        update = zerofx.update(w, getitem, Muon, 0, None)
+        return []
+        """,
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip", (False, True))
+def test_every_stage_computes_the_captured_step(stage, clip):
+    step = muon_step(clip)
+    ranks = rewritten_by_rank(step, stage=stage, update_in_backward=True)
+    assert_same_numerics(execute(step), execute(ranks), bitwise=not clip)
+
+
+@pytest.mark.parametrize("world_size", (1, 3, 5))
+def test_any_number_of_ranks_computes_the_captured_step(world_size):
+    step = muon_step()
+    ranks = rewritten_by_rank(step, world_size)
+    (node,) = nodes_of(ranks[0], ops.on_owners)
+    assert node.args[4] == [0, min(world_size - 1, 1)]
+    assert_same_numerics(execute(clone(step, world_size)), execute(ranks), bitwise=False)
+
+
+@pytest.mark.parametrize("stage", (0, *STAGES))
+def test_elementwise_optimizers_own_nothing(stage):
+    assert not nodes_of(rewritten(mlp_step(), stage=stage), ops.on_owners)
+
+
+def test_stage_0_updates_whole_matrices_everywhere():
+    assert not nodes_of(rewritten(muon_step(), stage=0), ops.on_owners)
+
+
+def test_one_exchange_serves_all_matrices_of_a_step():
+    step = rewritten(muon_step())
+    (node,) = nodes_of(step, ops.on_owners)
+    assert [step.table[index].name for index in node.args[3]] == ["0.weight", "2.weight"]
+    assert sorted(node.args[4]) == [0, 1]
+    assert node.args[5] == newton_schulz_flops((5, 6), {"ns_steps": 5})
+    assert "2 tensors, owned by 2 of 2 ranks; one has 78% of the arithmetic" in (
+        provenance(node).reason
+    )
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_matrices_are_still_updated_where_their_bucket_lies(stage):
+    step = rewritten(muon_step(), stage=stage, bucket=True)
+    in_place = buckets_updated_in_place(step.graph, step.table)
+    assert sorted(index for bucket in in_place for index in bucket.parameters) == [0, 1, 2, 3]
+
+
+def test_ranks_compare_their_owners():
+    step = rewritten(muon_step())
+    lines = schedule(step.gm, step.table, 3)
+    assert "updates of whole 0.weight on 0, 2.weight on 1" in lines
+
+
+def test_a_matrix_travels_to_its_owner_once_and_back_once():
+    """The sum over ranks; what an owner has already does not travel."""
+    ranks = rewritten_by_rank(muon_step())
+    sent = sum(wire_bytes(rank.gm, 2).exchanges for rank in ranks)
+    padding = 2 * 4 * 4 * 2  # each matrix's, where a bucket ends
+    assert 0 <= sent - 2 * (30 + 15) * 4 // 2 <= padding
+
+
+def test_plans_count_what_travels_and_what_owners_hold(monkeypatch):
+    step = rewritten(muon_step())
+    (node,) = nodes_of(step, ops.on_owners)
+    share = -(-(30 + 15) * 4 // 2)
+    here = list(step.graph.nodes).index(node)
+    alive = live_bytes(step.graph, 2, table=step.table)
+    monkeypatch.setattr(cost, "OWNER_TEMPORARIES", 0)
+    without = live_bytes(step.graph, 2, table=step.table)
+    assert alive[here] - without[here] == 3 * share
+    assert alive[:here] + alive[here + 1 :] == without[:here] + without[here + 1 :]
+    transfer = predict(step.graph, NOMINAL, step.table, 2).transfers[node]
+    assert transfer.seconds == transfer.exposed_s == 2 * NOMINAL.transfer_s(share, 2)
+
+
+def test_work_is_balanced():
+    assert balanced([3, 3, 2, 2, 2], 2) == ([0, 1, 0, 1, 0], 7)
+    assert balanced([8, 1, 1, 1], 2) == ([0, 1, 1, 1], 8)
+    assert balanced([5], 4) == ([0], 5)
+    assert balanced([0, 0, 0], 2) == ([0, 0, 0], 0)
+
+
+def test_no_rank_has_a_third_more_than_it_must():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        work = torch.randint(1, 100, (7,), generator=generator).tolist()
+        best = min(
+            max(
+                sum(w for w, owner in zip(work, owners, strict=True) if owner == rank)
+                for rank in range(3)
+            )
+            for owners in itertools.product(range(3), repeat=7)
+        )
+        assert balanced(work, 3)[1] <= best * 4 / 3
