@@ -163,6 +163,7 @@ def _split(
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     elementwise.discard(output)
 
+    coefficients = {placeholders[position] for position in update.coefficients}
     plan = _Plan()
     plan.shards = [placeholders.index(node) for node in shards]
     numbers, elements = fx.Graph(), fx.Graph()
@@ -195,7 +196,7 @@ def _split(
             outside[node] = numbers.node_copy(node, outside.__getitem__)
             continue
         if numbers_as_tensors:
-            emitted = _emit(elements, node, inside, elementwise)
+            emitted = _emit(elements, node, inside, elementwise | coefficients)
             if emitted is None:
                 return None
         else:
@@ -227,12 +228,15 @@ def _split(
 
 
 def _emit(
-    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], elementwise: set[fx.Node]
+    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], tensors: set[fx.Node]
 ) -> fx.Node | None:
-    """Copy an operation, its numbers now 0-dim tensors; None if it is not known."""
+    """Copy an operation, its numbers now 0-dim tensors; None if it is not known.
+
+    ``tensors`` are the operands that have been such before.
+    """
     target = node.target
     assert not isinstance(target, str)
-    outer = [operand for operand in node.all_input_nodes if operand not in elementwise]
+    outer = [operand for operand in node.all_input_nodes if operand not in tensors]
 
     def local(value: Any) -> Any:
         return fx.node.map_arg(value, lambda operand: copies[operand])

@@ -27,7 +27,6 @@ from zerofx.codegen.operations import (
     rule_of,
 )
 from zerofx.codegen.program import (
-    CLIP_COEFFICIENT,
     FOUND_INF,
     Kind,
     Program,
@@ -45,31 +44,34 @@ def pointwise_program(
     *,
     gradient_dtype: torch.dtype | None = None,
     copy_dtype: torch.dtype | None = None,
-    clips: bool = False,
     skips: bool = False,
 ) -> Program:
     """Normalise a traced update of flat shards.
 
     ``gradient_dtype``: the gradient arrives in it, if not in the parameter's.  ``copy_dtype``:
-    the new parameter is written out once more, in this dtype.  ``clips``: the gradient is first
-    multiplied by ``clip_coefficient``.  ``skips``: with ``found_inf`` set, nothing changes and
-    the copy is of the old parameter.
+    the new parameter is written out once more, in this dtype.  ``skips``: with ``found_inf`` set,
+    nothing changes and the copy is of the old parameter.
 
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
-    return _Normaliser(update, clips).run(gradient_dtype, copy_dtype, skips)
+    return _Normaliser(update).run(gradient_dtype, copy_dtype, skips)
 
 
 class _Normaliser:
-    def __init__(self, update: Update, clips: bool) -> None:
-        self.update, self.clips = update, clips
+    def __init__(self, update: Update) -> None:
+        self.update = update
         self.graph = update.graph_module.graph
         self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         paired = zip(self.placeholders, update.shards, strict=False)
         self.shards = [node for node, is_shard in paired if is_shard]
         self.stream_names: dict[fx.Node, str] = {}
-        self.numbers = NumberGraph(update.graph_module, self._name_inputs())
+        names = self._name_inputs()
+        self.numbers = NumberGraph(update.graph_module, names)
+        self.coefficients = {
+            node: Number(names[node], "computed by the step, on the device")
+            for node in map(self.placeholders.__getitem__, update.coefficients)
+        }
         self.source_names = _source_names(self.graph)
         self.note = ""  # the Python function whose operations are being taken over
         self.values: list[Value] = []
@@ -109,11 +111,11 @@ class _Normaliser:
             self.loads[node] = load
             self.values.append(load)
             self.root[node] = node
-            self.current[node] = self._clipped(load) if self._is_gradient(node) else load
+            self.current[node] = load
         for node in self.graph.nodes:
             if node.op == "output":
                 output = node.args[0]
-            elif node not in self.root:
+            elif node not in self.root and node not in self.coefficients:
                 self._visit(node)
         return self._finish(output, gradient_dtype, copy_dtype, skips)
 
@@ -142,6 +144,8 @@ class _Normaliser:
             return self.cast(value, dtype, node), False
         if argument in self.length:
             raise self.refusal(node, "computes with the length of a shard")
+        if argument in self.coefficients:
+            return NumberOperand(self.coefficients[argument], dtype), False
         number, negative = self.numbers.use(argument)
         if isinstance(number, Number):
             return NumberOperand(number, dtype), negative
@@ -224,16 +228,6 @@ class _Normaliser:
     def _is_gradient(self, node: fx.Node) -> bool:
         return node is self.placeholders[1]
 
-    def _clipped(self, load: Value) -> Value:
-        if not self.clips:
-            return load
-        coefficient = NumberOperand(CLIP_COEFFICIENT, load.dtype)
-        value = Value(
-            "mul", (load, coefficient), load.dtype, load.name, note="clipped, or unscaled, or both"
-        )
-        self.values.append(value)
-        return value
-
     def _finish(
         self,
         output: Any,
@@ -272,7 +266,7 @@ class _Normaliser:
         if copy_dtype is not None:
             streams.append(self._copy(streams[0], copy_dtype, skips))
         host = self.numbers.finish(kept)
-        device_numbers = (*((CLIP_COEFFICIENT,) * self.clips), *((FOUND_INF,) * skips))
+        device_numbers = (*self.coefficients.values(), *((FOUND_INF,) * skips))
         inputs = {self.stream_names[node]: self.placeholders.index(node) for node in self.shards}
         program = Program(
             self.update.optimizer,
@@ -282,6 +276,7 @@ class _Normaliser:
             inputs,
             tuple(results),
             device_numbers,
+            self.update.coefficients,
         )
         return without_dead_values(program)
 

@@ -12,8 +12,7 @@ from zerofx.codegen.operations import Value
 
 Kind = Literal["parameter", "gradient", "state", "new state", "copy"]
 
-# Read by the kernel from device memory of their own, if the program has them.
-CLIP_COEFFICIENT = Number("clip_coefficient", "what the gradient is multiplied by")
+# Read by the kernel from device memory of its own, if the program has it.
 FOUND_INF = Number("found_inf", "not 0: this step is skipped")
 
 
@@ -41,7 +40,8 @@ class Program:
     """What an update does to one element of each stream.
 
     ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
-    each stream among the update's inputs; new states and the copy have none.
+    each stream among the update's inputs; new states and the copy have none.  ``device_numbers``
+    are read from device memory; the first of them are the update's inputs at ``coefficients``.
     """
 
     optimizer: str
@@ -51,6 +51,7 @@ class Program:
     inputs: dict[str, int]
     results: tuple[Result, ...]
     device_numbers: tuple[Number, ...] = ()
+    coefficients: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> tuple[Number, ...]:

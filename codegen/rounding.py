@@ -58,6 +58,20 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
     return torch.where(value.isfinite(), raw.view(torch.float32), value).to(torch.bfloat16)
 
 
+def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 to what bfloat16 or float16 can hold, and keep it in float32.
+
+    By bits: Inductor leaves out a cast to fewer of them that is followed by one to more.
+    """
+    if dtype is torch.bfloat16:
+        raw = value.view(torch.int32)
+        rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) & -65536  # to nearest, ties to even
+        return torch.where(value.isnan(), value, rounded.view(torch.float32))
+    raw = value.to(dtype).view(torch.int16)
+    raw = (raw & 0x7FFF) | (raw & -0x8000)  # the same: else both views are left out, and the casts
+    return raw.view(dtype).to(torch.float32)
+
+
 def decode_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the float32 values of int8 codes: ``scale * (code / 127)**4``, with the code's sign.
 

@@ -45,7 +45,8 @@ class Update:
 
     One that ``zerofx.codegen.storage`` has rewritten takes the gradient in ``gradient_dtype``, and
     may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
-    number, ``scales`` are those of blocks' scales.
+    number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
+    ``zerofx.codegen.gradient_work`` adds: 0-dim tensors, which stay where they are.
     """
 
     graph_module: fx.GraphModule
@@ -61,6 +62,7 @@ class Update:
     gradient_dtype: torch.dtype | None = None
     offset: int | None = None
     scales: tuple[int, ...] = ()
+    coefficients: tuple[int, ...] = ()
 
     def __call__(
         self,

@@ -199,7 +199,8 @@ class TritonUpdate:
     ) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns.
 
-        With ``launches`` it runs when they do, and the results are not to be read before.
+        ``device_numbers`` are those of the program that are no inputs of the update.  With
+        ``launches`` it runs when they do, and the results are not to be read before.
         """
         program = self.kernel.program
         kept, numbers = program.host(values)
@@ -212,6 +213,8 @@ class TritonUpdate:
             else:
                 tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
         segment = Segment(list(tensors.values()), numbers)
+        coefficients = (values[position] for position in program.coefficients)
+        device_numbers = (*coefficients, *device_numbers)
         if launches is None:
             self.kernel.launch([segment], device_numbers)
         else:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
+from tests.codegen import work
 from tests.codegen.updates import OPTIMIZERS, Shards
 
 LENGTHS = (1, 3, 127, 1024, 1025)
@@ -179,23 +180,42 @@ def check_an_empty_shard():
 
 def check_clip_and_skip():
     """The gradient is scaled by a number on the device; found_inf leaves everything as it was."""
-    variant = {"clips": True, "skips": True, "copy_dtype": BF16}
+    variant = {"skips": True, "copy_dtype": BF16}
     pair = Pair("sgd_momentum", 1025)
     pair.step()  # makes the momentum
     pair.shards.variant, pair.shards.known = variant, {}
+    pair.shards.work = work.traced(work.clip, torch.float32, torch.float32)
     copy = torch.empty(1025, dtype=BF16)
     before = {tensor: own.clone() for tensor, own, _, _ in pair.states()}
     clip, skip = torch.tensor(0.25), torch.tensor(1.0)
-    pair.shards.step(torch.full((1025,), torch.nan), copy=copy, device_numbers=(clip, skip))
+    nothing = torch.full((1025,), torch.nan)
+    pair.shards.step(nothing, [clip], copy=copy, device_numbers=[skip])
     for tensor, own, _, _ in pair.states():
         assert torch.equal(own, before[tensor]), tensor
     assert_is_copy(copy, pair.own)
     gradient = pair.gradient()
-    pair.shards.step(gradient, copy=copy, device_numbers=(clip, torch.tensor(0.0)))
+    pair.shards.step(gradient, [clip], copy=copy, device_numbers=[torch.tensor(0.0)])
     pair.plain.grad = gradient * 0.25
     pair.optimizer.step()
     torch.testing.assert_close(pair.own, pair.plain)
     assert_is_copy(copy, pair.own)
+
+
+def check_work_on_the_gradient(function, dtype, *coefficients):
+    """As when the work is done before the kernel, one operation after the other: bitwise."""
+    fused, apart = (Pair("sgd_nesterov", 1025, dtype=dtype) for _ in range(2))
+    fused.shards.work = work.traced(function, dtype, *(item.dtype for item in coefficients))
+    for _ in range(3):
+        gradient = fused.gradient()
+        gradient[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+        before = gradient.clone()
+        fused.shards.step(gradient, coefficients)
+        assert torch.equal(gradient.nan_to_num(), before.nan_to_num())
+        apart.shards.step(function(gradient, *coefficients).to(dtype))
+        states = [pair.shards.optimizer.state[pair.own] for pair in (fused, apart)]
+        for one, other in zip(*(state.values() for state in states), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fused.own, apart.own, rtol=0, atol=0, equal_nan=True)
 
 
 def check_bf16_gradient_and_copy():

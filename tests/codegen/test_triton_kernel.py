@@ -7,7 +7,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from tests.codegen import interpreted
+from tests.codegen import interpreted, work
 from tests.codegen.updates import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
@@ -23,6 +23,7 @@ def run():
         yield lambda function, *args: process.submit(function, *args).result()
 
 
+BF16, FP16 = torch.bfloat16, torch.float16
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -67,6 +68,27 @@ def test_bf16_parameters_are_computed_in_fp32(name, run):
 @pytest.mark.parametrize("name", ["adamw", "adamax", "rprop"])
 def test_float64_parameters_keep_their_precision(name, run):
     run(interpreted.check_float64, name)
+
+
+WORKS = {
+    "clipped": (work.clip, torch.float32, torch.tensor(0.3)),
+    "clipped, in bf16": (work.clip, BF16, torch.tensor(0.3, dtype=BF16)),
+    "clipped, in bf16, by a number in fp32": (work.clip, BF16, torch.tensor(0.3)),
+    "unscaled and clipped": (work.unscale_and_clip, FP16, torch.tensor(0.3), torch.tensor(0.7)),
+    "bounded": (work.clamp_and_drop, torch.float32, torch.tensor(0.3), torch.tensor(False)),
+    "bounded, in bf16": (
+        work.clamp_and_drop,
+        BF16,
+        torch.tensor(0.3, dtype=BF16),
+        torch.tensor(False),
+    ),
+    "dropped": (work.clamp_and_drop, torch.float32, torch.tensor(0.3), torch.tensor(True)),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_gradient_is_worked_on_in_the_kernel(name, run):
+    run(interpreted.check_work_on_the_gradient, *WORKS[name])
 
 
 CHECKS = {

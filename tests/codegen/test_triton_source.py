@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.codegen import work
 from tests.codegen.lion import Lion
 from tests.codegen.updates import OPTIMIZERS, Shards, program
 from zerofx.codegen.elementwise import UpdateError
@@ -34,10 +35,12 @@ VARIANTS = {
     "adamw_bf16_parameters": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=BF16),
     "adamw_clipped_and_scaled": dict(
         make_optimizer=OPTIMIZERS["adamw"],
-        gradient_dtype=torch.float16,
+        work=work.traced(work.unscale_and_clip, torch.float16, torch.float32, torch.float32),
         copy_dtype=torch.float16,
-        clips=True,
         skips=True,
+    ),
+    "adamw_bf16_clipped": dict(
+        make_optimizer=OPTIMIZERS["adamw"], dtype=BF16, work=work.traced(work.clip, BF16, BF16)
     ),
     "adamw_float64": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=torch.float64),
     "radam_rectified": dict(make_optimizer=OPTIMIZERS["radam"], steps=7),
@@ -89,7 +92,7 @@ def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
             above = next(
                 line for line in reversed(lines[: node.lineno - 1]) if "#" in line or not line
             )
-            assert ".py:" in above or "clipped" in above or "skipped" in above, text
+            assert ".py:" in above or "round_to" in above or "skipped" in above, text
 
 
 def test_adamw_moves_as_many_bytes_as_it_must():

@@ -8,6 +8,7 @@ from torch import nn, optim
 
 from tests.codegen.lion import Lion
 from zerofx.codegen.arguments import group_values, read_arguments
+from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.pointwise import pointwise_program
 from zerofx.codegen.trace import ChangingIntegers, trace_update
 from zerofx.plan import ParameterInfo
@@ -51,11 +52,15 @@ OPTIMIZERS = {
 
 @dataclass
 class Shards:
-    """An optimizer of one flat parameter, whose update is traced and run by what ``make`` gives."""
+    """An optimizer of one flat parameter, whose update is traced and run by what ``make`` gives.
+
+    ``work`` is done to the gradient in front of it.
+    """
 
     optimizer: torch.optim.Optimizer
     make: Any
     variant: dict[str, Any] = field(default_factory=dict)
+    work: GradientWork | None = None
     known: dict[Any, list] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
 
@@ -83,17 +88,19 @@ class Shards:
         except ChangingIntegers as changing:
             self.changing |= changing.names
             return self.trace()
+        if self.work is not None:
+            update = self.work.before(update, p.dtype)
         known.append((update, self.make(update, **self.variant)))
         return *known[-1], group, state
 
-    def step(self, gradient, **options):
+    def step(self, gradient, coefficients=(), **options):
         update, run, group, state = self.trace()
         with torch.no_grad():
             new_state, new_group = update(
                 self.parameter.detach(),
                 gradient,
                 (*group.tensors, *state.tensors),
-                (*group.scalars, *state.scalars),
+                (*group.scalars, *state.scalars, *coefficients),
                 (lambda *values: run(*values, **options)),
             )
         self.optimizer.param_groups[0].update(new_group)
@@ -115,12 +122,12 @@ def layout(p, shape):
     )
 
 
-def program(make_optimizer, *, steps=2, dtype=torch.float32, **variant):
+def program(make_optimizer, *, steps=2, dtype=torch.float32, work=None, **variant):
     """The pointwise program of the update that an optimizer makes after some steps."""
     p = nn.Parameter(torch.ones(7, dtype=dtype))
     optimizer = make_optimizer([p])
     for _ in range(steps):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    shards = Shards(optimizer, pointwise_program, variant)
+    shards = Shards(optimizer, pointwise_program, variant, work)
     return shards.trace()[1]

@@ -101,7 +101,7 @@ class StateStorage:
         group: Arguments,
         state: Arguments,
         data: Tensor,
-        grad: Tensor,
+        gradient_dtype: torch.dtype,
         draw: Draw | None,
     ) -> tuple[Update, list[Tensor], list[Any]]:
         """Return the update of what is stored, its tensors after the gradient, and its numbers.
@@ -118,7 +118,7 @@ class StateStorage:
         keeps_master = precision.keeps_master(data.dtype)
         stored = Stored(
             parameter=data.dtype,
-            gradient=grad.dtype,
+            gradient=gradient_dtype,
             compute=compute,
             keeps_master=keeps_master,
             has_master=keeps_master and MASTER in values,

@@ -19,6 +19,7 @@ from zerofx.codegen.arguments import (
     read_arguments,
 )
 from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.independence import check_independent
 from zerofx.codegen.kernels import Keep, Kernels, runs_triton
 from zerofx.codegen.rounding import BLOCK
@@ -91,6 +92,7 @@ class OptimizerRunner:
         self._divided: dict[int, DividedUpdate] = {}  # by the id of what it is made of
         self._begun: dict[int, _BegunUpdate] = {}
         self._updates: dict[Hashable, list[Update]] = {}
+        self._after: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
         self._kernels = Kernels(keep_source)
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
@@ -161,7 +163,7 @@ class OptimizerRunner:
             traced, arguments = self._find(optimizer, parameter, group, state)
             draw = self._draw(parameter, values)
             update, tensors, numbers = self._storage.rewrite(
-                traced, values, arguments, state, data, grad, draw
+                traced, values, arguments, state, data, grad.dtype, draw
             )
             grad = grad.to(update.gradient_dtype or data.dtype)  # eager's is the parameter's
             run = self._in_blocks(update, data, grad) if update.scales else None
@@ -282,20 +284,27 @@ class OptimizerRunner:
             )
 
     def run_together(
-        self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
+        self,
+        data: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        parameters: Sequence[int],
+        work: GradientWork | None = None,
+        coefficients: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """Do as ``run`` does to each of several sharded parameters, in one kernel where it can.
 
         That is where shards, gradients and states lie next to each other and the same update
-        holds for all.  States are laid out so when they are first met.
+        holds for all.  States are laid out so when they are first met.  ``work``, if given, is
+        done to each gradient first, in the same kernel.
         """
         if any(map(self.has_begun, parameters)):
             return [self.run(*one) for one in zip(data, grads, parameters, strict=True)]
         launches = Launches()
         for members in self._neighbours(data, grads, parameters):
-            if not self._run_joined(members, launches):
-                for member in members:
-                    self.run(*member)
+            if not self._run_joined(members, launches, work, coefficients):
+                for shard, grad, parameter in members:
+                    done = grad if work is None else work(grad, *coefficients)
+                    self.run(shard, done, parameter)
         launches.run()
         return list(data)
 
@@ -384,7 +393,13 @@ class OptimizerRunner:
             )
         return choice.run
 
-    def _run_joined(self, members: list[tuple[Tensor, Tensor, int]], launches: Launches) -> bool:
+    def _run_joined(
+        self,
+        members: list[tuple[Tensor, Tensor, int]],
+        launches: Launches,
+        work: GradientWork | None,
+        coefficients: Sequence[Tensor],
+    ) -> bool:
         """Update shards that are one piece of memory with one kernel; False if that cannot be.
 
         On a GPU the kernel waits for ``launches``, and goes with those of other pieces.
@@ -420,9 +435,13 @@ class OptimizerRunner:
             data = join([member[0] for member in members])
             grad = join([member[1] for member in members])
             draw = self._draw(parameters[0], values)
+            gradient_dtype = grad.dtype if work is None else work.dtype
             update, tensors, numbers = self._storage.rewrite(
-                traced, values, arguments, state, data, grad, draw
+                traced, values, arguments, state, data, gradient_dtype, draw
             )
+            if work is not None:
+                update = self._after_work(update, work, data.dtype)
+                numbers += coefficients
             kernel = self._kernels.find(update, data, grad)
             if kernel is None:
                 return False
@@ -436,6 +455,15 @@ class OptimizerRunner:
         if new_state:
             keep_state(new_state, values, [optimizer.state[user] for user in users], lengths)
         return True
+
+    def _after_work(
+        self, update: Update, work: GradientWork, parameter_dtype: torch.dtype
+    ) -> Update:
+        """An update with work on the gradient in front, made once."""
+        key = (id(update), work, parameter_dtype)
+        if key not in self._after:
+            self._after[key] = update, work.before(update, parameter_dtype)
+        return self._after[key][1]
 
     def end(self) -> None:
         """Finish the step: write changed group entries back, and let LR schedulers know."""

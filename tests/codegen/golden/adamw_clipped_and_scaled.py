@@ -41,7 +41,8 @@ def lerp(start, end, weight):
 def adamw_block(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
     one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-    bias_correction2_sqrt, eps, step_size, clip_coefficient, found_inf, lane, mask,
+    bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
+    mask,
 ):
     """Update one block; ``lane`` counts its elements; if ``found_inf`` is set, nothing changes."""
     param = tl.load(param_ptr + lane, mask)
@@ -49,8 +50,8 @@ def adamw_block(
     exp_avg = tl.load(exp_avg_ptr + lane, mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + lane, mask)
 
-    # clipped, or unscaled, or both
-    grad = grad * clip_coefficient
+    # work.py:16: return gradient.float() * scale * coefficient
+    grad = grad * coefficient * coefficient_1
     # adam.py:419: param.mul_(1 - lr * weight_decay)
     param_1 = param * one_minus_lr_weight_decay
     # adam.py:456: exp_avg.lerp_(grad, 1 - device_beta1)
@@ -73,8 +74,8 @@ def adamw_block(
 
 @triton.jit
 def adamw(
-    segments, segment_of_chunk, numbers, clip_coefficient_ptr, found_inf_ptr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+    segments, segment_of_chunk, numbers, coefficient_ptr, coefficient_1_ptr,
+    found_inf_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):
     """Update BLOCK elements of one segment."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -95,20 +96,21 @@ def adamw(
     bias_correction2_sqrt = tl.load(numbers + 4).to(tl.float32)
     eps = tl.load(numbers + 5).to(tl.float32)
     step_size = tl.load(numbers + 6).to(tl.float32)
-    clip_coefficient = tl.load(clip_coefficient_ptr).to(tl.float32)
+    coefficient = tl.load(coefficient_ptr).to(tl.float32)
+    coefficient_1 = tl.load(coefficient_1_ptr).to(tl.float32)
     found_inf = tl.load(found_inf_ptr) != 0
     lane = tl.arange(0, BLOCK)
     if rest >= BLOCK:
         adamw_block(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
             one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, clip_coefficient, found_inf, lane,
+            bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
             lane < BLOCK,
         )
     else:
         adamw_block(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
             one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, clip_coefficient, found_inf, lane,
+            bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
             lane < rest,
         )
