@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx, nn
 
 from zerofx import ops
+from zerofx.fold_gradient_work import fold_gradient_work
 from zerofx.graph import aliased_inputs, erase_unused
 from zerofx.in_place import WholeBucket
-from zerofx.regions import with_compiled_regions
+from zerofx.regions import is_compute, with_compiled_regions
 
 
 def lower(
@@ -27,9 +28,10 @@ def lower(
     ``kernels`` holds the function that runs each ``zerofx::`` operator.  ``eager`` runs every
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.  ``update_together``, if given, runs
-    several updates that follow one another; ``reduce_bucket_start`` reduces a bucket of what
-    would be copied into its buffer for that alone; ``write_back`` stands for all copies of
-    updated values into the parameters of a bucket, for those of ``in_place``.
+    several updates that follow one another, with what is done to their gradients just before;
+    ``reduce_bucket_start`` reduces a bucket of what would be copied into its buffer for that
+    alone; ``write_back`` stands for all copies of updated values into the parameters of a bucket,
+    for those of ``in_place``.
     """
     root = nn.Module()
     program = fx.Graph()
@@ -38,12 +40,14 @@ def lower(
     if write_back is not None:
         for bucket in in_place:
             _write_back_together(program, bucket, copies, write_back)
+    if update_together is not None:
+        fold_gradient_work(program, root, is_compute)
     if lowering == "inductor":
         graph = with_compiled_regions(gm, program, root)
     else:
         graph = program
         for node in graph.nodes:
-            if node.op == "get_attr":
+            if node.op == "get_attr" and not hasattr(root, node.target):
                 setattr(root, node.target, getattr(gm, node.target))
     if update_together is not None:
         _merge_updates(graph, update_together)
@@ -98,8 +102,9 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
         pending.clear()
 
     for node in list(graph.nodes):
-        if node.target is ops.update and all(n not in pending for n in node.all_input_nodes):
-            if pending and _shared(node) != _shared(pending[0]):
+        if node.target is ops.update:
+            reads_new = any(operand in pending for operand in node.all_input_nodes)
+            if pending and (reads_new or _shared(node) != _shared(pending[0])):
                 flush()
             pending.append(node)
         elif pending and not _may_stand_between(node, pending):
@@ -121,7 +126,7 @@ def _reduce_unflattened(graph: fx.Graph, reduce_bucket_start: Callable) -> None:
 
 
 def _shared(update: fx.Node) -> tuple:
-    """What updates must have in common: the optimizer, and its flag of overflow."""
+    """What updates must have in common: optimizer, flag of overflow, work on the gradient."""
     return (update.args[2], update.args[4:], tuple(update.kwargs.items()))
 
 

@@ -35,7 +35,7 @@ def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module
         pending.clear()
 
     for node in program.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and not hasattr(root, node.target):
             setattr(root, node.target, getattr(gm, node.target))
         if node in region_of:
             pending.append(node)
@@ -51,7 +51,7 @@ def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module
 def _take_results_apart_at_once(program: fx.Graph) -> None:
     """Compiled regions return tensors: those of several results are taken where they are made."""
     for node in program.nodes:
-        if not _is_compute(node) or isinstance(node.meta.get("val"), torch.Tensor):
+        if not is_compute(node) or isinstance(node.meta.get("val"), torch.Tensor):
             continue
         for part in [user for user in node.users if user.target is operator.getitem]:
             if part.users:
@@ -65,7 +65,7 @@ def _regions(program: fx.Graph) -> dict[fx.Node, int]:
     region_of: dict[fx.Node, int] = {}
     number = 0
     for node in program.nodes:
-        if _is_compute(node):
+        if is_compute(node):
             region_of[node] = number
         else:
             number += 1
@@ -103,7 +103,8 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def _is_compute(node: fx.Node) -> bool:
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node goes into a compiled region."""
     if node.op != "call_function" or isinstance(node.target, MethodType):  # the runtime's
         return False
     return not ops.is_ours(node.target) and not mutated_inputs(node)

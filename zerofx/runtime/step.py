@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from zerofx import ops
+from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.errors import StepError
 from zerofx.graph import (
@@ -419,12 +420,18 @@ class StepRuntime:
         optimizer: int,
         parameters: list[int],
         found_inf: torch.Tensor | None = None,
+        work: GradientWork | None = None,
+        coefficients: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Several updates of one optimizer that follow one another, as one."""
+        """Several updates of one optimizer that follow one another, as one.
+
+        Each with ``work`` of these coefficients done to its gradient first.
+        """
         if found_inf is not None and self._is_set(found_inf):
             return values
         runner = self._runner(optimizer, parameters)
-        return runner.run_together([value.detach() for value in values], grads, parameters)
+        data = [value.detach() for value in values]
+        return runner.run_together(data, grads, parameters, work, coefficients)
 
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
