@@ -3,13 +3,15 @@
     python benchmarks/optimizer.py
     python benchmarks/optimizer.py --elements 1e9 --device cuda
     python benchmarks/optimizer.py --systems zerofx "zerofx rounded" "zerofx rounded, int8 moments"
+    python benchmarks/optimizer.py --systems zerofx "zerofx clipped" "zerofx clipped apart"
 
 Every system has its own parameter and moments, and all the same gradient.  Rounds go through the
 systems and the bounds in turn, so that what disturbs one disturbs its neighbours; figures are
 medians over rounds of the fastest step of each.  GB/s counts what the update must read and write
 once: 28 bytes an element in float32 (parameter, gradient and two moments in; all but the gradient
-out).  The bounds are STREAM's: copy (8 bytes an element) and triad (12).  What a store reads into
-the cache before it writes is not counted, for any of them.
+out).  "clipped" multiplies the gradient by a coefficient (of 1): in the kernel, or apart, compiled,
+into memory of its own.  The bounds are STREAM's: copy (8 bytes an element) and triad (12).  What a
+store reads into the cache before it writes is not counted, for any of them.
 
 Exit status 1 if the systems' parameters differ by more than rounding.  On a CPU it uses the
 threads that torch has; --threads sets them.  It has not been run on a GPU yet.
@@ -27,8 +29,9 @@ from dataclasses import dataclass, field
 
 import torch
 from tabulate import tabulate
-from torch import nn
+from torch import fx, nn
 
+from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.update import OptimizerRunner
@@ -67,8 +70,12 @@ PRECISIONS = {
 }
 
 
+# zerofx too: where the gradient is clipped; apart it is read and written once more.
+CLIPPED = {"zerofx clipped": ADAMW_BYTES, "zerofx clipped apart": ADAMW_BYTES + 8}
+
+
 def zerofx(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
-    dtype, precision, num_bytes = PRECISIONS[name]
+    dtype, precision, num_bytes = PRECISIONS.get(name) or (*PRECISIONS["zerofx"][:2], CLIPPED[name])
     parameter = nn.Parameter(start.to(dtype, copy=True))
     optimizer = torch.optim.AdamW([parameter], **HYPERPARAMETERS)
     info = ParameterInfo(
@@ -85,13 +92,31 @@ def zerofx(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
         optimizer, {0: (parameter, info)}, rank=0, sharded=True, precision=precision
     )
     data, grad = parameter.detach(), gradient.to(dtype)
+    coefficient = torch.ones((), device=grad.device)
+    work, coefficients, multiply = None, [], None
+    if name == "zerofx clipped":
+        work, coefficients = clipping(grad, coefficient), [coefficient]
+    elif name == "zerofx clipped apart":
+        multiply = torch.compile(torch.mul)
 
     def run(_kept_alive=optimizer) -> None:
+        clipped = multiply(grad, coefficient) if multiply else grad
         runner.begin()
-        runner.run_together([data], [grad], [0])
+        runner.run_together([data], [clipped], [0], work, coefficients)
         runner.end()
 
     return System(name, run, num_bytes, data)
+
+
+def clipping(gradient: torch.Tensor, coefficient: torch.Tensor) -> GradientWork:
+    """What the program folds into the kernel of a step that clips."""
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in ("gradient", "coefficient")]
+    for operand, value in zip(operands, (gradient, coefficient), strict=True):
+        operand.meta["val"] = value
+    product = graph.call_function(torch.ops.aten.mul.Tensor, tuple(operands))
+    product.meta["val"] = gradient
+    return GradientWork.of([product], operands[0])[0]
 
 
 def torch_optimizer(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
@@ -110,6 +135,7 @@ def torch_optimizer(name: str, start: torch.Tensor, gradient: torch.Tensor) -> S
 
 PEERS = ["AdamW(fused=True)", "AdamW(foreach=True)", "torch.compile(step)", "DeepSpeedCPUAdam"]
 DEFAULT = ["zerofx", *PEERS]
+ZEROFX = [*PRECISIONS, *CLIPPED]
 
 
 def available(names: list[str], device: str) -> list[str]:
@@ -142,7 +168,7 @@ def timed(run: Callable[[], object], device: str) -> float:
 def differences(systems: list[System]) -> dict[str, float]:
     """How far each float32 parameter is from the first peer's, or the first's, at most."""
     trained = [s for s in systems if s.parameter is not None and s.parameter.dtype is torch.float32]
-    trained = [s for s in trained if s.bytes_per_element == ADAMW_BYTES]
+    trained = [s for s in trained if s.bytes_per_element in (ADAMW_BYTES, *CLIPPED.values())]
     if not trained:
         return {}
     expected = next((s for s in trained if s.name in PEERS), trained[0]).parameter
@@ -156,7 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of each system in a round")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--systems", nargs="+", default=DEFAULT, choices=[*PRECISIONS, *PEERS])
+    parser.add_argument("--systems", nargs="+", default=DEFAULT, choices=[*ZEROFX, *PEERS])
     return parser.parse_args()
 
 
@@ -167,7 +193,7 @@ def main() -> int:
     generator = torch.Generator(device).manual_seed(0)
     start, gradient = (torch.randn(length, device=device, generator=generator) for _ in range(2))
     systems = [
-        (zerofx if name in PRECISIONS else torch_optimizer)(name, start, gradient)
+        (zerofx if name in ZEROFX else torch_optimizer)(name, start, gradient)
         for name in available(arguments.systems, device)
     ]
     for system in systems:
