@@ -298,6 +298,7 @@ class OptimizerRunner:
         done to each gradient first, in the same kernel.
         """
         if any(map(self.has_begun, parameters)):
+            assert work is None, "what began an update has read its gradient, so that it is there"
             return [self.run(*one) for one in zip(data, grads, parameters, strict=True)]
         launches = Launches()
         for members in self._neighbours(data, grads, parameters):
