@@ -200,6 +200,12 @@ def count_traffic():
         comm.wait(result)
     comm.broadcast(torch.ones(world_size * 100))
     comm.gather_whole(torch.ones(10))
+    # Rank r sends r + 1 elements to each rank.
+    mine = comm.rank + 1
+    parts = comm.all_to_all(
+        torch.ones(world_size * mine), [mine] * world_size, [r + 1 for r in range(world_size)]
+    )
+    assert parts.numel() == sum(range(world_size + 1))
     for buffer in gathered:
         comm.free(buffer)
     return comm.traffic.snapshot()
@@ -208,11 +214,12 @@ def count_traffic():
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_counters_equal_the_formula(ranks, world_size):
     others = world_size - 1
-    for snapshot in ranks(world_size).run(count_traffic):
+    for rank, snapshot in enumerate(ranks(world_size).run(count_traffic)):
         assert snapshot["sent_bytes"] == {
             "gather": 2 * others * 500 * 4,
             # A mean of one element is padded to one per rank.
             "reduce": 3 * others * 2000 * 4 + 2 * others * 4,
+            "exchange": others * (rank + 1) * 4,
             "scalar": others * 4,
             "setup": others * 100 * 4 + others * 10 * 4,
             "agreement": 0,
@@ -221,6 +228,7 @@ def test_counters_equal_the_formula(ranks, world_size):
             "all_gather": 3,
             "reduce_scatter": 1,
             "all_reduce": 3,
+            "all_to_all": 1,
             "broadcast": 1,
         }
         assert snapshot["gathered_bytes"] == 0
