@@ -30,12 +30,12 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     for update in [node for node in gm.graph.nodes if node.target is ops.update]:
         if is_owned(update):
             continue  # it follows what all ranks compute together
-        barrier = _last_reader(update)
         operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
-        cuts = [operand for operand in operands if operand.target is ops.take_shard]
+        cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
         for operand in operands:
             _hoist(operand)
-        anchor = max([*(o for o in operands if o not in cuts), *barrier], default=None)
+        before = [operand for operand in operands if operand not in cuts]
+        anchor = max([*before, *_last_reader(update)], default=None)  # now that these have moved
         if anchor is None or not anchor < update:
             continue
         if anchor.next not in (update, *cuts):

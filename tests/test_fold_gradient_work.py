@@ -165,6 +165,19 @@ def test_a_parameter_that_may_have_been_updated_is_read_in_its_place(moves, prog
     assert other.args[1] is product
 
 
+@pytest.mark.parametrize("element", [False, True], ids=["itself", "element"])
+def test_a_coefficient_that_may_have_been_updated_is_read_in_its_place(element, program, inputs):
+    p, q, g, h, coefficient = inputs
+    number = program.input("scale", kind="parameter")
+    if element:
+        number = program.call(aten.select.int, q, 0, 0)
+    product = program.call(aten.mul.Tensor, g, number)
+    written = program.update(q, h, 1)
+    one = program.update(p, product)
+    program.fold(written, one)
+    assert one.args[1] is product and not one.kwargs
+
+
 def test_a_gradient_that_is_overwritten_is_read_in_its_place(program, inputs):
     p, _, g, h, coefficient = inputs
     product = program.call(aten.mul.Tensor, g, coefficient)

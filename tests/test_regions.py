@@ -138,6 +138,41 @@ def equals_another(x, box):
     return double + other
 
 
+# Operators that Inductor leaves out, as they change nothing.
+
+
+def is_cloned_twice(x, box):
+    sine = x.sin()
+    one, other = sine.clone(), sine.clone()
+    box.zero_()
+    double = one * 2
+    box.zero_()
+    return double + other
+
+
+def equals_another_but_for_zeros(x, box):
+    sine = x.sin()
+    same = sine + torch.zeros_like(sine)
+    box.zero_()
+    double = sine * 2
+    box.zero_()
+    return double + same
+
+
+def is_an_input_but_for_zeros(x, box):
+    old = box + torch.zeros_like(box)
+    box.zero_()
+    return old * x, old
+
+
+def is_a_row_of_one_but_for_zeros(x, box):
+    mean, rows = x.mean(0, keepdim=True), box[1:]
+    same = mean + torch.zeros_like(mean)
+    old = rows * torch.ones_like(rows)
+    box.zero_()
+    return mean * 2, same, old
+
+
 def is_one_of_several_results(x, box):
     mean = torch.var_mean(x, 0)[1]
     box.zero_()
@@ -156,6 +191,10 @@ def is_one_of_several_results(x, box):
         (is_an_input, 0),
         (is_a_view_of_an_input, 0),
         (equals_another, 3),
+        (is_cloned_twice, 3),
+        (equals_another_but_for_zeros, 3),
+        (is_an_input_but_for_zeros, 0),
+        (is_a_row_of_one_but_for_zeros, 1),
         (is_one_of_several_results, 1),
     ),
     ids=lambda value: getattr(value, "__name__", None),

@@ -532,6 +532,28 @@ def clip_by_value_foreach(zero):
     return simple(zero, step_with(between=clip))
 
 
+@form()
+def gradients_centred(zero):
+    """As Yong et al. 2020, "Gradient Centralization", do: no work of one element."""
+
+    def centre(model):
+        for weight in (p for p in model.parameters() if p.dim() > 1):
+            weight.grad.sub_(weight.grad.mean(1, keepdim=True))
+
+    return simple(zero, step_with(between=centre))
+
+
+@form()
+def gradients_times_an_element_of_a_parameter(zero):
+    def scale(model):
+        with torch.no_grad():
+            number = model.head.bias[0]
+            for parameter in model.parameters():
+                parameter.grad.mul_(number)
+
+    return simple(zero, step_with(between=scale))
+
+
 @form(sums_over_shards=True)
 def gradient_norms_for_logging(zero):
     def step(model, optimizer, *batch):

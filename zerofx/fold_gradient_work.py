@@ -46,6 +46,8 @@ def fold_gradient_work(
             continue
         nodes, gradient = folded
         work, coefficients = GradientWork.of(nodes, gradient)
+        if any(_may_be_overwritten(number, update, order) for number in coefficients):
+            continue  # it is read by then, and not where the step reads it
         if work.computation not in known:
             name = f"gradient_work_{len(known)}"
             setattr(root, name, work)
@@ -103,7 +105,7 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
 
 
 def _may_be_overwritten(gradient: fx.Node, update: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a tensor may lie in memory that is written to before an update reads it.
+    """Whether a tensor may lie in memory that is written to before an update would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """

@@ -197,9 +197,14 @@ class CompiledRegion(nn.Module):
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
     memory of the ``donated`` ones.
+
+    Inductor may leave out an operator that changes nothing, ``x + 0`` or a second ``clone``, and
+    return one tensor for two.  Others write to what they take for memory of its own, so it is
+    looked up when the region first runs, and copied from then on.
     """
 
-    _known: dict[str, dict[tuple, Callable]] = {}  # by what a region computes
+    # By what a region computes: what runs it, and which of its results to copy.
+    _known: dict[str, dict[tuple, tuple[Callable, list[int]]]] = {}
 
     def __init__(self, gm: fx.GraphModule, is_dynamic: bool, donated: Sequence[int]):
         super().__init__()
@@ -211,8 +216,50 @@ class CompiledRegion(nn.Module):
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
         sizes = tuple(map(_size, values)) if self.is_dynamic else ()
         if sizes not in self.compiled:
-            self.compiled[sizes] = compat.compile_with_inductor(self.gm, [values], self.donated)
-        return self.compiled[sizes](values)
+            run = compat.compile_with_inductor(self.gm, [values], self.donated)
+            places = [None if at in self.donated else _place(v) for at, v in enumerate(values)]
+            results = run(values)
+            self.compiled[sizes] = run, _shared_unasked(self.gm.graph, places, results)
+        else:
+            results = self.compiled[sizes][0](values)
+        copied = self.compiled[sizes][1]
+        if copied:
+            return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
+        return results
+
+
+def _place(value: Any) -> int | None:
+    """Where a tensor's memory begins; None for one without any."""
+    if not isinstance(value, torch.Tensor) or not value.untyped_storage().nbytes():
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _shared_unasked(
+    graph: fx.Graph, places: Sequence[int | None], results: Sequence[Any]
+) -> list[int]:
+    """Results in the memory of an input or another result that they are no views of."""
+    owners: dict[int | None, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0].op == "placeholder":
+            owners.setdefault(places[node.args[1]], set()).add(node)
+    found = []
+    for at, (node, result) in enumerate(zip(graph.output_node().args[0], results, strict=True)):
+        place, origins = _place(result), _origins(node)
+        there = owners.setdefault(place, set())
+        if place is not None and there and there.isdisjoint(origins):
+            found.append(at)
+        else:
+            there |= origins
+    return found
+
+
+def _origins(node: fx.Node) -> set[fx.Node]:
+    """What a node is a view of, or itself."""
+    bases = aliased_inputs(node)
+    if node.target is operator.getitem:  # of several results, or of the region's inputs
+        bases = [base for source in bases for base in aliased_inputs(source)]
+    return set().union(*map(_origins, bases)) if bases else {node}
 
 
 def _computation(graph: fx.Graph) -> str:
