@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.passes.base import Counts, Pass, PassContext
-from zerofx.verify import verify
+from zerofx.verify import CheckedMetadata, verify
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run_pipeline(
     pass raises, with a note that names it.
     """
     facts: set[str] = set()
-    checked: dict[fx.Node, tuple[int, ...]] = {}
+    checked = CheckedMetadata()
     verify(gm, ctx.table, facts, checked)
     if on_program:
         on_program("captured", gm, None)

@@ -165,7 +165,7 @@ def is_an_input_but_for_zeros(x, box):
     return old * x, old
 
 
-def is_a_row_of_one_but_for_zeros(x, box):
+def is_one_of_three_but_for_zeros_and_ones(x, box):
     mean, rows = x.mean(0, keepdim=True), box[1:]
     same = mean + torch.zeros_like(mean)
     old = rows * torch.ones_like(rows)
@@ -194,7 +194,7 @@ def is_one_of_several_results(x, box):
         (is_cloned_twice, 3),
         (equals_another_but_for_zeros, 3),
         (is_an_input_but_for_zeros, 0),
-        (is_a_row_of_one_but_for_zeros, 1),
+        (is_one_of_three_but_for_zeros_and_ones, 1),
         (is_one_of_several_results, 1),
     ),
     ids=lambda value: getattr(value, "__name__", None),
@@ -206,6 +206,25 @@ def test_what_is_read_later_is_not_written_to(function, donations):
     assert sum(len(region.donated) for region in lowered.children()) == donations
     for _ in range(2):
         torch.testing.assert_close(lowered(*(value.clone() for value in inputs)), expected)
+
+
+def test_results_are_copied_only_where_inductor_returns_one_tensor_for_two():
+    """Inputs that are freed in the first run leave their places to results: that is no sharing."""
+
+    def consumes(x, box):
+        box.zero_()
+        sine = x.sin()
+        product = sine @ sine
+        return product, product @ sine
+
+    sizes = 64, 64
+    (region,) = compiled(consumes, torch.randn(sizes), torch.randn(sizes)).children()
+    values = [torch.randn(sizes)]
+    region(values)
+    assert values == [] and [copied for _, copied in region.compiled.values()] == [[]]
+    (first, *_) = compiled(is_cloned_twice, torch.randn(sizes), torch.randn(sizes)).children()
+    first([torch.randn(sizes)])
+    assert [copied for _, copied in first.compiled.values()] == [[1]]
 
 
 def test_a_result_takes_the_memory_of_what_dies():

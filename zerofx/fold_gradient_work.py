@@ -104,12 +104,12 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
     return all(user.op == "call_function" and runs[user] == runs[node] for user in others)
 
 
-def _may_be_overwritten(gradient: fx.Node, update: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _may_be_overwritten(operand: fx.Node, update: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether a tensor may lie in memory that is written to before an update would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """
-    pending, seen = [gradient], {gradient}
+    pending, seen = [operand], {operand}
     while pending:
         node = pending.pop()
         if node.op == "placeholder":

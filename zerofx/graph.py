@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -254,24 +254,41 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        fx.node.map_arg(value, found.append)
-    return found if node.target._schema.returns else []
+    return _arguments(node, _aliased_arguments(node.target))
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node writes to."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
+    return _arguments(node, _written_arguments(node.target))
+
+
+@cache
+def _aliased_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments whose memory a result may share."""
+    schema = operator_._schema
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and schema.returns
+    )
+
+
+@cache
+def _written_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator_._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _arguments(node: fx.Node, which: Iterable[tuple[int, str]]) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+    for position, name in which:
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         fx.node.map_arg(value, found.append)
     return found
 
@@ -294,11 +311,39 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     return found
 
 
+def memory_of(node: fx.Node) -> set[fx.Node]:
+    """``node`` and every earlier node whose memory it may share."""
+    found = {node}
+    pending = [node]
+    while pending:
+        sources = set(aliased_inputs(pending.pop())) - found
+        found |= sources
+        pending += sources
+    return found
+
+
 def writers(node: fx.Node) -> set[fx.Node]:
     """Every node that writes to ``node``'s memory."""
     return {
         user for alias in aliases(node) for user in alias.users if alias in mutated_inputs(user)
     }
+
+
+def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """A node's operation and arguments, its sources as ``name`` gives them."""
+    arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Text(name(n)))
+    return f"{node.op} {node.target} {arguments}"
+
+
+class _Text(str):
+    __repr__ = str.__str__
+
+
+def layout_text(value: Any) -> str:
+    """What a value is but for its elements: dtype, device, shape and strides."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+    return repr(value)
 
 
 def last_use(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:

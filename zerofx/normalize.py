@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from zerofx.graph import Builder, aliased_inputs, aliases, erase_unused, input_role, placeholders
+from zerofx.graph import Builder, aliased_inputs, erase_unused, input_role, memory_of, placeholders
 
 aten = torch.ops.aten
 
@@ -52,14 +52,14 @@ def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
 
 def _drop_copies(gm: fx.GraphModule) -> None:
     """``copy(x, y)`` -> ``y`` where both have one dtype, shape and layout and x is unread."""
-    kept = [node for node in placeholders(gm.graph) if input_role(node).kind != "other"]
+    kept = {node for node in placeholders(gm.graph) if input_role(node).kind != "other"}
     for node in list(gm.graph.nodes):
         if node.target is not aten.copy.default:
             continue
         into, source = node.args[0], node.args[1]
         if not _same_layout(into.meta["val"], source.meta["val"]):
             continue
-        if any(source in aliases(node) for node in kept):
+        if kept & memory_of(source):
             continue  # a copy of a parameter or gradient must not become its alias
         if into in kept and _is_view(source):
             # The new value of a parameter, which will be updated in place: not a view of another.

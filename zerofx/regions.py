@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat, ops
-from zerofx.graph import aliased_inputs, aliases, mutated_inputs
+from zerofx.graph import aliased_inputs, aliases, call_text, layout_text, mutated_inputs
 
 
 def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -217,8 +217,10 @@ class CompiledRegion(nn.Module):
         sizes = tuple(map(_size, values)) if self.is_dynamic else ()
         if sizes not in self.compiled:
             run = compat.compile_with_inductor(self.gm, [values], self.donated)
-            places = [None if at in self.donated else _place(v) for at, v in enumerate(values)]
+            # Held, so that no result takes the place of one that is freed meanwhile.
+            held = [None if at in self.donated else v for at, v in enumerate(values)]
             results = run(values)
+            places = list(map(_place, held))
             self.compiled[sizes] = run, _shared_unasked(self.gm.graph, places, results)
         else:
             results = self.compiled[sizes][0](values)
@@ -267,20 +269,9 @@ def _computation(graph: fx.Graph) -> str:
     number = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
-        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Text(number[n]))
-        target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")
+        call = node.op if node.op == "placeholder" else call_text(node, number.__getitem__)
+        lines.append(f"{call} {layout_text(node.meta.get('val'))}")
     return "\n".join(lines)
-
-
-class _Text(str):
-    __repr__ = str.__str__
-
-
-def _layout(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
-    return repr(value)
 
 
 def _size(value: Any) -> Any:

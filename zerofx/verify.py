@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -15,10 +16,12 @@ from zerofx import ops
 from zerofx.errors import GraphError
 from zerofx.graph import (
     aliases,
+    call_text,
     captured_updates,
     gradient_of,
     gradient_outputs,
     input_role,
+    layout_text,
     mutated_inputs,
     parameter_of,
     placeholders,
@@ -37,16 +40,27 @@ from zerofx.plan import ParameterInfo, ParameterTable
 aten = torch.ops.aten
 
 
+@dataclass
+class CheckedMetadata:
+    """What earlier checks have found, as running operators' fakes is the slowest check by far.
+
+    ``made_from`` says which nodes' metadata has been compared, and the identities that it was
+    made from; ``computed`` what a call gives for these layouts (those of a layer, in all others).
+    """
+
+    made_from: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    computed: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+
+
 def verify(
     gm: fx.GraphModule,
     table: ParameterTable,
     facts: Set[str] = frozenset(),
-    checked: dict[fx.Node, tuple[int, ...]] | None = None,
+    checked: CheckedMetadata | None = None,
 ) -> None:
     """Check every rule that holds of a program with these facts.
 
-    ``checked`` remembers between calls which nodes' metadata has been recomputed, and from
-    what: running an operator's fake is the slowest check by far.
+    ``checked`` is what to remember from call to call.
 
     Raises: GraphError naming the node, the rule and the user's line.
     """
@@ -56,7 +70,7 @@ def verify(
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
     _nothing_reads_what_was_overwritten(gm.graph, order)
-    _metadata_is_fresh(gm.graph, {} if checked is None else checked)
+    _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
     _sharded_inputs_are_read_as_shards(gm.graph)
     _buckets_hold_what_they_say(gm.graph, table)
     _updates_are_those_captured(gm.graph, table)
@@ -194,31 +208,38 @@ def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
     )
 
 
-def _metadata_is_fresh(graph: fx.Graph, checked: dict[fx.Node, tuple[int, ...]]) -> None:
+def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
     """Shapes and dtypes of inserted nodes, and of who reads one, are what operators compute."""
     for node in graph.nodes:
         if node.op != "call_function" or not _is_touched(node):
             continue
         recorded = node.meta["val"]
         made_from = (id(recorded), *(id(source.meta["val"]) for source in node.all_input_nodes))
-        if checked.get(node) == made_from:
+        if checked.made_from.get(node) == made_from:
             continue
-        checked[node] = made_from
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        mode = getattr(recorded, "fake_mode", None)
-        if mode is None or _is_symbolic(recorded):
+        checked.made_from[node] = made_from
+        if getattr(recorded, "fake_mode", None) is None or _is_symbolic(recorded):
             continue
-        try:
-            with mode, torch.no_grad():
-                actual = node.target(*args, **kwargs)
-        except Exception as error:
-            raise _broken(node, f"refuses its operands: {error}") from error
-        if actual.shape != recorded.shape or actual.dtype != recorded.dtype:
+        call = call_text(node, lambda source: layout_text(source.meta["val"]))
+        if call not in checked.computed:
+            actual = _run_fake(node)
+            checked.computed[call] = actual.dtype, actual.shape
+        dtype, shape = checked.computed[call]
+        if (dtype, shape) != (recorded.dtype, recorded.shape):
             raise _broken(
                 node,
                 f"is recorded as {recorded.dtype}{list(recorded.shape)} but computes "
-                f"{actual.dtype}{list(actual.shape)}.",
+                f"{dtype}{list(shape)}.",
             )
+
+
+def _run_fake(node: fx.Node) -> torch.Tensor:
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    try:
+        with node.meta["val"].fake_mode, torch.no_grad():
+            return node.target(*args, **kwargs)
+    except Exception as error:
+        raise _broken(node, f"refuses its operands: {error}") from error
 
 
 def _is_touched(node: fx.Node) -> bool:
