@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,13 @@ _LENGTH = 7919
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function: its nodes, what its inputs stand for, and what it returns."""
+    """One call of a function: its nodes, what its inputs stand for, and what it returns.
+
+    ``note`` says what the function does.
+    """
 
     name: str
+    note: str
     nodes: Sequence[fx.Node]
     operands: dict[fx.Node, fx.Node]
     result: fx.Node
@@ -58,8 +63,15 @@ def trace_call(node: fx.Node, is_element: Callable[[fx.Node], bool]) -> Call | N
         return None
     inputs = [inner for inner in nodes if inner.op == "placeholder"]
     name = getattr(function, "__name__", str(function))
+    summary, *_ = (inspect.getdoc(function) or "").split("\n")
+    note = f"{name}: {summary}" if summary else name
     rest = [inner for inner in nodes if inner.op != "placeholder"]
-    return Call(name, rest, dict(zip(inputs, operands, strict=True)), result)
+    return Call(name, note, rest, dict(zip(inputs, operands, strict=True)), result)
+
+
+def example(num_dims: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory that stands for elements, or with no dimensions for a number."""
+    return torch.empty((2,) * num_dims, dtype=dtype, device="meta")
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.codegen.elementwise import operator_names
+from zerofx.codegen.functions import example
 from zerofx.codegen.operations import rule_of
 from zerofx.codegen.rounding import round_to
 from zerofx.codegen.trace import Update
@@ -92,13 +93,13 @@ class GradientWork:
         for place, node in enumerate(coefficients):
             copies[node] = graph.placeholder(f"coefficient_{place}" if place else "coefficient")
         for node in (gradient, *coefficients):
-            copies[node].meta["val"] = _example(node.meta["val"])
+            copies[node].meta["val"] = _example_of(node)
         for node in nodes:
             kept = {name: node.kwargs[name] for name in node.kwargs if name not in _OF_MEMORY}
             args, kwargs = fx.node.map_arg((node.args, kept), copies.__getitem__)
             copies[node] = graph.call_function(node.target, args, kwargs)
             trace = node.meta.get("stack_trace")
-            copies[node].meta = {"val": _example(node.meta["val"]), "stack_trace": trace}
+            copies[node].meta = {"val": _example_of(node), "stack_trace": trace}
         graph.output(copies[nodes[-1]])
         return cls(fx.GraphModule({}, graph), nodes[-1].meta["val"].dtype), coefficients
 
@@ -193,6 +194,6 @@ class GradientWork:
         return cast(output, env[output.args[0]], expected)
 
 
-def _example(value: Tensor) -> Tensor:
-    """A tensor of the same dtype that stands for elements, or for a number; without memory."""
-    return torch.empty((2,) * value.dim(), dtype=value.dtype, device="meta")
+def _example_of(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return example(value.dim(), value.dtype)

@@ -55,6 +55,11 @@ def pointwise_program(
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
+    if update.scales:
+        raise UpdateError(
+            f"{update.optimizer} with moments in eight bits has no kernel of its own: their scale "
+            "is one number per block."
+        )
     return _Normaliser(update).run(gradient_dtype, copy_dtype, skips)
 
 
@@ -173,7 +178,7 @@ class _Normaliser:
         if node.op == "get_attr":
             raise self.refusal(node, "is a tensor that the optimizer keeps outside of its state")
         reads = [operand for operand in node.all_input_nodes if operand in self.root]
-        if node.target is aten.sym_size.int:
+        if node.target in (aten.sym_size.int, aten.sym_numel.default):
             self.length.add(node)
             return
         counts = node.target is aten.arange.default and bool(self.note)
@@ -207,7 +212,7 @@ class _Normaliser:
                 self.root[inner] = self.root[outer]
             else:
                 self.numbers.alias(inner, outer)
-        self.note = called.name
+        self.note = called.note
         for inner in called.nodes:
             self._visit(inner)
         self.note = ""
@@ -215,14 +220,21 @@ class _Normaliser:
         self.root[node] = root = self.root[called.result]
         value = self.current[root]
         if root is called.result and value is self.values[-1] and not value.name:
-            self.values[-1] = self.current[root] = replace(value, name=identifier(called.name))
+            self._rename_last(called.name)
 
     def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
         """The value under the optimizer's name for it; that of the memory if it is written to."""
         name = self.stream_names.get(root) or self.source_names.get(node)
         if not name or not self.values or value is not self.values[-1] or value.name:
             return value
+        return self._rename_last(name)
+
+    def _rename_last(self, name: str) -> Value:
+        """Name the last value, also where it is what other memory was given."""
+        value = self.values[-1]
         self.values[-1] = named = replace(value, name=identifier(name))
+        for root in [root for root, current in self.current.items() if current is value]:
+            self.current[root] = named
         return named
 
     def _is_gradient(self, node: fx.Node) -> bool:

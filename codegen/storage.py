@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.codegen.functions import example
 from zerofx.codegen.rounding import (
     decode_blocks,
     encode_blocks,
@@ -143,7 +144,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     old = list(update.graph_module.graph.nodes)
     inputs = [node for node in old if node.op == "placeholder"]
     for node in inputs:
-        env[node] = graph.placeholder(node.name)
+        env[node] = graph.node_copy(node)
     extras = {name: graph.placeholder(_identifier(name)) for name in stored.extras}
     parameter, gradient, *_ = inputs
     kept = {node: env[node] for node in inputs}
@@ -221,6 +222,10 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     for target, value in writes:
         call(aten.copy_.default, target, value)
     graph.output(results)
+    if not stored.in_blocks:
+        kept_in = {kept[parameter]: stored.parameter, kept[gradient]: stored.gradient}
+        kept_in |= {kept[moments[name]]: dtype for name, dtype in stored.moments}
+        _give_examples(graph, kept_in, extras)
     gm = fx.GraphModule(update.graph_module, graph)
     gm.recompile()
     shards = [*update.shards, *(False for _ in inputs[len(update.shards) :])]
@@ -238,8 +243,28 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     )
 
 
+def _give_examples(
+    graph: fx.Graph, kept_in: Mapping[fx.Node, torch.dtype], extras: Mapping[str, fx.Node]
+) -> None:
+    """Say in ``meta["val"]`` which dtype each new or changed node has: kernels go by it."""
+    for node, dtype in kept_in.items():
+        node.meta["val"] = example(1, dtype)
+    numbers = {"offset": example(0, torch.int64), "key": example(0, torch.int32)}
+    for name, node in extras.items():
+        node.meta["val"] = numbers.get(name, example(1, torch.float32))
+
+    def value_of(node: fx.Node) -> Any:
+        value = node.meta["val"]
+        return example(min(value.dim(), 1), value.dtype) if torch.is_tensor(value) else value
+
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
 def _identifier(name: str) -> str:
-    return name.replace(".", "_")
+    return name.removeprefix("zerofx.").replace(".", "_")
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,20 @@ def test_bf16_parameters_are_computed_in_fp32(name, run):
     run(interpreted.check_bf16_parameters, name)
 
 
+PRECISIONS = {
+    "masters": {"master_weights": True},
+    "rounded": {"stochastic_rounding": True},
+    "bf16 moments": {"moment_dtype": BF16},
+    "masters, bf16 moments": {"master_weights": True, "moment_dtype": BF16},
+}
+
+
+@pytest.mark.parametrize("options", PRECISIONS)
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
+def test_what_is_kept_otherwise_is_widened_and_narrowed_in_the_kernel(name, options, run):
+    run(interpreted.check_precision, name, PRECISIONS[options])
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamax", "rprop"])
 def test_float64_parameters_keep_their_precision(name, run):
     run(interpreted.check_float64, name)

@@ -10,6 +10,7 @@ from tests.codegen.lion import Lion
 from zerofx.codegen.arguments import group_values, read_arguments
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.pointwise import pointwise_program
+from zerofx.codegen.storage import rewritten
 from zerofx.codegen.trace import ChangingIntegers, trace_update
 from zerofx.plan import ParameterInfo
 
@@ -122,12 +123,25 @@ def layout(p, shape):
     )
 
 
-def program(make_optimizer, *, steps=2, dtype=torch.float32, work=None, **variant):
-    """The pointwise program of the update that an optimizer makes after some steps."""
+def program(make_optimizer, *, steps=2, dtype=torch.float32, work=None, stored=None, **variant):
+    """The pointwise program of the update that an optimizer makes after some steps.
+
+    ``stored`` is how it is kept, if not as it is computed.
+    """
+
+    def make(update, **variant):
+        return pointwise_program(kept(update, stored) if stored else update, **variant)
+
     p = nn.Parameter(torch.ones(7, dtype=dtype))
     optimizer = make_optimizer([p])
     for _ in range(steps):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    shards = Shards(optimizer, pointwise_program, variant, work)
+    shards = Shards(optimizer, make, variant, work)
     return shards.trace()[1]
+
+
+def kept(update, stored):
+    """An update of what is stored."""
+    places = {path.rpartition(".")[2]: place for place, path in enumerate(update.inputs)}
+    return rewritten(update, stored, {name: places[name] for name, _ in stored.moments})

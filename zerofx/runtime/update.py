@@ -446,8 +446,9 @@ class OptimizerRunner:
             kernel = self._kernels.find(update, data, grad)
             if kernel is None:
                 return False
-            # What is drawn for is settled below, which reads new states: it cannot wait.
-            waits = kernel.may_wait and draw is None
+            # New states are settled below, and rounded: what makes them cannot wait.
+            is_settled = draw is None or all(name in values for name, _ in update.state)
+            waits = kernel.may_wait and is_settled
             run = partial(kernel.run, launches=launches) if waits else kernel.run
             grad = grad.to(kernel.gradient_dtype)
             new_state, new_group = update(data, grad, tensors, numbers, run)

@@ -50,7 +50,7 @@ def adamw_block(
 
     # work.py:12: return gradient * coefficient
     grad = grad * coefficient
-    # round_to
+    # round_to: Round float32 to what bfloat16 or float16 can hold, and keep it in float32.
     value = grad.to(tl.int32, bitcast=True)
     value = value + 32767 + ((value >> 16) & 1)
     round_to = tl.where(grad != grad, grad, (value & -65536).to(tl.float32, bitcast=True))
