@@ -18,15 +18,18 @@ from zerofx.graph import (
     Builder,
     InputRole,
     aliased_inputs,
+    aliases,
     erase_unused,
     gradient_outputs,
     input_role,
+    memory_of,
     mutated_inputs,
     rank_varying,
     set_input_role,
     sharded_results,
     source_line,
     unreduced_results,
+    writers,
     written_gradients,
 )
 from zerofx.passes.base import PassContext
@@ -324,11 +327,52 @@ class ShardPropagation:
         for source in node.all_input_nodes:
             if source in self.values and (only is None or source is only):
                 value = self.values[source]
+                if self._is_rebuilt_too_late(source, node):
+                    self._gather_by_itself(source)
                 if value.source is None:
                     value.source = GatherSource(source, value.parameter, self.shard_of(source))
                     value.source.shape = value.shape
                     self.sources.append(value.source)
                 value.source.uses.append((node, source))
+
+    def _is_rebuilt_too_late(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether a parameter is written to after ``node`` was computed from it, before ``reader``.
+
+        Nodes in between would then be repeated on a copy of new values.  Views see them rightly.
+        """
+        source = self.values[node].source
+        if source is None or source.node.op != "placeholder":
+            return False
+        pending, repeated = [node], set()
+        while pending:
+            found = pending.pop()
+            if found in source.chain and found not in repeated:
+                repeated.add(found)
+                pending += found.all_input_nodes
+        computed = [found for found in repeated if not aliased_inputs(found)]
+        return bool(computed) and any(
+            min(computed) < writer < reader for writer in writers(source.node)
+        )
+
+    def _gather_by_itself(self, node: fx.Node) -> None:
+        """Let a node, and what it is a view of, no longer be rebuilt from a parameter.
+
+        Before::
+
+            clone = clone(parameter);  update(shard, gradient);  output(clone(gather(shard)))
+
+        After::
+
+            on_shard = clone(shard);  update(shard, gradient);  output(gather(on_shard))
+        """
+        (base,) = [found for found in memory_of(node) if not aliased_inputs(found)]
+        value = self.values[base]
+        source = GatherSource(base, value.parameter, self.shard_of(base), shape=value.shape)
+        self.sources.append(source)
+        for view in aliases(base) & self.values.keys():
+            self.values[view].source = source
+            source.chain.add(view)
+        source.chain.discard(base)
 
     def _shard_operand(self, operand: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
         """The shard of an operand: its own, or this rank's range of a uniform whole value.

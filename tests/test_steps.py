@@ -584,6 +584,21 @@ def parameters_read_after_the_update(zero):
     return simple(zero, step)
 
 
+@form()
+def old_values_read_after_the_update(zero):
+    def step(model, optimizer, *batch):
+        old = {name: p.detach().clone() for name, p in model.named_parameters()}
+        low = model.head.weight.detach().to(torch.bfloat16)
+        loss = squared_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        turned = old["head.weight"].t()
+        return loss, old, low, turned @ turned.t(), old["head.weight"] * 2 - low
+
+    return simple(zero, step)
+
+
 @form(only_alone=True)
 def two_updates_in_one_call(zero):
     def step(model, optimizer, *batch):

@@ -605,6 +605,29 @@ def test_updated_values_read_after_the_step_are_gathered_anew():
         assert_same_numerics(execute(captured), execute(program))
 
 
+def test_what_is_computed_before_an_update_and_read_after_it_is_a_shard_until_then():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        old = model.weight.detach().clone()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return old, old.t() @ old, (old + 1).to(torch.bfloat16)
+
+    captured = capture(step, torch.randn(4, 6), world_size=2)
+    program = sharded(captured)
+    order = program_order(program.graph)
+    (update,) = (n for n in nodes_of(program, ops.update) if n.args[3] == 0)
+    (copy,) = nodes_of(program, aten.clone.default)
+    assert role(copy) == "on_shard" and order[copy] < order[update]
+    (gather,) = (user for user in copy.users if user.target is ops.all_gather_start)
+    assert order[gather] > order[update]
+    assert_same_numerics(execute(captured), execute(program))
+
+
 def test_two_optimizer_steps_in_one_program_read_what_the_first_wrote():
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
