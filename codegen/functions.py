@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,18 @@ from zerofx import compat
 
 aten = torch.ops.aten
 
-_LENGTH = 7919
-"""How many elements a function is traced with: a prime, so that nothing else is as many."""
+Shape = tuple[int, ...]
+
+# What functions are traced with.  Sizes are primes, so that nothing else is as many.
+FLAT: Shape = (7919,)
+"""Elements one after the other, as a kernel has them."""
+IN_BLOCKS: Shape = (7907, 5003)
+"""Elements in blocks that have a scale each, where an update has such."""
+PER_BLOCK: Shape = (7907,)
+"""One number per block."""
+
+_COUNTS = {math.prod(shape) for shape in (FLAT, IN_BLOCKS)}
+_SIZES = {*_COUNTS, *IN_BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -32,20 +43,19 @@ class Call:
     result: fx.Node
 
 
-def trace_call(node: fx.Node, is_element: Callable[[fx.Node], bool]) -> Call | None:
-    """Trace the function that a node calls, on flat tensors without memory.
+def trace_call(node: fx.Node, shape_of: Callable[[fx.Node], Shape]) -> Call | None:
+    """Trace the function that a node calls, on tensors without memory.
 
-    Its operands' ``meta["val"]`` say their dtypes; those that are not elements are 0-dim tensors.
-    None if the result is not one tensor of as many elements, or depends on how many there are.
+    Its operands' ``meta["val"]`` say their dtypes, and ``shape_of`` says what they hold: one of
+    the shapes above, or () for a number.  None if the result is not one tensor of such a shape
+    too, or depends on how many elements there are.
     """
     operands = node.all_input_nodes
     if not callable(node.target) or not all(_is_tensor(operand) for operand in operands):
         return None
     function = node.target
     examples = [
-        torch.empty(
-            _LENGTH if is_element(operand) else (), dtype=operand.meta["val"].dtype, device="meta"
-        )
+        torch.empty(shape_of(operand), dtype=operand.meta["val"].dtype, device="meta")
         for operand in operands
     ]
 
@@ -57,9 +67,10 @@ def trace_call(node: fx.Node, is_element: Callable[[fx.Node], bool]) -> Call | N
     traced = compat.trace_operations(call, examples)
     *nodes, output = traced.graph.nodes
     result = output.args[0]
-    if not isinstance(result, fx.Node) or result.meta["val"].shape != (_LENGTH,):
+    shapes = (FLAT, IN_BLOCKS, PER_BLOCK)
+    if not isinstance(result, fx.Node) or result.meta["val"].shape not in shapes:
         return None
-    if any(_LENGTH in _constants(inner) and not _is_count(inner) for inner in nodes):
+    if any(_SIZES.intersection(_constants(inner)) and not _is_count(inner) for inner in nodes):
         return None
     inputs = [inner for inner in nodes if inner.op == "placeholder"]
     name = getattr(function, "__name__", str(function))
@@ -82,9 +93,10 @@ def _constants(node: fx.Node) -> list[Any]:
     """What is constant among a node's arguments, but for the size of a view."""
     if node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default):
         return []
-    return [item for item in (*node.args, *node.kwargs.values()) if not isinstance(item, fx.Node)]
+    constants = (*node.args, *node.kwargs.values())
+    return [item for item in constants if isinstance(item, (int, float))]
 
 
 def _is_count(node: fx.Node) -> bool:
     """Whether a node counts the elements: ``arange(n)``."""
-    return node.target is aten.arange.default and node.args == (_LENGTH,)
+    return node.target is aten.arange.default and node.args[0] in _COUNTS

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.elementwise import operator_names
+from zerofx.codegen.functions import IN_BLOCKS, PER_BLOCK
 from zerofx.codegen.numbers import Number
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ class NumberOperand:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One element of an intermediate result.
+    """One element of an intermediate result, or what the elements of a block have in common.
 
     ``operation`` names a rule of the emitter.  ``dtype`` is what it is held in.  ``name`` is what
     the optimizer calls it, if anything, ``line`` the optimizer's ``file:line``, ``note`` why it
@@ -352,6 +353,26 @@ def _index(build: Builder, node: fx.Node) -> Value:
     return build.emit("index", dtype=torch.int64, node=node)
 
 
+def _largest_of_block(build: Builder, node: fx.Node) -> Value:
+    """``x.amax(-1)`` of elements in blocks: one number per block."""
+    given = _arguments(node)
+    is_of_blocks = given["self"].meta["val"].shape == IN_BLOCKS
+    if not is_of_blocks or node.meta["val"].shape != PER_BLOCK:
+        raise build.refusal(node, "combines elements other than those of a block")
+    dtype, value = _self(build, node)
+    return build.emit("largest_of_block", value, dtype=dtype, node=node)
+
+
+def _of_block(build: Builder, node: fx.Node) -> Value:
+    """``scale.unsqueeze(-1)`` of one number per block: each element gets its block's."""
+    given = _arguments(node)
+    is_per_block = given["self"].meta["val"].shape == PER_BLOCK
+    if not is_per_block or node.meta["val"].shape != (*PER_BLOCK, 1):
+        raise build.refusal(node, "gives elements another shape")
+    dtype, value = _self(build, node)
+    return build.emit("of_block", value, dtype=dtype, node=node)
+
+
 _PAIR = ("self", "other")
 
 _RULES: dict[str, Rule] = {
@@ -393,4 +414,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _cast),
     "copy": _copy,
     "arange": _index,
+    "amax": _largest_of_block,
+    "unsqueeze": _of_block,
 }

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.elementwise import UpdateError, mutated_operands, operator_names
-from zerofx.codegen.functions import trace_call
+from zerofx.codegen.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, trace_call
 from zerofx.codegen.numbers import Number, NumberGraph, identifier, unique
 from zerofx.codegen.operations import (
     ALIASES,
@@ -34,6 +34,7 @@ from zerofx.codegen.program import (
     Stream,
     without_dead_values,
 )
+from zerofx.codegen.rounding import BLOCK
 from zerofx.codegen.trace import Update
 
 aten = torch.ops.aten
@@ -55,11 +56,6 @@ def pointwise_program(
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
-    if update.scales:
-        raise UpdateError(
-            f"{update.optimizer} with moments in eight bits has no kernel of its own: their scale "
-            "is one number per block."
-        )
     return _Normaliser(update).run(gradient_dtype, copy_dtype, skips)
 
 
@@ -83,6 +79,7 @@ class _Normaliser:
         self.root: dict[fx.Node, fx.Node] = {}
         self.current: dict[fx.Node, Value | None] = {}
         self.length: set[fx.Node] = set()
+        self.per_block = {self.placeholders[position] for position in update.scales}
         self.loads: dict[fx.Node, Value] = {}
 
     def _name_inputs(self) -> dict[fx.Node, str]:
@@ -204,7 +201,7 @@ class _Normaliser:
 
     def _call(self, node: fx.Node) -> None:
         """Take over what a Python function of elements does, operation by operation."""
-        called = trace_call(node, self.is_element)
+        called = trace_call(node, self._shape_in_functions)
         if called is None:
             raise self.refusal(node, "is not an operation on tensors")
         for inner, outer in called.operands.items():
@@ -217,10 +214,20 @@ class _Normaliser:
             self._visit(inner)
         self.note = ""
         node.meta["val"] = called.result.meta["val"]
+        if self.update.scales and node.meta["val"].shape == PER_BLOCK:
+            self.per_block.add(node)
         self.root[node] = root = self.root[called.result]
         value = self.current[root]
         if root is called.result and value is self.values[-1] and not value.name:
             self._rename_last(called.name)
+
+    def _shape_in_functions(self, node: fx.Node) -> Shape:
+        """What stands for an operand in the trace of a Python function."""
+        if not self.is_element(node):
+            return ()
+        if node in self.per_block:
+            return PER_BLOCK
+        return IN_BLOCKS if self.update.scales else FLAT
 
     def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
         """The value under the optimizer's name for it; that of the memory if it is written to."""
@@ -298,7 +305,8 @@ class _Normaliser:
         if self._is_gradient(node):
             return Stream(name, "gradient", gradient_dtype or dtype, load)
         kind: Kind = "parameter" if node is self.placeholders[0] else "state"
-        return Stream(name, kind, dtype, load, None if value is load else value)
+        entry = BLOCK if node in self.per_block else 1
+        return Stream(name, kind, dtype, load, None if value is load else value, entry)
 
     def _copy(self, parameter: Stream, dtype: torch.dtype, skips: bool) -> Stream:
         value = parameter.store or parameter.load

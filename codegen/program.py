@@ -18,17 +18,31 @@ FOUND_INF = Number("found_inf", "not 0: this step is skipped")
 
 @dataclass(frozen=True)
 class Stream:
-    """One array that the kernel goes through; ``load`` and ``store`` are None if it does not."""
+    """One array that the kernel goes through; ``load`` and ``store`` are None if it does not.
+
+    It has one entry for each element, or one for every ``elements_per_entry`` of them.
+    """
 
     name: str
     kind: Kind
     dtype: torch.dtype
     load: Value | None = None
     store: Value | None = None
+    elements_per_entry: int = 1
 
     @property
-    def bytes_per_element(self) -> int:
-        return self.dtype.itemsize * ((self.load is not None) + (self.store is not None))
+    def is_per_block(self) -> bool:
+        """Whether many elements share an entry: the scales of moments in eight bits."""
+        return self.elements_per_entry > 1
+
+    @property
+    def bytes_per_element(self) -> float:
+        ways = (self.load is not None) + (self.store is not None)
+        return self.dtype.itemsize * ways / self.elements_per_entry
+
+    def length(self, elements: int) -> int:
+        """How many entries it has for so many elements."""
+        return -(-elements // self.elements_per_entry)
 
 
 # Where a result of the update comes from: a number by position, a stream by name.
@@ -59,7 +73,7 @@ class Program:
         return self.host.needed
 
     @property
-    def bytes_per_element(self) -> int:
+    def bytes_per_element(self) -> float:
         """How many bytes an update of one element moves, at the least."""
         return sum(stream.bytes_per_element for stream in self.streams)
 

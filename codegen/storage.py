@@ -222,10 +222,9 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     for target, value in writes:
         call(aten.copy_.default, target, value)
     graph.output(results)
-    if not stored.in_blocks:
-        kept_in = {kept[parameter]: stored.parameter, kept[gradient]: stored.gradient}
-        kept_in |= {kept[moments[name]]: dtype for name, dtype in stored.moments}
-        _give_examples(graph, kept_in, extras)
+    kept_in = {kept[parameter]: stored.parameter, kept[gradient]: stored.gradient}
+    kept_in |= {kept[moments[name]]: dtype for name, dtype in stored.moments}
+    _give_examples(graph, kept_in, extras, num_dims=2 if stored.in_blocks else 1)
     gm = fx.GraphModule(update.graph_module, graph)
     gm.recompile()
     shards = [*update.shards, *(False for _ in inputs[len(update.shards) :])]
@@ -244,22 +243,30 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
 
 
 def _give_examples(
-    graph: fx.Graph, kept_in: Mapping[fx.Node, torch.dtype], extras: Mapping[str, fx.Node]
+    graph: fx.Graph,
+    kept_in: Mapping[fx.Node, torch.dtype],
+    extras: Mapping[str, fx.Node],
+    num_dims: int,
 ) -> None:
-    """Say in ``meta["val"]`` which dtype each new or changed node has: kernels go by it."""
+    """Say in ``meta["val"]`` which dtype each new or changed node has: kernels go by it.
+
+    ``num_dims`` are those of tensors with an entry for each element.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if torch.is_tensor(value):
+            node.meta["val"] = example(num_dims if value.dim() else 0, value.dtype)
     for node, dtype in kept_in.items():
-        node.meta["val"] = example(1, dtype)
+        node.meta["val"] = example(num_dims, dtype)
     numbers = {"offset": example(0, torch.int64), "key": example(0, torch.int32)}
     for name, node in extras.items():
-        node.meta["val"] = numbers.get(name, example(1, torch.float32))
-
-    def value_of(node: fx.Node) -> Any:
-        value = node.meta["val"]
-        return example(min(value.dim(), 1), value.dtype) if torch.is_tensor(value) else value
-
+        dims = 1 if name.endswith(SCALE) else num_dims
+        node.meta["val"] = numbers.get(name, example(dims, torch.float32))
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), lambda operand: operand.meta["val"]
+            )
             node.meta["val"] = node.target(*args, **kwargs)
 
 

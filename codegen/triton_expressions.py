@@ -55,6 +55,19 @@ def minimum(x, y):
     """torch.minimum: NaN if either is."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 ''',
+    "largest_of_part": '''\
+@triton.jit
+def largest_of_part(x, mask):
+    """The largest of each part's 256 elements; NaN if one is."""
+    parts = tl.where(mask, x, float("-inf")).reshape(x.numel // 256, 256)
+    return tl.reduce(parts, 1, maximum)
+''',
+    "of_part": '''\
+@triton.jit
+def of_part(x):
+    """For each element what its part of 256 has."""
+    return tl.broadcast_to(x[:, None], x.numel, 256).reshape(x.numel * 256)
+''',
 }
 
 # How tightly an expression holds together, as in Python.
@@ -82,6 +95,7 @@ _CALLS = {
     **{name: f"tl.{name}" for name in ("sin", "cos", "erf", "where")},
     **{name: name for name in ("lerp", "maximum", "minimum")},
     "sign": "sign_of",
+    "of_block": "of_part",
 }
 
 
@@ -127,6 +141,9 @@ class Expressions:
         if operation == "index":
             return "begin + lane", _ADDED
         texts = [self.text(operand) for operand in operands]
+        if operation == "largest_of_block":
+            self.functions |= dict.fromkeys(("maximum", "largest_of_part"))
+            return f"largest_of_part({texts[0]}, mask)", _CALL
         if operation in ("div", "sqrt", "reciprocal"):
             return self._rounded(operation, operands, value.dtype)
         if operation == "cast":

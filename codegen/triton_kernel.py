@@ -26,6 +26,10 @@ ALIGNMENT = 16
 # BLOCK and warps.  8 elements a thread are one access of a bf16 stream and two of an fp32 one.
 _CONFIGURATIONS = ((1024, 4), (2048, 8), (2048, 4), (4096, 8), (4096, 16))
 
+# Of eight-bit codes they are 8 bytes, 256 for a warp.  More elements, or more than 8 warps, would
+# take more registers than there are: two moments are encoded with what the step needs at hand.
+_CONFIGURATIONS_OF_CODES = ((1024, 4), (2048, 8))
+
 # The interpreter's time goes by blocks, so it gets no empty ones.
 _INTERPRETED_BLOCK = 1024
 
@@ -35,8 +39,9 @@ _TUNED_ON_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Segment:
-    """A contiguous piece of every stream, flat [n] each, in the program's order, and its numbers.
+    """A contiguous piece of every stream, in the program's order, and its numbers.
 
+    Shapes: the first stream is flat [n], the others too, or [ceil(n / 256)] if per block.
     A number is a Python number or a 0-dim tensor; one on the device stays there.
     """
 
@@ -65,7 +70,8 @@ class TritonKernel:
         for segment in segments:
             self._check(segment)
         there = [segment for segment in segments if segment.streams[0].numel()]
-        for group, alignment in zip(_by_alignment(there), (ALIGNMENT, 1), strict=True):
+        groups = _by_alignment(self.program, there)
+        for group, alignment in zip(groups, (ALIGNMENT, 1), strict=True):
             if group:
                 self._launch(group, device_numbers, alignment)
 
@@ -135,10 +141,12 @@ class TritonKernel:
         first = segment.streams[0]
         for stream, tensor in zip(self.program.streams, segment.streams, strict=True):
             alike = tensor.dtype == stream.dtype and tensor.device == first.device
-            if not alike or tensor.shape != first.shape or not tensor.is_contiguous():
+            length = stream.length(first.numel())
+            shape = (length,) if stream.is_per_block else first.shape
+            if not alike or tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(
                     f"{self.program.optimizer}'s kernel updates '{stream.name}' as contiguous "
-                    f"{stream.dtype}[{first.numel()}] on {first.device}, and was given "
+                    f"{stream.dtype}[{length}] on {first.device}, and was given "
                     f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()} on "
                     f"{tensor.device}. Give every stream of a segment as one flat piece of memory."
                 )
@@ -161,7 +169,8 @@ class TritonKernel:
         import triton
 
         configurations = [
-            triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in _CONFIGURATIONS
+            triton.Config({"BLOCK": block}, num_warps=warps)
+            for block, warps in configurations_of(self.program)
         ]
         tuned = triton.autotune(configurations, key=[], cache_results=True)(self.function)
 
@@ -172,7 +181,7 @@ class TritonKernel:
                 )
 
         streams = [
-            torch.zeros(_TUNED_ON_ELEMENTS, dtype=stream.dtype, device=device)
+            torch.zeros(stream.length(_TUNED_ON_ELEMENTS), dtype=stream.dtype, device=device)
             for stream in self.program.streams
         ]
         scratch = Segment(streams, [0.5] * len(self.program.numbers))
@@ -258,11 +267,23 @@ def load_kernel(source: str, name: str) -> Any:
     return names[name]
 
 
-def _by_alignment(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """The segments whose streams all start at multiples of ALIGNMENT, and the others."""
+def configurations_of(program: Program) -> Sequence[tuple[int, int]]:
+    """The elements and warps of a block that a program is timed with."""
+    has_codes = any(stream.is_per_block for stream in program.streams)
+    return _CONFIGURATIONS_OF_CODES if has_codes else _CONFIGURATIONS
+
+
+def _by_alignment(
+    program: Program, segments: Sequence[Segment]
+) -> tuple[list[Segment], list[Segment]]:
+    """The segments whose streams all start at multiples of ALIGNMENT, and the others.
+
+    But for streams per block: there are few of their entries, and each is read by itself.
+    """
     groups: tuple[list[Segment], list[Segment]] = ([], [])
+    places = [i for i, stream in enumerate(program.streams) if not stream.is_per_block]
     for segment in segments:
-        is_aligned = all(stream.data_ptr() % ALIGNMENT == 0 for stream in segment.streams)
+        is_aligned = all(segment.streams[i].data_ptr() % ALIGNMENT == 0 for i in places)
         groups[not is_aligned].append(segment)
     return groups
 

@@ -12,7 +12,8 @@ each with numbers (a parameter group's hyperparameters) of its own.  The kernel'
 A program of the grid does BLOCK elements; BLOCK divides CHUNK.  Elements are counted from the
 block's start in 32 bits, block starts in 64.  A block that is full has no mask, and accesses of
 16 bytes where the streams start at multiples of ALIGNMENT = 16 bytes; a segment's last block
-goes element by element.
+goes element by element.  The 256 elements that share a scale are called a part there: a block is
+a whole number of them, and so a scale belongs to one program of the grid.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import NumberOperand, Value
 from zerofx.codegen.program import FOUND_INF, Program, Stream
+from zerofx.codegen.rounding import BLOCK as SHARED
 from zerofx.codegen.triton_expressions import DTYPES, FUNCTIONS, Expressions, is_bool
 
 CHUNK = 8192
@@ -82,6 +84,9 @@ class _Writer:
         self.names = self.written.names
         self.statements = self._statements()
         self._name_values(taken | set(self.pointers.values()))
+        self.places = ["lane", "mask"]
+        if any(stream.is_per_block for stream in program.streams):
+            self.places += ["part", "part_mask"]
         counts = any(value.operation == "index" for value in program.values)
         self.inputs = [*self.pointers.values(), *self.numbers.values(), *(["begin"] * counts)]
 
@@ -139,13 +144,17 @@ class _Writer:
             assert stream.load is not None
             self.names[stream.load] = unique(stream.name, taken)
             taken.add(self.names[stream.load])
+        # The result of a function goes by its name, but what is stored by that of its memory.
+        results = [s for s in self.stores if s.store and s.store.note and s.kind != "copy"]
+        stored = {stream.store: stream.name for stream in results}
         for position, statement in enumerate(self.statements):
             value = statement.value
             busy = {
                 name for other, name in self.names.items() if last_use.get(other, -1) > position
             }
             ended = set(self.names.values()) - busy
-            name = unique(value.name or "value", (taken - ended) | busy)
+            wanted = stored.get(value) or value.name or "value"
+            name = unique(wanted, (taken - ended) | busy)
             statement.name = self.names[value] = name
 
     # The module's parts.
@@ -156,7 +165,7 @@ class _Writer:
             f'"""{program.optimizer}\'s update of flat shards, in one pass over memory.',
             "",
             "Made by zerofx.codegen from the optimizer's own step.  An element moves"
-            f" {program.bytes_per_element} bytes:",
+            f" {program.bytes_per_element:g} bytes:",
             "",
         ]
         for stream in program.streams:
@@ -166,7 +175,8 @@ class _Writer:
                 if there is not None
             ]
             dtype = DTYPES[stream.dtype].removeprefix("tl.")
-            lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}")
+            shared = f", one for {stream.elements_per_entry}" * stream.is_per_block
+            lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}{shared}")
         if program.numbers:
             lines += ["", "The host computes once a step, for each segment:", ""]
             lines += [
@@ -178,11 +188,15 @@ class _Writer:
 
     def _block(self) -> str:
         program, lines = self.program, []
-        lines += _call("def ", f"{self.kernel}_block", [*self.inputs, "lane", "mask"], ":")
-        lines.append(f'    """Update one block; ``lane`` counts its elements{self._skipping()}."""')
+        lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
+        parts = ", ``part`` its parts of 256" if "part" in self.places else ""
+        lines.append(
+            f'    """Update one block; ``lane`` counts its elements{parts}{self._skipping()}."""'
+        )
         for stream in self.loads:
             assert stream.load is not None
-            text = f"tl.load({self.pointers[stream.name]} + lane, mask)"
+            place, mask = _place(stream)
+            text = f"tl.load({self.pointers[stream.name]} + {place}, {mask})"
             if stream.dtype is torch.bool:
                 text = f"{text} != 0"
             elif stream.dtype != stream.load.dtype:
@@ -199,7 +213,9 @@ class _Writer:
             lines.append(f"    {statement.name} = {text}")
         lines.append("")
         if program.skips:
-            lines += [f"    kept = tl.where({self.numbers[_FOUND]}, False, mask)"]
+            for mask in self.places[1::2]:
+                kept = _KEPT[mask]
+                lines.append(f"    {kept} = tl.where({self.numbers[_FOUND]}, False, {mask})")
         for stream in self.stores:
             lines.append(f"    {self._store(stream)}")
         return "\n".join(["@triton.jit", *lines, ""])
@@ -213,8 +229,10 @@ class _Writer:
         stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
         if stored != stream.store.dtype:
             text = f"{text}.to({DTYPES[stored]})"
-        mask = "kept" if self.program.skips and stream.kind != "copy" else "mask"
-        return f"tl.store({self.pointers[stream.name]} + lane, {text}, {mask})"
+        place, mask = _place(stream)
+        if self.program.skips and stream.kind != "copy":
+            mask = _KEPT[mask]
+        return f"tl.store({self.pointers[stream.name]} + {place}, {text}, {mask})"
 
     def _kernel(self) -> str:
         program, width = self.program, 2 + len(self.program.streams)
@@ -230,7 +248,11 @@ class _Writer:
         ]
         for position, stream in enumerate(program.streams, 2):
             stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
-            place = f"row + {position}, begin, {DTYPES[stored]}, ALIGNMENT"
+            start, alignment = "begin", "ALIGNMENT"
+            if stream.is_per_block:  # whatever is shared starts anywhere among other segments'
+                start = f"begin // {stream.elements_per_entry}"
+                alignment = str(stream.dtype.itemsize)
+            place = f"row + {position}, {start}, {DTYPES[stored]}, {alignment}"
             lines.append(f"    {self.pointers[stream.name]} = stream({place})")
         if program.numbers:
             lines.append(f"    numbers += segment * {len(program.numbers)}")
@@ -242,13 +264,26 @@ class _Writer:
                 source = f"tl.load({operand.number.name}_ptr)"
             convert = " != 0" if is_bool(operand) else f".to({DTYPES[operand.dtype]})"
             lines.append(f"    {name} = {source}{convert}")
+        full, last = ["lane", "lane < BLOCK"], ["lane", "lane < rest"]
         lines.append("    lane = tl.arange(0, BLOCK)")
-        for condition, mask in (("if rest >= BLOCK:", "lane < BLOCK"), ("else:", "lane < rest")):
+        if "part" in self.places:
+            lines.append(f"    part = tl.arange(0, BLOCK // {SHARED})")
+            full += ["part", f"part < BLOCK // {SHARED}"]
+            last += ["part", f"part * {SHARED} < rest"]
+        for condition, elements in (("if rest >= BLOCK:", full), ("else:", last)):
             lines.append(f"    {condition}")
-            call = _call("", f"{self.kernel}_block", [*self.inputs, "lane", mask], "")
+            call = _call("", f"{self.kernel}_block", [*self.inputs, *elements], "")
             lines += [f"        {line}" for line in call]
         return "\n".join(["@triton.jit", *lines, ""])
 
+
+def _place(stream: Stream) -> tuple[str, str]:
+    """Where in a block a stream is, and for which of its entries it is there."""
+    return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
+
+
+# The masks of what is written in a step that may be skipped.
+_KEPT = {"mask": "kept", "part_mask": "part_kept"}
 
 _FOUND = NumberOperand(FOUND_INF, torch.bool)
 
@@ -256,6 +291,7 @@ _FOUND = NumberOperand(FOUND_INF, torch.bool)
 _RESERVED = (
     *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
     *("lane", "mask", "kept", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
+    *("part", "part_mask", "part_kept"),
     *FUNCTIONS,
 )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.codegen import interpreted, work
+from tests.codegen.test_triton_source import STORED
 from tests.codegen.updates import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
@@ -70,6 +71,8 @@ PRECISIONS = {
     "rounded": {"stochastic_rounding": True},
     "bf16 moments": {"moment_dtype": BF16},
     "masters, bf16 moments": {"master_weights": True, "moment_dtype": BF16},
+    "rounded, int8 moments": {"stochastic_rounding": True, "moment_dtype": torch.int8},
+    "masters, int8 moments": {"master_weights": True, "moment_dtype": torch.int8},
 }
 
 
@@ -77,6 +80,16 @@ PRECISIONS = {
 @pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
 def test_what_is_kept_otherwise_is_widened_and_narrowed_in_the_kernel(name, options, run):
     run(interpreted.check_precision, name, PRECISIONS[options])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
+def test_a_block_with_a_nan_or_an_infinity_is_lost_as_on_the_cpu(name, run):
+    run(interpreted.check_precision, name, PRECISIONS["rounded, int8 moments"], True)
+
+
+@pytest.mark.parametrize("offset", [1, 16])
+def test_blocks_of_codes_are_updated_wherever_they_are(offset, run):
+    run(interpreted.check_blocks_of_codes, offset, STORED["adamw_rounded_int8_moments"])
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamax", "rprop"])

@@ -10,10 +10,11 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.codegen.test_triton_source import VARIANTS
 from tests.codegen.updates import program
-from zerofx.codegen.triton_kernel import ALIGNMENT, load_kernel
+from zerofx.codegen.triton_kernel import ALIGNMENT, configurations_of, load_kernel
 from zerofx.codegen.triton_source import CHUNK, kernel_arguments, kernel_name, triton_source
 
 if sys.platform != "linux":
@@ -21,19 +22,18 @@ if sys.platform != "linux":
 
 import triton  # noqa: E402
 
-BLOCK, WARPS = 1024, 4
-THREADS = WARPS * 32
-PER_THREAD = BLOCK // THREADS
-
 POINTERS = {"segments": "*i64", "segment_of_chunk": "*i32", "numbers": "*fp64"}
 
 
 @functools.cache
-def compiled(name, capability, block=BLOCK, warps=WARPS):
+def compiled(name, capability, block=None, warps=None):
+    """The kernel in the first of its configurations, or in the one that is given."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     made = program(**VARIANTS[name])
+    if block is None:
+        block, warps = configurations_of(made)[0]
     arguments = kernel_arguments(made)
     source = ASTSource(
         fn=load_kernel(triton_source(made), kernel_name(made)),
@@ -52,13 +52,26 @@ def accesses(ptx, direction):
     return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
+def per_thread_of(made):
+    block, warps = configurations_of(made)[0]
+    return block // (warps * 32)
+
+
 def expected(made, direction, per_thread):
-    """Accesses of the streams: all of 16 bytes in a full block, else one per element."""
+    """Accesses of the streams: all of 16 bytes in a full block, else one per element.
+
+    A thread's eight-bit codes are 8 bytes.  What a part of 256 elements has in common is one
+    access for all of them, in either block.
+    """
     widths = Counter()
     for stream in made.streams:
         if (stream.load if direction == "ld" else stream.store) is not None:
             size = stream.dtype.itemsize
-            widths[16] += per_thread * size // 16
+            if stream.is_per_block:
+                widths[size] += 2
+                continue
+            width = min(16, per_thread * size)
+            widths[width] += per_thread * size // width
             widths[size] += per_thread
     if direction == "ld":
         widths[4] += 1 + len(made.device_numbers)  # segment_of_chunk
@@ -71,9 +84,12 @@ def expected(made, direction, per_thread):
 def test_streams_move_in_16_bytes_and_nothing_else_does(name, capability):
     made, ptx = program(**VARIANTS[name]), compiled(name, capability).asm["ptx"]
     loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
-    assert loads == expected(made, "ld", PER_THREAD)
-    assert stores == expected(made, "st", PER_THREAD)
-    assert 16 * (loads[16] + stores[16]) == made.bytes_per_element * PER_THREAD
+    per_thread = per_thread_of(made)
+    assert loads == expected(made, "ld", per_thread)
+    assert stores == expected(made, "st", per_thread)
+    wide = sum(s.bytes_per_element for s in made.streams if s.dtype is not torch.int8)
+    scales = sum(s.bytes_per_element for s in made.streams if s.is_per_block)
+    assert 16 * (loads[16] + stores[16]) == (wide - scales) * per_thread
 
 
 @pytest.mark.parametrize("capability", [90, 80])
@@ -84,25 +100,29 @@ def test_nothing_is_spilled(name, capability, tmp_path):
 
 
 @pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize(("block", "warps"), [(2048, 8), (2048, 4), (4096, 8), (4096, 16)])
-def test_every_configuration_that_is_timed_is_as_good(block, warps, capability, tmp_path):
-    name = "adamw_bf16_gradient_and_copy"
-    kernel = compiled(name, capability, block, warps)
-    made, per_thread = program(**VARIANTS[name]), block // (warps * 32)
-    for direction in ("ld", "st"):
-        assert accesses(kernel.asm["ptx"], direction) == expected(made, direction, per_thread)
-    usage = resource_usage(kernel, tmp_path)
-    assert usage["STACK"] == usage["LOCAL"] == 0
+@pytest.mark.parametrize("name", ["adamw_bf16_gradient_and_copy", "adamw_rounded_int8_moments"])
+def test_every_configuration_that_is_timed_is_as_good(name, capability, tmp_path):
+    made = program(**VARIANTS[name])
+    for block, warps in configurations_of(made)[1:]:
+        kernel, per_thread = compiled(name, capability, block, warps), block // (warps * 32)
+        for direction in ("ld", "st"):
+            assert accesses(kernel.asm["ptx"], direction) == expected(made, direction, per_thread)
+        usage = resource_usage(kernel, tmp_path)
+        assert usage["STACK"] == usage["LOCAL"] == 0
 
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_element"),
-    [("adamw_bf16_gradient_and_copy", 28), ("adamw_bf16_copy", 30), ("adamw", 28)],
+    [
+        ("adamw_bf16_gradient_and_copy", 28),
+        ("adamw_bf16_copy", 30),
+        ("adamw", 28),
+    ],
 )
 def test_adamw_moves_what_it_must(name, bytes_per_element):
     ptx = compiled(name, 90).asm["ptx"]
     wide = accesses(ptx, "ld")[16] + accesses(ptx, "st")[16]
-    assert 16 * wide / PER_THREAD == bytes_per_element
+    assert 16 * wide / per_thread_of(program(**VARIANTS[name])) == bytes_per_element
 
 
 def test_accesses_are_read_off_the_text():

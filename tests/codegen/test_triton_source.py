@@ -37,6 +37,7 @@ MASTERS = Stored(
     moments=(),
 )
 HALF_MOMENTS = (("exp_avg", BF16), ("exp_avg_sq", BF16))
+CODED_MOMENTS = (("exp_avg", torch.int8), ("exp_avg_sq", torch.int8))
 STORED = {
     "adamw_masters": MASTERS,
     "adamw_masters_first_kept": replace(MASTERS, has_master=False),
@@ -50,6 +51,10 @@ STORED = {
         rounds_parameter=False,
         moments=HALF_MOMENTS,
     ),
+    "adamw_rounded_int8_moments": replace(
+        MASTERS, keeps_master=False, has_master=False, rounds_parameter=True, moments=CODED_MOMENTS
+    ),
+    "adamw_masters_int8_moments": replace(MASTERS, moments=CODED_MOMENTS),
 }
 
 VARIANTS = {
@@ -88,6 +93,9 @@ NOTES = (
     "random_bits: ",
     "round_stochastically: ",
     "round_to: ",
+    "decode_blocks: ",
+    "scale_of: ",
+    "encode_blocks: ",
 )
 
 
@@ -146,6 +154,8 @@ def test_adamw_moves_as_many_bytes_as_it_must():
         "adamw_masters": 30,  # the parameter is read too: somebody may have written to it
         "adamw_rounded": 14,
         "adamw_bf16_moments": 20,
+        "adamw_rounded_int8_moments": 10 + 16 / 256,
+        "adamw_masters_int8_moments": 18 + 16 / 256,
     }
     for name, expected in of_variant.items():
         assert program(**VARIANTS[name]).bytes_per_element == expected, name
