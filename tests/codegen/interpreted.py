@@ -441,8 +441,8 @@ def assert_same_but_for_roundings(own, expected):
 def check_blocks_of_codes(offset, stored):
     """Moments in eight bits, of any length and anywhere in memory, in one launch.
 
-    As operator by operator; what lies beside them stays, and a step that is skipped changes
-    nothing.
+    As operator by operator, the gradient clipped first; what lies beside them stays, and a step
+    that is skipped changes nothing.
     """
     from zerofx.codegen.kernel import UpdateKernel
     from zerofx.codegen.storage import narrow
@@ -454,7 +454,8 @@ def check_blocks_of_codes(offset, stored):
         p.grad = torch.ones_like(p)
         optimizer.step()
     Shards(optimizer, lambda update: made.append(kept(update, stored))).trace()
-    (update,) = made
+    update = work.traced(work.clip, BF16, torch.float32).before(*made, BF16)
+    clip = torch.tensor(0.3)
     run, skipping = kernels(update), kernels(update, skips=True)
     expected_run = UpdateKernel.of(update, is_compiled=False).in_blocks
     generator = torch.Generator().manual_seed(0)
@@ -476,7 +477,8 @@ def check_blocks_of_codes(offset, stored):
         def values(streams, numel=length):
             param, grad, first, second, *scales = streams
             draw = [torch.tensor(2**32 - 5 + numel), torch.tensor(99, dtype=torch.int32)]
-            return [param, grad, torch.tensor(2.0), first, second, *numbers, *scales, *draw]
+            step = torch.tensor(2.0)
+            return [param, grad, step, first, second, *numbers, *scales, *draw, clip]
 
         skipping(*values(pieces), device_numbers=[torch.tensor(1.0)])
         for piece, tensor in zip(pieces, tensors, strict=True):
