@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.elementwise import operator_names
-from zerofx.codegen.functions import IN_BLOCKS, PER_BLOCK
+from zerofx.codegen.functions import IN_BLOCKS, PER_BLOCK, Shape
 from zerofx.codegen.numbers import Number
 
 aten = torch.ops.aten
@@ -353,24 +353,17 @@ def _index(build: Builder, node: fx.Node) -> Value:
     return build.emit("index", dtype=torch.int64, node=node)
 
 
-def _largest_of_block(build: Builder, node: fx.Node) -> Value:
-    """``x.amax(-1)`` of elements in blocks: one number per block."""
-    given = _arguments(node)
-    is_of_blocks = given["self"].meta["val"].shape == IN_BLOCKS
-    if not is_of_blocks or node.meta["val"].shape != PER_BLOCK:
-        raise build.refusal(node, "combines elements other than those of a block")
-    dtype, value = _self(build, node)
-    return build.emit("largest_of_block", value, dtype=dtype, node=node)
+def _to_shape(operation: str, before: Shape, after: Shape) -> Rule:
+    """An operation between elements in blocks and what each block has one of."""
 
+    def rule(build: Builder, node: fx.Node) -> Value:
+        shapes = (_arguments(node)["self"].meta["val"].shape, node.meta["val"].shape)
+        if shapes != (before, after):
+            raise build.refusal(node, "is not between a block's elements and one number of it")
+        dtype, value = _self(build, node)
+        return build.emit(operation, value, dtype=dtype, node=node)
 
-def _of_block(build: Builder, node: fx.Node) -> Value:
-    """``scale.unsqueeze(-1)`` of one number per block: each element gets its block's."""
-    given = _arguments(node)
-    is_per_block = given["self"].meta["val"].shape == PER_BLOCK
-    if not is_per_block or node.meta["val"].shape != (*PER_BLOCK, 1):
-        raise build.refusal(node, "gives elements another shape")
-    dtype, value = _self(build, node)
-    return build.emit("of_block", value, dtype=dtype, node=node)
+    return rule
 
 
 _PAIR = ("self", "other")
@@ -414,6 +407,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _cast),
     "copy": _copy,
     "arange": _index,
-    "amax": _largest_of_block,
-    "unsqueeze": _of_block,
+    "amax": _to_shape("largest_of_block", IN_BLOCKS, PER_BLOCK),
+    "unsqueeze": _to_shape("of_block", PER_BLOCK, (*PER_BLOCK, 1)),
 }

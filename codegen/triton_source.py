@@ -12,8 +12,8 @@ each with numbers (a parameter group's hyperparameters) of its own.  The kernel'
 A program of the grid does BLOCK elements; BLOCK divides CHUNK.  Elements are counted from the
 block's start in 32 bits, block starts in 64.  A block that is full has no mask, and accesses of
 16 bytes (8 of eight-bit codes) where the streams start at multiples of ALIGNMENT = 16 bytes; a
-segment's last block goes element by element.  The 256 elements that share a scale are called a part there: a block is
-a whole number of them, and so a scale belongs to one program of the grid.
+segment's last block goes element by element.  The 256 elements that share a scale are called a
+part there: a block is a whole number of them, and so a scale belongs to one program of the grid.
 """
 
 from __future__ import annotations
