@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 import torch._inductor.config
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import zerofx  # noqa: F401 - makes the backend known
 from zerofx.lower import lower
 
 aten = torch.ops.aten
@@ -268,3 +269,73 @@ def test_the_user_s_settings_of_inductor_hold_in_regions():
     with torch._inductor.config.patch(post_grad_custom_pre_pass=seen.append):
         compiled(dies, x, box)(x, box)
     assert len(seen) == 2
+
+
+# Whole steps, against plain eager torch
+
+
+def trained(step_of, batches, make=lambda: nn.Linear(6, 4), compiles=True):
+    """Losses of training on these batches, and the parameters at the end."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = step_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = torch.compile(step, backend="zero") if compiles else step
+    losses = [run(batch) for batch in batches]
+    return losses, list(model.state_dict().values())
+
+
+def assert_trains_as_eagerly(step_of, batches, **options):
+    expected = trained(step_of, batches, compiles=False, **options)
+    torch.testing.assert_close(trained(step_of, batches, **options), expected)
+
+
+def test_a_batch_may_lie_otherwise_in_memory_every_time():
+    """Columns of wider and wider tensors: of one shape, but with a stride that is a symbol."""
+    widths = (6, 8, 10, 13, 11)
+    batches = [torch.randn(3, width)[:, :6] for width in widths]
+    assert_trains_as_eagerly(lambda model, x: model(x * 2).square().mean() + x.sin().sum(), batches)
+
+
+def test_equal_regions_with_inputs_that_lie_otherwise_are_compiled_apart():
+    def sine(x, box):
+        box.zero_()
+        return x.sin() + 1
+
+    straight, turned = torch.randn(5, 7), torch.randn(7, 5).t()
+    region = next(compiled(sine, straight, straight.clone()).children())
+    other = next(compiled(sine, straight, straight.clone()).children())
+    for one, x in ((region, straight), (other, turned), (region, straight)):
+        torch.testing.assert_close(one([x])[0], x.sin() + 1)
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        lambda y: torch.cat([torch.empty(0), y.t()]).flatten(),
+        lambda y: torch.cat([y.t()]).reshape(-1),
+    ],
+)
+def test_views_of_what_inductor_lays_out_otherwise_may_be_copies(joined):
+    """It makes a clone of ``cat`` of one tensor, with that one's strides."""
+    weights = torch.arange(12.0)
+    batches = [torch.randn(3, 6) for _ in range(2)]
+    assert_trains_as_eagerly(lambda model, x: (joined(model(x)) * weights).sum(), batches)
+
+
+def test_branches_on_a_tensor_run_beside_the_regions():
+    def loss_of(model, x):
+        y = model(x).sin()
+        chosen = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y.cos(), (y,))
+        return chosen.square().mean()
+
+    batches = [torch.full((3, 6), value) for value in (-2.0, 2.0, -1.0, 0.5)]
+    assert_trains_as_eagerly(loss_of, batches)

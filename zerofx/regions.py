@@ -13,6 +13,8 @@ from torch import fx, nn
 from zerofx import compat, ops
 from zerofx.graph import aliased_inputs, aliases, call_text, layout_text, mutated_inputs
 
+aten = torch.ops.aten
+
 
 def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
     """Copy a program with each run of compute replaced by a call of its compiled region.
@@ -107,7 +109,17 @@ def is_compute(node: fx.Node) -> bool:
     """Whether a node goes into a compiled region."""
     if node.op != "call_function" or isinstance(node.target, MethodType):  # the runtime's
         return False
-    return not ops.is_ours(node.target) and not mutated_inputs(node)
+    return not ops.is_ours(node.target) and not mutated_inputs(node) and not _has_branches(node)
+
+
+def _has_branches(node: fx.Node) -> bool:
+    """Whether a node runs programs of its own, as ``torch.cond`` does, or is a result of such.
+
+    These are in attributes and no tensors, as a region's inputs are: they run operator by operator.
+    """
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return _has_branches(node.args[0])
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -145,6 +157,8 @@ def _call_region(
             local[source].name = f"donated_{position}"  # torch's caches go by the code
     for node in nodes:
         local[node] = body.node_copy(node, local.__getitem__)
+        if node.target in _VIEWS:
+            local[node].target = aten.reshape.default
         compat.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
@@ -177,13 +191,18 @@ def _dies_in(number: int, source: fx.Node, region_of: Mapping[fx.Node, int]) -> 
     )
 
 
+# Inductor takes some operators apart into others, whose results may have other strides than were
+# captured: of such a result, a view may have to be a copy.
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
 def _listed(*values: Any) -> list[Any]:
     return list(values)
 
 
 def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in value.shape)
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -191,8 +210,8 @@ class CompiledRegion(nn.Module):
     """The compute between two zerofx operators, compiled by Inductor when it first runs.
 
     Compiling with the values at hand needs no tracing context of the step's own compilation.
-    Equal regions, as those of equal layers, share what has been compiled.  A region with
-    symbolic sizes is compiled once for each set of them.
+    Equal regions, as those of equal layers, share what has been compiled, if their inputs lie in
+    memory alike.  A region with symbolic sizes or strides is compiled once for each set of them.
 
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
@@ -212,19 +231,21 @@ class CompiledRegion(nn.Module):
         self.is_dynamic = is_dynamic
         self.donated = donated  # positions of inputs
         self.compiled = self._known.setdefault(f"{_computation(gm.graph)}\n{donated}", {})
+        self.layouts: tuple | None = None  # of the inputs: which of the compiled ones it is
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        sizes = tuple(map(_size, values)) if self.is_dynamic else ()
-        if sizes not in self.compiled:
+        if self.layouts is None or self.is_dynamic:
+            self.layouts = tuple(map(_layout, values))
+        if self.layouts not in self.compiled:
             run = compat.compile_with_inductor(self.gm, [values], self.donated)
             # Held, so that no result takes the place of one that is freed meanwhile.
             held = [None if at in self.donated else v for at, v in enumerate(values)]
             results = run(values)
             places = list(map(_place, held))
-            self.compiled[sizes] = run, _shared_unasked(self.gm.graph, places, results)
+            self.compiled[self.layouts] = run, _shared_unasked(self.gm.graph, places, results)
         else:
-            results = self.compiled[sizes][0](values)
-        copied = self.compiled[sizes][1]
+            results = self.compiled[self.layouts][0](values)
+        copied = self.compiled[self.layouts][1]
         if copied:
             return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
         return results
@@ -274,5 +295,5 @@ def _computation(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def _size(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+def _layout(value: Any) -> Any:
+    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
