@@ -122,9 +122,9 @@ def keep_gathered(
     smallest = _peak(planned, alive, False, carried_from)
     if smallest > budget:
         raise StepError(
-            f"memory_budget is {budget} bytes, and this step allocates {smallest} with nothing "
-            "kept gathered: give it that much, or a smaller batch, torch.utils.checkpoint, or "
-            "smaller bucket_bytes."
+            f"memory_budget is {budget} bytes, and this step allocates {smallest} on this rank "
+            "with nothing kept gathered: give it that much (the most that any rank says), or a "
+            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
         )
     gaps = [
         ((after.first - before.last) * unit.nbytes / transfer_s(unit.nbytes), index, unit)

@@ -358,3 +358,16 @@ def test_a_larger_batch_later_on_one_rank_ends_in_words_and_not_in_a_hang():
     assert kind == AgreementError.__name__, other
     assert "rank(s) [0] posted no schedule" in other and "begin with the largest" in other
     assert "another rank has died or is not calling the same function" in text
+
+
+@pytest.mark.parametrize("stage", (0, 2))
+def test_a_budget_where_nothing_is_gathered_is_said_to_have_no_effect(stage, caplog):
+    model = torch.nn.Linear(4, 2)
+    options = {"stage": stage, "memory_budget": 10, "lowering": "eager"}
+    step = torch.compile(lambda x: model(x).detach(), backend="zero", options=options)
+    with caplog.at_level("WARNING", "zerofx"):
+        step(torch.ones(3, 4))
+    assert (
+        f"memory_budget decides what stays gathered at stage 3; stage {stage} ignores it"
+        in caplog.text
+    )

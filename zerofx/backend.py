@@ -164,6 +164,11 @@ class CompiledFunction:
         if self.options is not None:
             return
         self.options = resolve(self.user_options)
+        if self.options.memory_budget is not None and self.options.stage < 3:
+            logger.warning(
+                "memory_budget decides what stays gathered at stage 3; stage %d ignores it.",
+                self.options.stage,
+            )
         group = self.options.process_group
         if group is None:
             group = default_group(environment())
