@@ -55,6 +55,11 @@ class Form:
     """How many programs its functions compile to, whatever happens to hyperparameters."""
     sums_over_shards: bool = False
     """Whether it reads a norm of gradients, which stages 1 to 3 sum in another order."""
+    functional_rounding: bool = False
+    """Whether torch itself rounds otherwise once AOTAutograd has made its operators functional.
+
+    Those that write in place go through strided memory, for which some processors have other code.
+    """
     rounding: float = 1e-6
     """How far results may be from the reference, relatively, when ranks share the batch."""
     same_batch: bool = False
@@ -217,6 +222,7 @@ def assert_trains_alike(name: str, stage: int, of_ranks: list[tuple]) -> None:
     results, states, compiled = zip(*of_ranks, strict=True)
     expected, expected_state = reference(name, len(of_ranks))
     exact = len(of_ranks) == 1 and (stage == 0 or not FORMS[name].sums_over_shards)
+    exact = exact and not FORMS[name].functional_rounding
     assert_results(name, results, expected, exact=exact)
     rounding = max(1e-5, FORMS[name].rounding)
     assert_states(states, expected_state, exact=exact, rounding=rounding)
@@ -1000,7 +1006,7 @@ def channels_last_weights(zero):
     return simple(zero, step_with(), ConvNet(norm=False).to(memory_format=torch.channels_last))
 
 
-@form()
+@form(functional_rounding=True)
 def recurrent(zero):
     return simple(zero, step_with(), models.Recurrent(nn.GRU))
 

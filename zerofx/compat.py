@@ -828,7 +828,15 @@ def set_source_line(text: str) -> None:
     torch.fx.traceback.set_stack_trace([text])
 
 
-# For lowering: lower.py.
+# For lowering: lower.py, regions.py.
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether an operator takes programs as arguments, as ``torch.cond`` does.
+
+    For 2.11 to 2.15; can go when torch exports the class.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def mark_emptied(placeholder: torch.fx.Node) -> None:

@@ -119,7 +119,7 @@ def _has_branches(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return _has_branches(node.args[0])
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return compat.is_higher_order(node.target)
 
 
 def _computes(node: fx.Node) -> bool:
