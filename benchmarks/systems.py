@@ -7,6 +7,7 @@ where the name says nothing else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -105,6 +106,7 @@ def with_simple_fsdp(model: nn.Module) -> Step:
 def with_deepspeed(model: nn.Module) -> Step:
     import deepspeed
 
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # all ranks are on this machine
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
