@@ -15,6 +15,10 @@ from zerofx.graph import aliased_inputs, aliases, call_text, layout_text, mutate
 
 aten = torch.ops.aten
 
+# Inductor takes some operators apart into others, whose results may have other strides than were
+# captured: of such a result, a view may have to be a copy.
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
 
 def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
     """Copy a program with each run of compute replaced by a call of its compiled region.
@@ -191,11 +195,6 @@ def _dies_in(number: int, source: fx.Node, region_of: Mapping[fx.Node, int]) -> 
     )
 
 
-# Inductor takes some operators apart into others, whose results may have other strides than were
-# captured: of such a result, a view may have to be a copy.
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-
-
 def _listed(*values: Any) -> list[Any]:
     return list(values)
 
@@ -231,24 +230,30 @@ class CompiledRegion(nn.Module):
         self.is_dynamic = is_dynamic
         self.donated = donated  # positions of inputs
         self.compiled = self._known.setdefault(f"{_computation(gm.graph)}\n{donated}", {})
-        self.layouts: tuple | None = None  # of the inputs: which of the compiled ones it is
+        self.found: tuple[Callable, list[int]] | None = None  # of those, for these inputs
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        if self.layouts is None or self.is_dynamic:
-            self.layouts = tuple(map(_layout, values))
-        if self.layouts not in self.compiled:
-            run = compat.compile_with_inductor(self.gm, [values], self.donated)
-            # Held, so that no result takes the place of one that is freed meanwhile.
-            held = [None if at in self.donated else v for at, v in enumerate(values)]
+        results, found = None, self.found
+        if found is None or self.is_dynamic:
+            layouts = tuple(map(_layout, values))
+            if layouts not in self.compiled:
+                self.compiled[layouts], results = self._compile(values)
+            self.found = found = self.compiled[layouts]
+        run, copied = found
+        if results is None:
             results = run(values)
-            places = list(map(_place, held))
-            self.compiled[self.layouts] = run, _shared_unasked(self.gm.graph, places, results)
-        else:
-            results = self.compiled[self.layouts][0](values)
-        copied = self.compiled[self.layouts][1]
         if copied:
             return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
         return results
+
+    def _compile(self, values: list[Any]) -> tuple[tuple[Callable, list[int]], Sequence[Any]]:
+        """Compile for these inputs and run for the first time; return both."""
+        run = compat.compile_with_inductor(self.gm, [values], self.donated)
+        # Held, so that no result takes the place of one that is freed meanwhile.
+        held = [None if at in self.donated else v for at, v in enumerate(values)]
+        results = run(values)
+        places = list(map(_place, held))
+        return (run, _shared_unasked(self.gm.graph, places, results)), results
 
 
 def _place(value: Any) -> int | None:

@@ -45,7 +45,7 @@ class CheckedMetadata:
     """What earlier checks have found, as running operators' fakes is the slowest check by far.
 
     ``made_from`` says which nodes' metadata has been compared, and the identities that it was
-    made from; ``computed`` what a call gives for these layouts (those of a layer, in all others).
+    made from; ``computed`` what a call gives for operands of these layouts, as in every layer.
     """
 
     made_from: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)

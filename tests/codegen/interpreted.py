@@ -6,13 +6,12 @@ functions run in one of their own.  They check, and return figures where there a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tests.codegen import work
 from tests.codegen.updates import OPTIMIZERS, Shards, kept
+from zerofx.codegen.storage import Stored
 
 LENGTHS = (1, 3, 127, 1024, 1025)
 BF16 = torch.bfloat16
@@ -494,64 +493,26 @@ def check_blocks_of_codes(offset, stored):
             assert (buffer[:offset] == 7).all() and (buffer[-20:] == 7).all()
 
 
-def widen(value):
-    return value.to(torch.float32)
-
-
-def random_bits(like, offset, key):
-    """A counter's bits, mixed: what a rewritten update may draw for each element."""
-    index = torch.arange(like.numel(), device=like.device).view(like.shape) + offset
-    mixed = (index >> 32).to(torch.int32) * 0x2545F491 ^ index.to(torch.int32) ^ key
-    mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * -0x7B935975
-    return (mixed >> 16) & 0xFFFF
-
-
-def round_at_random(value, bits):
-    raw = (value.view(torch.int32) + bits) & -65536
-    return torch.where(value.isfinite(), raw.view(torch.float32), value).to(BF16)
-
-
-def rewritten(update):
-    """An update in fp32 as one of a bf16 parameter that is rounded at random."""
-    old, graph, copies = update.graph_module.graph, fx.Graph(), {}
-    for node in old.nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
-    parameter, gradient = list(copies.values())[:2]
-    for stored in (parameter, gradient):
-        stored.meta["val"] = torch.empty(7, dtype=BF16, device="meta")
-    offset, key = graph.placeholder("offset"), graph.placeholder("key")
-    offset.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
-    key.meta["val"] = torch.empty((), dtype=torch.int32, device="meta")
-    for node, stored in zip(list(copies)[:2], (parameter, gradient), strict=True):
-        copies[node] = graph.call_function(widen, (stored,))
-    wide = copies[next(iter(old.nodes))]
-    for node in old.nodes:
-        if node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    bits = graph.call_function(random_bits, (parameter, offset, key))
-    rounded = graph.call_function(round_at_random, (wide, bits))
-    graph.call_function(torch.ops.aten.copy_.default, (parameter, rounded)).meta["val"] = (
-        parameter.meta["val"]
-    )
-    graph.output([])
-    gm = fx.GraphModule(update.graph_module, graph)
-    return replace(update, graph_module=gm, shards=(True, True))
-
-
 def check_functions_in_a_rewritten_graph():
     """Python functions in a graph, and an element's number, give the bits that they give there."""
-    p = nn.Parameter(torch.randn(7))
-    made = []
-    shards = Shards(OPTIMIZERS["sgd_plain"]([p]), lambda update: made.append(rewritten(update)))
-    shards.trace()
-    (update,) = made
+    rounded = Stored(
+        parameter=BF16,
+        gradient=BF16,
+        compute=torch.float32,
+        keeps_master=False,
+        has_master=False,
+        rounds_parameter=True,
+        moments=(),
+    )
+    shards = Shards(OPTIMIZERS["sgd_plain"]([nn.Parameter(torch.randn(7))]), lambda update: None)
+    traced, *_ = shards.trace()
+    update = kept(traced, rounded)
     run = kernels(update)
-    assert "begin + lane" in run.kernel.source and "# round_at_random" in run.kernel.source
+    assert "begin + lane" in run.kernel.source and "# round_stochastically" in run.kernel.source
     for length in (1, 1030):
         start, gradient = (torch.randn(length).to(BF16) for _ in range(2))
-        numbers = [0.1, torch.tensor(2**40 + 5), torch.tensor(-77, dtype=torch.int32)]
-        numbers = [*[0.1] * (len(update.inputs) - 2), *numbers[1:]]
+        drawn_by = torch.tensor(2**40 + 5), torch.tensor(-77, dtype=torch.int32)
+        numbers = [*[0.1] * (len(traced.inputs) - 2), *drawn_by]
         expected, own = start.clone(), start.clone()
         update.graph_module(expected, gradient, *numbers)
         run(own, gradient, *numbers)
