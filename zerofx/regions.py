@@ -246,7 +246,7 @@ class CompiledRegion(nn.Module):
             return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
         return results
 
-    def _compile(self, values: list[Any]) -> tuple[tuple[Callable, list[int]], Sequence[Any]]:
+    def _compile(self, values: list[Any]) -> tuple[tuple[Callable, list[int]], tuple[Any, ...]]:
         """Compile for these inputs and run for the first time; return both."""
         run = compat.compile_with_inductor(self.gm, [values], self.donated)
         # Held, so that no result takes the place of one that is freed meanwhile.
