@@ -127,6 +127,21 @@ def test_every_update_compiled_is_as_exact_as_torchs(name, kernels):
     train(name, (*LENGTHS, LONG), STEPS, kernels)
 
 
+def test_momentum_takes_the_branch_of_lerp_that_its_weight_asks_for():
+    run = Trained(lambda p: torch.optim.AdamW(p, betas=(0.9, 0.99), foreach=False), 1025)
+    for beta in (0.9, 0.9, 0.0, 0.3, 0.9):  # weights on both sides of 0.5
+        run.optimizer.param_groups[0]["betas"] = (beta, 0.99)
+        run.others[0].param_groups[0]["betas"] = (beta, 0.99)
+        gradient = run.gradient()
+        run.step(gradient)
+        mine = run.optimizer.state[run.parameter]["exp_avg"]
+        expected = run.others[0].state[run.single]["exp_avg"]
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)  # torch's adds in one rounding
+        if not beta:
+            assert mine.equal(gradient)  # which the formula of small weights does not give
+    assert run.runner.trace_count == 2  # without states, and with
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):
