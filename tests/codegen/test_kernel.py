@@ -136,7 +136,8 @@ def test_momentum_takes_the_branch_of_lerp_that_its_weight_asks_for():
         run.step(gradient)
         mine = run.optimizer.state[run.parameter]["exp_avg"]
         expected = run.others[0].state[run.single]["exp_avg"]
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)  # torch's adds in one rounding
+        # torch multiplies and adds in one rounding:
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
         if not beta:
             assert mine.equal(gradient)  # which the formula of small weights does not give
     assert run.runner.trace_count == 2  # without states, and with
