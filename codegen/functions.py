@@ -74,10 +74,16 @@ def trace_call(node: fx.Node, shape_of: Callable[[fx.Node], Shape]) -> Call | No
         return None
     inputs = [inner for inner in nodes if inner.op == "placeholder"]
     name = getattr(function, "__name__", str(function))
-    summary, *_ = (inspect.getdoc(function) or "").split("\n")
-    note = f"{name}: {summary}" if summary else name
+    note = note_of(function)
     rest = [inner for inner in nodes if inner.op != "placeholder"]
     return Call(name, note, rest, dict(zip(inputs, operands, strict=True)), result)
+
+
+def note_of(function: Callable) -> str:
+    """A function's name and what it says that it does."""
+    name = getattr(function, "__name__", str(function))
+    summary, *_ = (inspect.getdoc(function) or "").split("\n")
+    return f"{name}: {summary}" if summary else name
 
 
 def example(num_dims: int, dtype: torch.dtype) -> Tensor:

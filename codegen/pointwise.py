@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from zerofx.codegen.elementwise import UpdateError, mutated_operands, operator_names
-from zerofx.codegen.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, trace_call
+from zerofx.codegen.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
+from zerofx.codegen.gradient_norm import sum_of_squares
 from zerofx.codegen.numbers import Number, NumberGraph, identifier, unique
 from zerofx.codegen.operations import (
     ALIASES,
@@ -81,6 +82,7 @@ class _Normaliser:
         self.length: set[fx.Node] = set()
         self.per_block = {self.placeholders[position] for position in update.scales}
         self.loads: dict[fx.Node, Value] = {}
+        self.squares: Value | None = None
 
     def _name_inputs(self) -> dict[fx.Node, str]:
         """Name the streams, and return the numbers' names: the optimizer's own where it has any."""
@@ -178,6 +180,9 @@ class _Normaliser:
         if node.target in (aten.sym_size.int, aten.sym_numel.default):
             self.length.add(node)
             return
+        if node.target is sum_of_squares:
+            self._sum_squares(node)
+            return
         counts = node.target is aten.arange.default and bool(self.note)
         sized = counts or any(operand in self.length for operand in node.all_input_nodes)
         if not reads and not sized:
@@ -198,6 +203,13 @@ class _Normaliser:
         if value is not None and root is not node:
             value = self.cast(value, register_dtype(node.meta["val"].dtype), node)
         self.current[root] = self._named(value, node, root) if value is not None else None
+
+    def _sum_squares(self, node: fx.Node) -> None:
+        """Take over the one result that is no stream: a number for each block of the grid."""
+        gradient = self.operand(node.args[0], torch.float32, node)
+        note = note_of(sum_of_squares)
+        self.squares = Value("sum_of_squares", (gradient,), torch.float32, "squares", note=note)
+        self.values.append(self.squares)
 
     def _call(self, node: fx.Node) -> None:
         """Take over what a Python function of elements does, operation by operation."""
@@ -259,6 +271,9 @@ class _Normaliser:
         kept: list[fx.Node] = []
         new: dict[fx.Node, str] = {}
         for position, node in enumerate(output):
+            if isinstance(node, fx.Node) and node.target is sum_of_squares:
+                results.append(("squares", None))
+                continue
             if not isinstance(node, fx.Node) or node in self.length:
                 raise self.refusal(node, "is a result that is no tensor of the parameter's shape")
             if node not in self.root:
@@ -296,6 +311,7 @@ class _Normaliser:
             tuple(results),
             device_numbers,
             self.update.coefficients,
+            self.squares,
         )
         return without_dead_values(program)
 

@@ -45,8 +45,14 @@ class Stream:
         return -(-elements // self.elements_per_entry)
 
 
-# Where a result of the update comes from: a number by position, a stream by name.
-Result = tuple[Literal["number"], int] | tuple[Literal["stream"], str]
+# Where a result of the update comes from: a number by position, a stream by name; or the sum of the
+# gradient's squares.
+Result = (
+    tuple[Literal["number"], int] | tuple[Literal["stream"], str] | tuple[Literal["squares"], None]
+)
+
+ELEMENTS_PER_PARTIAL = 1024
+"""At the least: each block writes one partial sum of the gradient's squares, of four bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Program:
     ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
     each stream among the update's inputs; new states and the copy have none.  ``device_numbers``
     are read from device memory; the first of them are the update's inputs at ``coefficients``.
+    ``squares`` is the sum of a block's squares of the gradient, if it is asked for.
     """
 
     optimizer: str
@@ -66,6 +73,7 @@ class Program:
     results: tuple[Result, ...]
     device_numbers: tuple[Number, ...] = ()
     coefficients: tuple[int, ...] = ()
+    squares: Value | None = None
 
     @property
     def numbers(self) -> tuple[Number, ...]:
@@ -74,8 +82,12 @@ class Program:
 
     @property
     def bytes_per_element(self) -> float:
-        """How many bytes an update of one element moves, at the least."""
-        return sum(stream.bytes_per_element for stream in self.streams)
+        """How many bytes an update of one element moves, at the least.
+
+        Partial sums are counted as of the smallest blocks.
+        """
+        partials = 4 / ELEMENTS_PER_PARTIAL if self.squares is not None else 0
+        return sum(stream.bytes_per_element for stream in self.streams) + partials
 
     @property
     def skips(self) -> bool:
@@ -84,9 +96,10 @@ class Program:
 
 
 def without_dead_values(program: Program) -> Program:
-    """Drop what no store needs; a stream that is not read is not loaded either."""
+    """Drop what no result needs; a stream that is not read is not loaded either."""
     alive: set[Value] = set()
     pending = [stream.store for stream in program.streams if stream.store is not None]
+    pending += [program.squares] if program.squares is not None else []
     while pending:
         value = pending.pop()
         if value not in alive:

@@ -47,6 +47,8 @@ class Update:
     may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
     number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
     ``zerofx.codegen.gradient_work`` adds: 0-dim tensors, which stay where they are.
+    ``gives_squares`` says that the graph's last result is what ``zerofx.codegen.gradient_norm``
+    adds.
     """
 
     graph_module: fx.GraphModule
@@ -63,6 +65,7 @@ class Update:
     offset: int | None = None
     scales: tuple[int, ...] = ()
     coefficients: tuple[int, ...] = ()
+    gives_squares: bool = False
 
     def __call__(
         self,

@@ -62,6 +62,12 @@ def largest_of_part(x, mask):
     parts = tl.where(mask, x, float("-inf")).reshape(x.numel // 256, 256)
     return tl.reduce(parts, 1, maximum)
 ''',
+    "sum_of_squares": '''\
+@triton.jit
+def sum_of_squares(x, mask):
+    """Of the elements that are there."""
+    return tl.sum(tl.where(mask, x * x, 0.0))
+''',
     "of_part": '''\
 @triton.jit
 def of_part(x):
@@ -144,6 +150,9 @@ class Expressions:
         if operation == "largest_of_block":
             self.functions |= dict.fromkeys(("maximum", "largest_of_part"))
             return f"largest_of_part({texts[0]}, mask)", _CALL
+        if operation == "sum_of_squares":
+            self.functions["sum_of_squares"] = None
+            return f"sum_of_squares({texts[0]}, mask)", _CALL
         if operation in ("div", "sqrt", "reciprocal"):
             return self._rounded(operation, operands, value.dtype)
         if operation == "cast":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.codegen.program import Program
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program
 from zerofx.codegen.triton_source import CHUNK, kernel_name, triton_source
 
 ALIGNMENT = 16
@@ -56,13 +56,17 @@ class TritonKernel:
         self.program = program
         self.source = triton_source(program)
         self.function = load_kernel(self.source, kernel_name(program))
-        self._tuned: dict[torch.device, Callable[..., None]] = {}
+        self._tuned: dict[torch.device, Callable[..., int]] = {}
         self._chunks: dict[tuple, Tensor] = {}
+        self._partials: dict[torch.device, Tensor] = {}
 
-    def launch(self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()) -> None:
+    def launch(
+        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()
+    ) -> Tensor | None:
         """Update the segments in place; ``device_numbers`` are 0-dim, in the program's order.
 
-        One launch for the segments whose streams are all aligned, another for the rest.
+        One launch for the segments whose streams are all aligned, another for the rest.  Returns
+        the sum of all gradients' squares, 0-dim, if the program gives it.
 
         Raises: ValueError if a stream is not flat memory of the program's dtype, all of one
         length and on one device.
@@ -71,21 +75,40 @@ class TritonKernel:
             self._check(segment)
         there = [segment for segment in segments if segment.streams[0].numel()]
         groups = _by_alignment(self.program, there)
-        for group, alignment in zip(groups, (ALIGNMENT, 1), strict=True):
-            if group:
-                self._launch(group, device_numbers, alignment)
+        sums = [
+            self._launch(group, device_numbers, alignment)
+            for group, alignment in zip(groups, (ALIGNMENT, 1), strict=True)
+            if group
+        ]
+        if self.program.squares is None or not segments:
+            return None
+        squares = [squares for squares in sums if squares is not None]
+        if not squares:
+            return torch.zeros((), device=segments[0].streams[0].device)
+        return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
     def _launch(
         self, segments: Sequence[Segment], device_numbers: Sequence[Tensor], alignment: int
-    ) -> None:
+    ) -> Tensor | None:
         device = segments[0].streams[0].device
         chunk = CHUNK if _on_gpu(device) else _INTERPRETED_BLOCK
         lengths = [segment.streams[0].numel() for segment in segments]
         chunks = [-(-length // chunk) for length in lengths]
         table, numbers = self._tables(segments, chunks, chunk)
-        arguments = (table, self._segment_of_chunk(chunks, device), numbers, *device_numbers)
         elements = sum(chunks[:-1]) * chunk + lengths[-1]
-        self._run(device)(arguments, elements, alignment)
+        partials = self._room_for_partials(elements, device)
+        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        blocks = self._run(device)((*places, *device_numbers), elements, alignment)
+        return partials[0][:blocks].sum() if partials else None
+
+    def _room_for_partials(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Where blocks write what they sum, if they do: the same memory for every launch."""
+        if self.program.squares is None:
+            return ()
+        count = -(-elements // ELEMENTS_PER_PARTIAL)
+        if device not in self._partials or len(self._partials[device]) < count:
+            self._partials[device] = torch.empty(count, device=device)
+        return (self._partials[device],)
 
     def _tables(
         self, segments: Sequence[Segment], chunks: Sequence[int], chunk: int
@@ -151,17 +174,19 @@ class TritonKernel:
                     f"{tensor.device}. Give every stream of a segment as one flat piece of memory."
                 )
 
-    def _run(self, device: torch.device) -> Callable[..., None]:
+    def _run(self, device: torch.device) -> Callable[..., int]:
+        """What launches the kernel, and returns in how many blocks."""
         if device not in self._tuned:
             self._tuned[device] = self._tune(device) if _on_gpu(device) else self._interpret
         return self._tuned[device]
 
-    def _interpret(self, arguments: tuple, elements: int, alignment: int) -> None:
+    def _interpret(self, arguments: tuple, elements: int, alignment: int) -> int:
         block = _INTERPRETED_BLOCK
-        grid = (-(-elements // block),)
-        self.function[grid](*arguments, BLOCK=block, CHUNK=block, ALIGNMENT=alignment)
+        blocks = -(-elements // block)
+        self.function[(blocks,)](*arguments, BLOCK=block, CHUNK=block, ALIGNMENT=alignment)
+        return blocks
 
-    def _tune(self, device: torch.device) -> Callable[..., None]:
+    def _tune(self, device: torch.device) -> Callable[..., int]:
         """Time the configurations on scratch memory, or read from disk which was the fastest.
 
         On scratch: the kernel writes in place, and a step must not be done many times.
@@ -174,11 +199,16 @@ class TritonKernel:
         ]
         tuned = triton.autotune(configurations, key=[], cache_results=True)(self.function)
 
-        def run(arguments: tuple, elements: int, alignment: int) -> None:
+        def run(arguments: tuple, elements: int, alignment: int) -> int:
+            grids = []  # of each configuration that is timed, and last of the one that is chosen
+
+            def grid(meta: dict[str, Any]) -> tuple[int]:
+                grids.append(triton.cdiv(elements, meta["BLOCK"]))
+                return (grids[-1],)
+
             with torch.cuda.device(device):
-                tuned[lambda meta: (triton.cdiv(elements, meta["BLOCK"]),)](
-                    *arguments, CHUNK=CHUNK, ALIGNMENT=alignment
-                )
+                tuned[grid](*arguments, CHUNK=CHUNK, ALIGNMENT=alignment)
+            return grids[-1]
 
         streams = [
             torch.zeros(stream.length(_TUNED_ON_ELEMENTS), dtype=stream.dtype, device=device)
@@ -188,7 +218,9 @@ class TritonKernel:
         chunks = [_TUNED_ON_ELEMENTS // CHUNK]
         table, numbers = self._tables([scratch], chunks, CHUNK)
         device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
-        arguments = (table, self._segment_of_chunk(chunks, device), numbers, *device_numbers)
+        partials = self._room_for_partials(_TUNED_ON_ELEMENTS, device)
+        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        arguments = (*places, *device_numbers)
         run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
         return run
 
@@ -209,7 +241,8 @@ class TritonUpdate:
         """Run the update in place, as the traced graph would; return the results it returns.
 
         ``device_numbers`` are those of the program that are no inputs of the update.  With
-        ``launches`` it runs when they do, and the results are not to be read before.
+        ``launches`` it runs when they do, and the results are not to be read before; the sum of
+        squares is among theirs.
         """
         program = self.kernel.program
         kept, numbers = program.host(values)
@@ -224,14 +257,13 @@ class TritonUpdate:
         segment = Segment(list(tensors.values()), numbers)
         coefficients = (values[position] for position in program.coefficients)
         device_numbers = (*coefficients, *device_numbers)
+        squares = None
         if launches is None:
-            self.kernel.launch([segment], device_numbers)
+            squares = self.kernel.launch([segment], device_numbers)
         else:
             launches.add(self.kernel, segment, device_numbers)
-        return [
-            kept[where] if kind == "number" else tensors[where]  # type: ignore[index]
-            for kind, where in program.results
-        ]
+        sources: dict[str, Any] = {"number": kept, "stream": tensors, "squares": {None: squares}}
+        return [sources[kind][where] for kind, where in program.results]
 
 
 class Launches:
@@ -246,11 +278,12 @@ class Launches:
         waiting = self._waiting.setdefault(key, (kernel, device_numbers, []))
         waiting[2].append(segment)
 
-    def run(self) -> None:
-        """Launch what waits."""
-        for kernel, device_numbers, segments in self._waiting.values():
-            kernel.launch(segments, device_numbers)
+    def run(self) -> list[Tensor]:
+        """Launch what waits; return the sums of squares, of each kernel that gives one."""
+        waiting = list(self._waiting.values())
         self._waiting.clear()
+        sums = (kernel.launch(segments, numbers) for kernel, numbers, segments in waiting)
+        return [squares for squares in sums if squares is not None]
 
 
 @functools.cache

@@ -7,6 +7,8 @@ each with numbers (a parameter group's hyperparameters) of its own.  The kernel'
   multiple of CHUNK elements), its length in elements, the address of each stream;
 - ``segment_of_chunk``: int32[chunks], which segment each CHUNK elements of the grid belong to;
 - ``numbers``: float64[segments, numbers];
+- ``partials``, if the program sums the gradient's squares: float32, one for each program of the
+  grid, which writes the sum of its block there;
 - the device numbers of the program, each a pointer to one element.
 
 A program of the grid does BLOCK elements; BLOCK divides CHUNK.  Elements are counted from the
@@ -28,7 +30,7 @@ import torch
 
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import NumberOperand, Value
-from zerofx.codegen.program import FOUND_INF, Program, Stream
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, FOUND_INF, Program, Stream
 from zerofx.codegen.rounding import BLOCK as SHARED
 from zerofx.codegen.triton_expressions import DTYPES, FUNCTIONS, Expressions, is_bool
 
@@ -56,8 +58,9 @@ CONSTANTS = ("BLOCK", "CHUNK", "ALIGNMENT")
 
 def kernel_arguments(program: Program) -> tuple[str, ...]:
     """The kernel's arguments in order, without its constants."""
+    partials = ["partials"] * (program.squares is not None)
     device = (f"{number.name}_ptr" for number in program.device_numbers)
-    return ("segments", "segment_of_chunk", "numbers", *device)
+    return ("segments", "segment_of_chunk", "numbers", *partials, *device)
 
 
 @dataclass
@@ -140,6 +143,8 @@ class _Writer:
         for stream in self.stores:
             assert stream.store is not None
             last_use[stream.store] = end
+        if self.program.squares is not None:
+            last_use[self.program.squares] = end
         for stream in self.loads:
             assert stream.load is not None
             self.names[stream.load] = unique(stream.name, taken)
@@ -177,6 +182,8 @@ class _Writer:
             dtype = DTYPES[stream.dtype].removeprefix("tl.")
             shared = f", one for {stream.elements_per_entry}" * stream.is_per_block
             lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}{shared}")
+        if program.squares is not None:
+            lines.append(f"    partials: float32, written, one for {ELEMENTS_PER_PARTIAL} or more")
         if program.numbers:
             lines += ["", "The host computes once a step, for each segment:", ""]
             lines += [
@@ -190,9 +197,12 @@ class _Writer:
         program, lines = self.program, []
         lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
         parts = ", ``part`` its parts of 256" if "part" in self.places else ""
-        lines.append(
-            f'    """Update one block; ``lane`` counts its elements{parts}{self._skipping()}."""'
-        )
+        summary = f"Update one block; ``lane`` counts its elements{parts}{self._skipping()}."
+        if program.squares is None:
+            lines.append(f'    """{summary}"""')
+        else:
+            returned = "Returns the sum of its gradient's squares."
+            lines += [f'    """{summary}', "", f"    {returned}", '    """']
         for stream in self.loads:
             assert stream.load is not None
             place, mask = _place(stream)
@@ -218,6 +228,8 @@ class _Writer:
                 lines.append(f"    {kept} = tl.where({self.numbers[_FOUND]}, False, {mask})")
         for stream in self.stores:
             lines.append(f"    {self._store(stream)}")
+        if program.squares is not None:
+            lines.append(f"    return {self.names[program.squares]}")
         return "\n".join(["@triton.jit", *lines, ""])
 
     def _skipping(self) -> str:
@@ -270,10 +282,13 @@ class _Writer:
             lines.append(f"    part = tl.arange(0, BLOCK // {SHARED})")
             full += ["part", f"part < BLOCK // {SHARED}"]
             last += ["part", f"part * {SHARED} < rest"]
+        result = "partial = " if program.squares is not None else ""
         for condition, elements in (("if rest >= BLOCK:", full), ("else:", last)):
             lines.append(f"    {condition}")
-            call = _call("", f"{self.kernel}_block", [*self.inputs, *elements], "")
+            call = _call(result, f"{self.kernel}_block", [*self.inputs, *elements], "")
             lines += [f"        {line}" for line in call]
+        if program.squares is not None:
+            lines.append("    tl.store(partials + tl.program_id(0), partial)")
         return "\n".join(["@triton.jit", *lines, ""])
 
 
@@ -292,6 +307,7 @@ _RESERVED = (
     *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
     *("lane", "mask", "kept", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
     *("part", "part_mask", "part_kept"),
+    *("partials", "partial"),
     *FUNCTIONS,
 )
 

@@ -493,6 +493,86 @@ def check_blocks_of_codes(offset, stored):
             assert (buffer[:offset] == 7).all() and (buffer[-20:] == 7).all()
 
 
+def check_squares(name, dtype):
+    """Pieces of all lengths, anywhere in memory, give the sum of all their gradients' squares.
+
+    The update is bitwise what it is without, and partial sums are always in the same memory.
+    """
+    from zerofx.codegen.triton_kernel import Launches
+
+    summing, plain = (
+        [Pair(name, length, seed=length, gradient_dtype=dtype) for length in (0, *LENGTHS, 9000)]
+        for _ in range(2)
+    )
+    for pair in summing:
+        pair.shards.squares, pair.shards.known = True, summing[0].shards.known
+    held = set()
+    for _ in range(3):
+        launches, total = Launches(), 0.0
+        for place, (one, other) in enumerate(zip(summing, plain, strict=True)):
+            gradient = one.gradient().to(dtype)
+            moved = torch.cat([torch.zeros(place, dtype=dtype), gradient])[place:]  # or not aligned
+            one.shards.step(moved, launches=launches)
+            other.shards.step(moved)
+            total += gradient.double().square().sum()
+        sums = launches.run()
+        assert len(sums) == 1 and sums[0].dtype is torch.float32
+        torch.testing.assert_close(sums[0].double(), total, rtol=1e-6, atol=0)
+        kernel = summing[0].shards.trace()[1].kernel
+        held |= {(id(kernel), partials.data_ptr()) for partials in kernel._partials.values()}
+        for one, other in zip(summing, plain, strict=True):
+            assert torch.equal(one.own, other.own)
+            states = [pair.shards.optimizer.state[pair.own].values() for pair in (one, other)]
+            for mine, its in zip(*states, strict=True):
+                assert mine is its is None or torch.equal(mine, its)
+    assert len(held) == len({kernel for kernel, _ in held})
+
+
+def check_squares_of_what_is_not_finite():
+    """A NaN anywhere makes the sum NaN, an infinity infinite; what is too large overflows."""
+    pair = Pair("adamw", 1025)
+    pair.shards.squares = True
+    for place in (0, 1024):
+        for value, expected in (
+            (torch.nan, torch.nan),
+            (torch.inf, torch.inf),
+            (-torch.inf, torch.inf),
+            (1e20, torch.inf),
+            (1e-30, 0.0),
+        ):
+            gradient = torch.zeros(1025)
+            gradient[place] = value
+            *_, squares = pair.shards.step(gradient)
+            torch.testing.assert_close(squares, torch.tensor(expected), equal_nan=True)
+
+
+def check_squares_of_nothing():
+    pair = Pair("adamw", 0)
+    pair.shards.squares = True
+    *_, squares = pair.shards.step(torch.empty(0))
+    assert squares.shape == () and squares == 0
+
+
+def check_squares_of_work():
+    """The squares are of the gradient as the step makes it: unscaled, rounded as the step rounds.
+
+    Nothing changes with found_inf, and the sum is the same.
+    """
+    pair = Pair("sgd_momentum", 1025)
+    pair.step()  # makes the momentum
+    scale = torch.tensor(0.3)
+    gradient = pair.gradient().to(BF16)
+    pair.shards.variant, pair.shards.known, pair.shards.squares = {"skips": True}, {}, True
+    pair.shards.work = work.traced(work.clip, BF16, torch.float32)
+    expected = (gradient * scale).double().square().sum()
+    before = pair.own.clone()
+    for found_inf in (1.0, 0.0):
+        found = [torch.tensor(found_inf)]
+        *_, squares = pair.shards.step(gradient, [scale], device_numbers=found)
+        torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0)
+        assert torch.equal(pair.own, before) == bool(found_inf)
+
+
 def check_functions_in_a_rewritten_graph():
     """Python functions in a graph, and an element's number, give the bits that they give there."""
     rounded = Stored(

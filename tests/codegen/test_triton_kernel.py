@@ -118,7 +118,16 @@ def test_a_gradient_is_worked_on_in_the_kernel(name, run):
     run(interpreted.check_work_on_the_gradient, *WORKS[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "rmsprop"])
+def test_the_gradients_squares_are_summed_beside_the_update(name, dtype, run):
+    run(interpreted.check_squares, name, dtype)
+
+
 CHECKS = {
+    "squares that are not finite make the sum so": interpreted.check_squares_of_what_is_not_finite,
+    "no elements have no squares": interpreted.check_squares_of_nothing,
+    "squares are of the gradient as the step makes it": interpreted.check_squares_of_work,
     "a shard of no elements has a state": interpreted.check_an_empty_shard,
     "clipping and skipping are done by the kernel": interpreted.check_clip_and_skip,
     "a bf16 gradient goes in, a bf16 copy out": interpreted.check_bf16_gradient_and_copy,

@@ -79,6 +79,21 @@ VARIANTS = {
         name: dict(make_optimizer=OPTIMIZERS["adamw"], stored=stored)
         for name, stored in STORED.items()
     },
+    "adamw_squares": dict(make_optimizer=OPTIMIZERS["adamw"], squares=True),
+    "adamw_scaled_skipping_squares": dict(
+        make_optimizer=OPTIMIZERS["adamw"],
+        work=work.traced(work.clip, torch.float16, torch.float32),
+        skips=True,
+        squares=True,
+    ),
+    "adamw_rounded_int8_moments_squares": dict(
+        make_optimizer=OPTIMIZERS["adamw"],
+        stored=STORED["adamw_rounded_int8_moments"],
+        squares=True,
+    ),
+    "sgd_nesterov_bf16_gradient_squares": dict(
+        make_optimizer=OPTIMIZERS["sgd_nesterov"], gradient_dtype=BF16, squares=True
+    ),
     "radam_rectified": dict(make_optimizer=OPTIMIZERS["radam"], steps=7),
     "rprop_first_step": dict(make_optimizer=OPTIMIZERS["rprop"], steps=0),
     "sgd_first_step": dict(make_optimizer=OPTIMIZERS["sgd_momentum"], steps=0),
@@ -96,6 +111,7 @@ NOTES = (
     "decode_blocks: ",
     "scale_of: ",
     "encode_blocks: ",
+    "sum_of_squares: ",
 )
 
 
@@ -156,6 +172,7 @@ def test_adamw_moves_as_many_bytes_as_it_must():
         "adamw_bf16_moments": 20,
         "adamw_rounded_int8_moments": 10 + 16 / 256,
         "adamw_masters_int8_moments": 18 + 16 / 256,
+        "adamw_squares": 28 + 4 / 1024,
     }
     for name, expected in of_variant.items():
         assert program(**VARIANTS[name]).bytes_per_element == expected, name

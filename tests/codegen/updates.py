@@ -8,6 +8,7 @@ from torch import nn, optim
 
 from tests.codegen.lion import Lion
 from zerofx.codegen.arguments import group_values, read_arguments
+from zerofx.codegen.gradient_norm import with_squares
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.pointwise import pointwise_program
 from zerofx.codegen.storage import rewritten
@@ -55,13 +56,15 @@ OPTIMIZERS = {
 class Shards:
     """An optimizer of one flat parameter, whose update is traced and run by what ``make`` gives.
 
-    ``work`` is done to the gradient in front of it.
+    ``work`` is done to the gradient in front of it.  With ``squares`` it gives the sum of the
+    gradient's squares: ``step`` returns all that the run has.
     """
 
     optimizer: torch.optim.Optimizer
     make: Any
     variant: dict[str, Any] = field(default_factory=dict)
     work: GradientWork | None = None
+    squares: bool = False
     known: dict[Any, list] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
 
@@ -89,6 +92,8 @@ class Shards:
         except ChangingIntegers as changing:
             self.changing |= changing.names
             return self.trace()
+        if self.squares:
+            update = with_squares(update)
         if self.work is not None:
             update = self.work.before(update, p.dtype)
         known.append((update, self.make(update, **self.variant)))
@@ -97,16 +102,21 @@ class Shards:
     def step(self, gradient, coefficients=(), **options):
         update, run, group, state = self.trace()
         with torch.no_grad():
-            new_state, new_group = update(
+            results = run(
                 self.parameter.detach(),
                 gradient,
-                (*group.tensors, *state.tensors),
-                (*group.scalars, *state.scalars, *coefficients),
-                (lambda *values: run(*values, **options)),
+                *group.tensors,
+                *state.tensors,
+                *group.scalars,
+                *state.scalars,
+                *coefficients,
+                **options,
             )
+            new_state, new_group = update.filled(results)
         self.optimizer.param_groups[0].update(new_group)
         if new_state:
             self.optimizer.state[self.parameter].update(new_state)
+        return results
 
 
 def layout(p, shape):
@@ -123,21 +133,33 @@ def layout(p, shape):
     )
 
 
-def program(make_optimizer, *, steps=2, dtype=torch.float32, work=None, stored=None, **variant):
+def program(
+    make_optimizer,
+    *,
+    steps=2,
+    dtype=torch.float32,
+    work=None,
+    stored=None,
+    squares=False,
+    **variant,
+):
     """The pointwise program of the update that an optimizer makes after some steps.
 
-    ``stored`` is how it is kept, if not as it is computed.
+    ``stored`` is how it is kept, if not as it is computed; ``squares`` asks for the gradient's.
     """
 
     def make(update, **variant):
-        return pointwise_program(kept(update, stored) if stored else update, **variant)
+        if stored:
+            update = kept(update, stored)
+            update = with_squares(update) if squares else update
+        return pointwise_program(update, **variant)
 
     p = nn.Parameter(torch.ones(7, dtype=dtype))
     optimizer = make_optimizer([p])
     for _ in range(steps):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    shards = Shards(optimizer, make, variant, work)
+    shards = Shards(optimizer, make, variant, work, squares and not stored)
     return shards.trace()[1]
 
 
