@@ -939,7 +939,8 @@ def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         in_rows = any(tensor.dim() == 2 for tensor in inputs)
         with torch.no_grad(), tracing(TracingContext(fakes)):
-            return compile_fx(gm, [_of_any_length(tensor, in_rows, fakes) for tensor in inputs])
+            examples = [_of_any_length(tensor, in_rows, fakes) for tensor in inputs]
+            return compile_fx(gm, examples, inner_compile=_compile_sums_last)
 
     def run(*inputs: Any) -> Any:
         kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
@@ -948,6 +949,28 @@ def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
         return compiled[kinds](*inputs)
 
     return run
+
+
+_SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}
+
+
+def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
+    """``compile_fx_inner``, behind writes to inputs what sums: Inductor then has one loop for both.
+
+    It puts no pointwise loop into that of a sum that it has come to before.  For 2.11 to 2.15; can
+    go with ``compile_for_any_length``.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    late: dict[torch.fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.target in _SUMS or any(operand in late for operand in node.all_input_nodes):
+            late[node] = None
+    for node in late:
+        if node.op != "output":
+            gm.graph.output_node().prepend(node)
+    gm.recompile()
+    return compile_fx_inner(gm, inputs, **options)
 
 
 def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -> torch.Tensor:
