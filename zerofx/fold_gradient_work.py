@@ -46,7 +46,7 @@ def fold_gradient_work(
             continue
         nodes, gradient = folded
         work, coefficients = GradientWork.of(nodes, gradient)
-        if any(_may_be_overwritten(number, update, order) for number in coefficients):
+        if any(may_be_overwritten(number, update, order) for number in coefficients):
             continue  # it is read by then, and not where the step reads it
         if work.computation not in known:
             name = f"gradient_work_{len(known)}"
@@ -54,7 +54,8 @@ def fold_gradient_work(
             with graph.inserting_after(inputs[-1]):
                 known[work.computation] = graph.get_attr(name)
         update.update_arg(1, gradient)
-        update.kwargs = {"work": known[work.computation], "coefficients": coefficients}
+        work_of = {"work": known[work.computation], "coefficients": coefficients}
+        update.kwargs = {**update.kwargs, **work_of}
         erase_unused(graph, [nodes[-1]])
 
 
@@ -85,7 +86,7 @@ def _foldable(
         inside.add(node)
         edge.update(item for item in node.all_input_nodes if item.meta["val"].dim())
         gradient, *others = edge
-        if not others and not _may_be_overwritten(gradient, update, order):
+        if not others and not may_be_overwritten(gradient, update, order):
             found = sorted(inside - {update}, key=order.__getitem__), gradient
     return found
 
@@ -104,8 +105,8 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
     return all(user.op == "call_function" and runs[user] == runs[node] for user in others)
 
 
-def _may_be_overwritten(operand: fx.Node, update: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a tensor may lie in memory that is written to before an update would read it.
+def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether a tensor may lie in memory that is written to before somebody would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """
@@ -116,7 +117,7 @@ def _may_be_overwritten(operand: fx.Node, update: fx.Node, order: dict[fx.Node, 
             role = node.meta.get("zerofx_input")
             if role is not None and role.kind in ("parameter", "buffer"):
                 return True
-        if any(order[writer] < order[update] for writer in writers(node) - {update}):
+        if any(order[writer] < order[reader] for writer in writers(node) - {reader}):
             return True
         moves = node.target in (*ops.STARTS, ops.take_shard)
         sources = node.all_input_nodes if moves else aliased_inputs(node)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx, nn
 
 from zerofx import ops
+from zerofx.fold_gradient_norms import fold_gradient_norms
 from zerofx.fold_gradient_work import fold_gradient_work
 from zerofx.graph import aliased_inputs, erase_unused
 from zerofx.in_place import WholeBucket
@@ -28,7 +29,8 @@ def lower(
     ``kernels`` holds the function that runs each ``zerofx::`` operator.  ``eager`` runs every
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.  ``update_together``, if given, runs
-    several updates that follow one another, with what is done to their gradients just before;
+    several updates that follow one another, with what is done to their gradients just before, and
+    sums the gradients' squares for a norm;
     ``reduce_bucket_start`` reduces a bucket of what would be copied into its buffer for that
     alone; ``write_back`` stands for all copies of updated values into the parameters of a bucket,
     for those of ``in_place``.
@@ -41,6 +43,7 @@ def lower(
         for bucket in in_place:
             _write_back_together(program, bucket, copies, write_back)
     if update_together is not None:
+        fold_gradient_norms(program)
         fold_gradient_work(program, root, is_compute)
     if lowering == "inductor":
         graph = with_compiled_regions(gm, program, root)
@@ -80,7 +83,8 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
     """Replace updates of one optimizer that follow one another by one call.
 
     Between them may stand what reads nothing that they write: views of gradients, and copies of
-    shards yet to be updated.
+    shards yet to be updated.  Behind the new values, the call returns what each of them adds to a
+    norm's squares.
     """
     pending: list[fx.Node] = []
 
@@ -97,6 +101,12 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
             for position, node in reversed(list(enumerate(pending))):
                 with graph.inserting_after(together):
                     part = graph.call_function(operator.getitem, (together, position))
+                for squares in [user for user in node.users if _is_squares(user)]:
+                    with graph.inserting_after(together):
+                        at = len(pending) + position
+                        given = graph.call_function(operator.getitem, (together, at))
+                    squares.replace_all_uses_with(given)
+                    graph.erase_node(squares)
                 node.replace_all_uses_with(part)
                 graph.erase_node(node)
         pending.clear()
@@ -126,11 +136,17 @@ def _reduce_unflattened(graph: fx.Graph, reduce_bucket_start: Callable) -> None:
 
 
 def _shared(update: fx.Node) -> tuple:
-    """What updates must have in common: optimizer, flag of overflow, work on the gradient."""
+    """What updates must have in common: optimizer, flag of overflow, work on the gradient, norm."""
     return (update.args[2], update.args[4:], tuple(update.kwargs.items()))
 
 
+def _is_squares(node: fx.Node) -> bool:
+    return node.target is ops.gradient_squares
+
+
 def _may_stand_between(node: fx.Node, updates: list[fx.Node]) -> bool:
+    if _is_squares(node):
+        return True
     if any(operand in updates for operand in node.all_input_nodes):
         return False
     return node.target in (ops.take_shard, operator.getitem) or (

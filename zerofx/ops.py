@@ -129,6 +129,16 @@ def update(values, grad, optimizer, parameter, found_inf=None):
     return torch.empty_like(values)
 
 
+@_define("gradient_squares(Tensor updated) -> Tensor")
+def gradient_squares(updated):
+    """What an update adds to the squares of a norm of gradients, in float32.
+
+    Only in programs that are being lowered, where updates have a ``norm``.  What updates that run
+    together add is right in total: it may all be one's.
+    """
+    return updated.new_empty((), dtype=torch.float32)
+
+
 @_define(
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
     " int flops, Tensor? found_inf=None) -> Tensor[]"

@@ -368,6 +368,31 @@ def check_the_runtime_updates_a_bucket(name):
     assert launched == [3, 3, 3]
 
 
+def check_the_runtime_sums_a_buckets_squares():
+    """The sum of one launch for all pieces; in float32 of what a step does to bf16 gradients."""
+    from tests import test_joined_updates as joined
+    from zerofx.codegen import kernels as choice
+    from zerofx.runtime import update as updates
+
+    for module in (choice, updates):
+        module.runs_triton = lambda device: True
+    half = work.traced(work.clip, BF16, torch.float32), [torch.tensor(0.5)]
+    for dtype, done in ((torch.float32, ()), (BF16, half)):
+        bucket = joined.Bucket(OPTIMIZERS["adamw"], together=True)
+        bucket.data[3] = bucket.data[3].clone()  # a hole in memory
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            total = sum(len(data) for data in bucket.data)
+            gradient = torch.randn(total, generator=generator).to(dtype)
+            bucket.runner.begin()
+            squares = bucket.runner.run_together_and_sum(
+                bucket.data, bucket.cut(gradient), bucket.order, *done
+            )
+            bucket.runner.end()
+            expected = (gradient.double() * (0.5 if done else 1)).square().sum()
+            torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0)
+
+
 def check_precision(name, options, not_finite=False):
     """What is kept narrower, or with a master, is as the same update makes it operator by operator.
 

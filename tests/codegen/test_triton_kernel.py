@@ -126,6 +126,7 @@ def test_the_gradients_squares_are_summed_beside_the_update(name, dtype, run):
 
 CHECKS = {
     "squares that are not finite make the sum so": interpreted.check_squares_of_what_is_not_finite,
+    "a bucket's squares are summed": interpreted.check_the_runtime_sums_a_buckets_squares,
     "no elements have no squares": interpreted.check_squares_of_nothing,
     "squares are of the gradient as the step makes it": interpreted.check_squares_of_work,
     "a shard of no elements has a state": interpreted.check_an_empty_shard,

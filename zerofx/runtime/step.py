@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from zerofx import ops
+from zerofx.codegen.gradient_norm import squares_of
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.errors import StepError
@@ -422,16 +423,25 @@ class StepRuntime:
         found_inf: torch.Tensor | None = None,
         work: GradientWork | None = None,
         coefficients: Sequence[torch.Tensor] = (),
+        norm: int | None = None,
     ) -> list[torch.Tensor]:
         """Several updates of one optimizer that follow one another, as one.
 
-        Each with ``work`` of these coefficients done to its gradient first.
+        Each with ``work`` of these coefficients done to its gradient first.  For a ``norm``,
+        numbers follow the new values, as many: the gradients' squares, divided among them.
         """
         if found_inf is not None and self._is_set(found_inf):
-            return values
+            if norm is None:
+                return values
+            done = grads if work is None else [work(grad, *coefficients) for grad in grads]
+            return [*values, *map(squares_of, done)]
         runner = self._runner(optimizer, parameters)
         data = [value.detach() for value in values]
-        return runner.run_together(data, grads, parameters, work, coefficients)
+        if norm is None:
+            return runner.run_together(data, grads, parameters, work, coefficients)
+        squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
+        nothing = torch.zeros_like(squares)
+        return [*data, squares, *[nothing] * (len(data) - 1)]
 
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""

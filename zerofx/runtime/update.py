@@ -19,6 +19,7 @@ from zerofx.codegen.arguments import (
     read_arguments,
 )
 from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.gradient_norm import squares_of, with_squares
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.independence import check_independent
 from zerofx.codegen.kernels import Keep, Kernels, runs_triton
@@ -92,7 +93,7 @@ class OptimizerRunner:
         self._divided: dict[int, DividedUpdate] = {}  # by the id of what it is made of
         self._begun: dict[int, _BegunUpdate] = {}
         self._updates: dict[Hashable, list[Update]] = {}
-        self._after: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
+        self._extensions: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
         self._kernels = Kernels(keep_source)
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
@@ -300,14 +301,46 @@ class OptimizerRunner:
         if any(map(self.has_begun, parameters)):
             assert work is None, "what began an update has read its gradient, so that it is there"
             return [self.run(*one) for one in zip(data, grads, parameters, strict=True)]
+        self._run_pieces(data, grads, parameters, work, coefficients, None)
+        return list(data)
+
+    def run_together_and_sum(
+        self,
+        data: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        parameters: Sequence[int],
+        work: GradientWork | None = None,
+        coefficients: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Do as ``run_together`` does, and return the sum of all gradients' squares.
+
+        It is of the gradients after ``work``, 0-dim, in float32.
+        """
+        squares: list[Tensor] = []
+        self._run_pieces(data, grads, parameters, work, coefficients, squares)
+        return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+
+    def _run_pieces(
+        self,
+        data: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        parameters: Sequence[int],
+        work: GradientWork | None,
+        coefficients: Sequence[Tensor],
+        squares: list[Tensor] | None,
+    ) -> None:
+        """Run updates piece by piece; add what the gradients' squares are in sum to ``squares``."""
         launches = Launches()
         for members in self._neighbours(data, grads, parameters):
-            if not self._run_joined(members, launches, work, coefficients):
+            if not self._run_joined(members, launches, work, coefficients, squares):
                 for shard, grad, parameter in members:
                     done = grad if work is None else work(grad, *coefficients)
+                    if squares is not None:
+                        squares.append(squares_of(done))
                     self.run(shard, done, parameter)
-        launches.run()
-        return list(data)
+        sums = launches.run()
+        if squares is not None:
+            squares += sums
 
     def _neighbours(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
@@ -400,10 +433,12 @@ class OptimizerRunner:
         launches: Launches,
         work: GradientWork | None,
         coefficients: Sequence[Tensor],
+        squares: list[Tensor] | None,
     ) -> bool:
         """Update shards that are one piece of memory with one kernel; False if that cannot be.
 
-        On a GPU the kernel waits for ``launches``, and goes with those of other pieces.
+        On a GPU the kernel waits for ``launches``, and goes with those of other pieces.  The sum of
+        the gradient's squares goes to ``squares``, or comes from ``launches``.
         """
         optimizer = self._live_optimizer()
         parameters = tuple(parameter for *_, parameter in members)
@@ -440,8 +475,8 @@ class OptimizerRunner:
             update, tensors, numbers = self._storage.rewrite(
                 traced, values, arguments, state, data, gradient_dtype, draw
             )
+            update = self._extended(update, work, data.dtype, squares is not None)
             if work is not None:
-                update = self._after_work(update, work, data.dtype)
                 numbers += coefficients
             kernel = self._kernels.find(update, data, grad)
             if kernel is None:
@@ -451,21 +486,33 @@ class OptimizerRunner:
             waits = kernel.may_wait and is_settled
             run = partial(kernel.run, launches=launches) if waits else kernel.run
             grad = grad.to(kernel.gradient_dtype)
-            new_state, new_group = update(data, grad, tensors, numbers, run)
+            results = run(data, grad, *tensors, *numbers)
+            if squares is not None and results[-1] is not None:  # it does not wait
+                squares.append(results[-1].sum())
+            new_state, new_group = update.filled(results)
             self._storage.settle(new_state, values, data, info, draw)
         group.changed.update(new_group)
         if new_state:
             keep_state(new_state, values, [optimizer.state[user] for user in users], lengths)
         return True
 
-    def _after_work(
-        self, update: Update, work: GradientWork, parameter_dtype: torch.dtype
+    def _extended(
+        self,
+        update: Update,
+        work: GradientWork | None,
+        parameter_dtype: torch.dtype,
+        gives_squares: bool,
     ) -> Update:
-        """An update with work on the gradient in front, made once."""
-        key = (id(update), work, parameter_dtype)
-        if key not in self._after:
-            self._after[key] = update, work.before(update, parameter_dtype)
-        return self._after[key][1]
+        """An update that sums its gradient's squares, with work in front of both: made once."""
+        if work is None and not gives_squares:
+            return update
+        key = (id(update), work, parameter_dtype, gives_squares)
+        if key not in self._extensions:
+            made = with_squares(update) if gives_squares else update
+            if work is not None:
+                made = work.before(made, parameter_dtype)
+            self._extensions[key] = update, made
+        return self._extensions[key][1]
 
     def end(self) -> None:
         """Finish the step: write changed group entries back, and let LR schedulers know."""
