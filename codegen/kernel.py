@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import compat
+from zerofx.codegen.elementwise import mutated_operands
 from zerofx.codegen.numbers import is_written_after
 from zerofx.codegen.rounding import in_blocks, random_bits
 from zerofx.codegen.trace import Update
@@ -225,8 +226,7 @@ def _split(
         else:
             emitted = elements.node_copy(node, inside.__getitem__)
         inside[node] = emitted
-        written = node.args[0] if _is_in_place(node) else node
-        root[node] = root.get(written, node)
+        root[node] = root.get(_written_by(node), node)
     computed: list[fx.Node] = []
     kept: list[fx.Node] = []
     for result in output.args[0]:
@@ -281,7 +281,11 @@ def _emit(
     """
     target = node.target
     assert not isinstance(target, str)
-    outer = [operand for operand in node.all_input_nodes if operand not in tensors]
+    numbers = [
+        operand
+        for operand in node.all_input_nodes
+        if operand not in tensors and not _is_tensor(operand)
+    ]
 
     def local(value: Any) -> Any:
         return fx.node.map_arg(value, lambda operand: copies[operand])
@@ -295,8 +299,10 @@ def _emit(
     if base == "index_put" and len(operands[1]) == 1:  # by a mask: check_elementwise
         result = call(_fill_where, operands[0], operands[1][0], operands[2])
         return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
-    if not outer or target is random_bits:  # whose numbers are tensors already
+    if not numbers or target is random_bits:  # whose numbers are tensors already
         return graph.node_copy(node, copies.__getitem__)
+    if any(map(_is_integer, node.all_input_nodes)):
+        return None  # numbers are floats here: too coarse for counts, and of another kind
     if target in _TAKES_SCALAR_TENSOR and set(node.kwargs) <= {"alpha"} and len(operands) == 2:
         if "alpha" in node.kwargs:
             operands[1] = call(aten.mul.Tensor, operands[1], local(node.kwargs["alpha"]))
@@ -324,6 +330,17 @@ def _emit(
     return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype is torch.bool:
+        return False
+    return not value.is_floating_point()
+
+
 def _like(number: Tensor, tensor: Tensor) -> Tensor:
     return number.to(tensor.dtype)
 
@@ -345,10 +362,8 @@ def _clamp(tensor: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return tensor.clamp(max=high) if high is not None else tensor
 
 
-def _is_in_place(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target._schema.is_mutable
-        and isinstance(node.args[0], fx.Node)
-    )
+def _written_by(node: fx.Node) -> fx.Node | None:
+    """Where an operation writes: its first operand, or what it is given as ``out``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    return next(mutated_operands(node.target, node.args, node.kwargs), None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.pointwise import pointwise_program
+from zerofx.codegen.read_again import round_what_is_read_again
 from zerofx.codegen.trace import Update
 from zerofx.codegen.triton_kernel import TritonKernel, TritonUpdate
 
@@ -57,6 +58,8 @@ class Kernels:
     def _make(
         self, update: Update, data: Tensor, gradient: Tensor, is_compiled: bool
     ) -> Choice | None:
+        if is_compiled:
+            update = round_what_is_read_again(update)
         if is_compiled and runs_triton(data.device):
             triton = self._triton(update, gradient.dtype)
             if triton is not None:

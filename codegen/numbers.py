@@ -66,8 +66,8 @@ class NumberGraph:
         self._input_names = names
         self._taken: set[str] = set(names.values())
         self._needed: dict[Any, tuple[Number, fx.Node]] = {}
-        roots = _roots(gm.graph)
-        self._changes = {root for node, root in roots.items() if _writes(node)}
+        roots = roots_of(gm.graph)
+        self._changes = {root for node, root in roots.items() if is_write(node)}
 
     def add(self, node: fx.Node) -> None:
         """Take over a node that reads no elements."""
@@ -76,7 +76,7 @@ class NumberGraph:
         self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         source = _memory_of(node)
         self._root[node] = root = self._root.get(source, source) if source is not node else node
-        if _writes(node):
+        if is_write(node):
             self._version[root] = self._version.get(root, 0) + 1
         self._expressions[node] = self._expression(node)
 
@@ -113,7 +113,7 @@ class NumberGraph:
         kept = [self._copies[node] for node in results]
         self._graph.output([*kept, *(copy for _, copy in self._needed.values())])
         for node in reversed(list(self._graph.nodes)):
-            if node.op == "call_function" and not node.users and not _writes(node):
+            if node.op == "call_function" and not node.users and not is_write(node):
                 self._graph.erase_node(node)
         needed = tuple(number for number, _ in self._needed.values())
         gm = fx.GraphModule(self._owner, self._graph)
@@ -216,7 +216,7 @@ def _in_words(expression: Any) -> str | None:
         return None if None in factors else "_".join(sorted(map(str, factors)))
     if isinstance(expression, sympy.Add) and len(expression.args) == 2:
         rest = 1 - expression
-        words = _in_words(rest)
+        words = None if isinstance(rest, sympy.Add) else _in_words(rest)
         return f"one_minus_{words}" if words else None
     return None
 
@@ -237,26 +237,26 @@ def _constant(node: fx.Node) -> int | float | bool | None:
         return None
     if not isinstance(value, (int, float)):
         return None
-    written = any(_writes(user) and _memory_of(user) is node for user in node.users)
+    written = any(is_write(user) and _memory_of(user) is node for user in node.users)
     is_exact = torch.tensor(value, dtype=node.meta["val"].dtype).item() == value
     return value if is_exact and not written else None
 
 
-def _writes(node: fx.Node) -> bool:
+def is_write(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_written_after(node: fx.Node) -> bool:
     """Whether a graph writes to the memory of a node's result after computing it."""
-    roots = _roots(node.graph)
+    roots = roots_of(node.graph)
     place = {other: i for i, other in enumerate(node.graph.nodes)}
     return any(
-        _writes(other) and roots[other] is roots[node] and place[other] > place[node]
+        is_write(other) and roots[other] is roots[node] and place[other] > place[node]
         for other in roots
     )
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Whose memory each node's result lies in."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

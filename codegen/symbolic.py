@@ -188,7 +188,7 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
         if id(function) in copies:
             return copies[id(function)]
         # Inside torch, only decorators such as no_grad are copied, for what they close over.
-        inside_torch = function.__module__.partition(".")[0] == "torch"
+        inside_torch = (function.__module__ or "").partition(".")[0] == "torch"
         cells = [types.CellType() for _ in function.__closure__ or ()]
         names = function.__globals__ if inside_torch else copied_globals(function.__globals__)
         result = types.FunctionType(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from zerofx import compat
 from zerofx.codegen.arguments import Arguments, own_attributes
@@ -255,6 +255,7 @@ class _ShadowStep:
             if type(value) in (list, tuple, dict)
             and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in _leaves(value))
         ]
+        self._check_apart(new_state, keys[0])
         self.new_state = tuple((name, _store(value, results)) for name, value in new_state.items())
         kept = {compat.storage_key(item) for item in results if isinstance(item, Tensor)}
         self.writes_gradient = keys[1] in self.follower.mutated
@@ -286,8 +287,11 @@ class _ShadowStep:
         for name in shadow.__dict__:
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 shadow.__dict__[name] = {}
+        theirs = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, value in own_attributes(shadow).items():
-            shadow.__dict__[name] = _copied(value)  # which a trace may change
+            stand_in = _Elsewhere(type(self.optimizer).__name__, name)
+            copied = _copied(value)  # which a trace may change
+            shadow.__dict__[name] = _without_parameters(copied, theirs, stand_in)
         shadow.state = defaultdict(dict)
         if state:
             shadow.state[parameter] = state
@@ -316,6 +320,19 @@ class _ShadowStep:
             raise self._error(
                 "keeps state that belongs to no parameter", "keep it in the parameter group"
             )
+
+    def _check_apart(self, state: dict[str, Any], parameter: Any) -> None:
+        """Refuse states in each other's memory: they are kept, and loaded, one by one."""
+        names = {parameter: "p"}
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            other = names.setdefault(compat.storage_key(value), name)
+            if other != name:
+                raise self._error(
+                    f"keeps one memory as state `{name}` and as `{other}`",
+                    "`.clone()` it, or keep it under one name",
+                )
 
     def _check_group(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
         tensors = [item for item in _leaves(list(group.values())) if isinstance(item, Tensor)]
@@ -364,6 +381,45 @@ def _copied(value: Any) -> Any:
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
+class _Elsewhere:
+    """Stands for an attribute that a step must not look into; says so if it does."""
+
+    def __init__(self, optimizer: str, name: str) -> None:
+        self._optimizer, self._name = optimizer, name
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UpdateError(
+            f"{self._optimizer}.step looks into its attribute `{self._name}`, where parameters, a "
+            "module or another optimizer are, but an update is traced for one parameter at a "
+            "time, which is in `self.param_groups` and nowhere else. Go through these, and keep "
+            "what a parameter has of its own in its group or in `self.state[p]`."
+        )
+
+    __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = _refuse
+
+
+def _without_parameters(value: Any, parameters: Collection[int], stand_in: Any) -> Any:
+    """An attribute's value with a stand-in wherever there are parameters, or their ``id``.
+
+    While tracing, these are others than those in the groups, and have no gradients: a step that
+    went through them would do nothing.
+    """
+
+    def is_theirs(item: Any) -> bool:
+        is_id = type(item) is int and item in parameters
+        return isinstance(item, (torch.optim.Optimizer, nn.Module)) or (
+            is_id or id(item) in parameters
+        )
+
+    if type(value) not in (list, tuple, set, dict):
+        return stand_in if is_theirs(value) else value
+    if any(map(is_theirs, (*value, *value.values()) if type(value) is dict else value)):
+        return stand_in
+    if type(value) is dict:
+        return {key: _without_parameters(item, parameters, stand_in) for key, item in value.items()}
+    return type(value)(_without_parameters(item, parameters, stand_in) for item in value)
+
+
 def _same(before: Any, after: Any) -> bool:
     if type(before) in (list, tuple, dict) and type(before) is type(after):
         if isinstance(before, dict) and list(before) != list(after):
@@ -403,7 +459,11 @@ def _refuse_written_attributes(gm: fx.GraphModule, optimizer: torch.optim.Optimi
             continue
         if constants.intersection(mutated_inputs(node)):
             owned = own_attributes(optimizer).items()
-            names = [f"`{name}`" for name, value in owned if isinstance(value, Tensor)]
+            names = [
+                f"`{name}`"
+                for name, value in owned
+                if any(isinstance(leaf, Tensor) for leaf in _leaves(value))
+            ]
             raise UpdateError(
                 f"{type(optimizer).__name__}.step changes its attribute {' or '.join(names)}, "
                 "which a traced update cannot carry from one step to the next: keep it in "

@@ -295,6 +295,34 @@ def check_functions():
     check_custom(update)
 
 
+def check_an_update_that_makes_up_for_its_rounding():
+    """Kahan 1965: as operator by operator, where the correction is a rounding error."""
+    from zerofx.codegen.read_again import round_what_is_read_again
+
+    class Corrected(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                left = self.state[p].setdefault("left", torch.zeros_like(p))
+                left.sub_(p.grad)
+                before = p.clone()
+                p.add_(left)
+                left.add_(before.sub_(p))
+
+    plain, own = (nn.Parameter(torch.linspace(1, 2, 300).to(BF16)) for _ in range(2))
+    shards = Shards(Corrected([own]), lambda update: kernels(round_what_is_read_again(update)))
+    optimizer, start = Corrected([plain]), plain.detach().clone()
+    for _ in range(20):
+        plain.grad = torch.full_like(plain, 2**-12)
+        optimizer.step()
+        shards.step(plain.grad.clone())
+        torch.testing.assert_close(own, plain, rtol=0, atol=0)
+    assert 0 < (start - own).float().mean() < 2 * 20 * 2**-12
+
+
 def check_custom(update, exact=False):
     class Custom(torch.optim.Optimizer):
         def __init__(self, params):

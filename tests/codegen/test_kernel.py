@@ -143,6 +143,122 @@ def test_momentum_takes_the_branch_of_lerp_that_its_weight_asks_for():
     assert run.runner.trace_count == 2  # without states, and with
 
 
+def optimizer_of(update, **defaults):
+    """A class whose step is ``update(group, p, state)`` for each parameter."""
+
+    class Custom(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.01, **defaults})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    update(group, p, self.state[p])
+
+    return Custom
+
+
+def writes_to_out(group, p, state):
+    if not state:
+        state["scale"], state["scaled"] = torch.ones_like(p), torch.zeros_like(p)
+    torch.maximum(state["scale"], p.grad.abs(), out=state["scale"])
+    state["scaled"] = torch.div(p.grad, state["scale"], out=state["scaled"])
+    torch.sub(p, state["scaled"] * group["lr"], out=p)
+
+
+def goes_towards_a_number(group, p, state):
+    if not state:
+        state["anchor"] = torch.zeros((), dtype=p.dtype)
+    state["anchor"] += 1
+    p.lerp_(state["anchor"], 0.1).lerp_(state["anchor"] / 4, group["lr"])
+    p.sub_(torch.where(p > state["anchor"], p.grad, -p.grad), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("update", [writes_to_out, goes_towards_a_number])
+def test_a_custom_update_is_as_exact_as_torchs(update, kernels):
+    run = Trained(optimizer_of(update), 1025)
+    for _ in range(5):
+        run.step()
+    run.check()
+    assert kernels
+    for name, state in run.optimizer.state[run.parameter].items():
+        torch.testing.assert_close(state, run.others[0].state[run.single][name])
+
+
+def counts_elements(group, p, state):
+    if not state:
+        state["step"], state["sum"] = 2**24, torch.zeros_like(p, dtype=torch.int64)
+    state["step"] += 1
+    state["sum"].add_(state["step"])
+    p.sub_(p.grad * (state["sum"] % 2 == 0), alpha=group["lr"])
+
+
+def compares_counts(group, p, state):
+    if not state:
+        state["step"], state["last"] = 2**24, torch.full_like(p, 2**24, dtype=torch.int64)
+    state["step"] += 1
+    state["last"].masked_fill_(p.grad > 0, state["step"])
+    p.sub_(torch.where(state["last"] == state["step"], p.grad, 0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("update", [counts_elements, compares_counts])
+def test_integers_are_not_made_floats(update, uncompiled):
+    run = Trained(optimizer_of(update), 1025)
+    for _ in range(4):
+        run.step()
+    run.check()
+    for name, state in run.optimizer.state[run.parameter].items():
+        torch.testing.assert_close(state, run.others[0].state[run.single][name], rtol=0, atol=0)
+
+
+def corrects_rounding(group, p, state):
+    """Kahan 1965, as optimizers of bfloat16 parameters do."""
+    left = state.setdefault("left", torch.zeros_like(p))
+    left.add_(p.grad, alpha=-group["lr"])
+    before = p.clone()
+    p.add_(left)
+    left.add_(before.sub_(p))
+
+
+def corrects_rounding_of_a_copy(group, p, state):
+    left = state.setdefault("left", torch.zeros_like(p))
+    left.add_(p.grad, alpha=-group["lr"])
+    after = p + left
+    left.sub_(after - p)
+    p.copy_(after)
+
+
+def corrects_rounding_of_lists(group, p, state):
+    left = state.setdefault("left", torch.zeros_like(p))
+    torch._foreach_add_([left], [p.grad * -group["lr"]])
+    before = [p.clone()]
+    torch._foreach_add_([p], [left])
+    torch._foreach_sub_(before, [p])
+    torch._foreach_add_([left], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "update", [corrects_rounding, corrects_rounding_of_a_copy, corrects_rounding_of_lists]
+)
+def test_an_update_that_makes_up_for_its_rounding_finds_it(update, dtype, kernels):
+    start = torch.linspace(1, 2, 1025).to(dtype)
+    parameter = nn.Parameter(start.clone())
+    optimizer = optimizer_of(update, lr=1e-4)([parameter])
+    runner = OptimizerRunner(
+        optimizer, {0: (parameter, layout(parameter, 1))}, rank=0, sharded=True
+    )
+    data = start.clone()
+    for _ in range(200):
+        runner.begin()
+        runner.run_together([data], [torch.ones_like(data)], [0])
+        runner.end()
+    assert kernels
+    moved = (start - data).float().mean().item()
+    assert 0.015 < moved < 0.025  # without the correction next to nothing moves
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):

@@ -430,9 +430,24 @@ def changes_group_tensor(self, group, p, state):
     group["scale"] = torch.zeros(())
 
 
+def keeps_one_memory_twice(self, group, p, state):
+    state["fast"] = torch.zeros_like(p)
+    state["slow"] = state["fast"]
+
+
+def keeps_the_parameter(self, group, p, state):
+    state["weights"] = p.data
+
+
+def keeps_a_list(self, group, p, state):
+    self.buffers[0].add_(p.grad)
+
+
 @pytest.mark.parametrize(
     ("step", "words"),
     [
+        (keeps_one_memory_twice, "one memory as state `slow` and as `fast`.*clone"),
+        (keeps_the_parameter, "one memory as state `weights` and as `p`"),
         (assigns_data, r"assigns `p.data`.*p.data.copy_"),
         (counts_on_itself, r"changes its attribute `count`"),
         (keeps_state_elsewhere, "state that belongs to no parameter"),
@@ -442,6 +457,84 @@ def changes_group_tensor(self, group, p, state):
 def test_change_that_cannot_be_carried_over_is_refused(step, words):
     with pytest.raises(UpdateError, match=words):
         trace_custom(step)
+
+
+def test_list_of_tensors_that_a_step_changes_is_named():
+    optimizer = optimizer_class(keeps_a_list)([nn.Parameter(torch.ones(4, 3))])
+    optimizer.buffers = [torch.zeros(4, 3)]
+    with pytest.raises(UpdateError, match="changes its attribute `buffers`"):
+        trace(optimizer)
+
+
+def own_list(self):
+    for p in self.own:
+        if p.grad is not None:
+            p.sub_(p.grad)
+
+
+def own_dictionary(self):
+    for p in self.param_groups[0]["params"]:
+        p.sub_(p.grad, alpha=self.own[p])
+
+
+def own_ids(self):
+    for p in self.param_groups[0]["params"]:
+        p.sub_(p.grad, alpha=0.1 if id(p) in self.own else 1.0)
+
+
+def own_optimizer(self):
+    self.own.step()
+
+
+def own_module(self):
+    for p in self.own.parameters():
+        if p.grad is not None:
+            p.sub_(p.grad)
+
+
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [
+        (own_list, lambda p: [p]),
+        (own_list, lambda p: {p}),
+        (own_dictionary, lambda p: {p: 0.1}),
+        (own_ids, lambda p: {id(p)}),
+        (own_optimizer, lambda p: torch.optim.SGD([p])),
+        (own_module, lambda p: nn.ParameterList([p])),
+    ],
+)
+def test_parameters_that_a_step_finds_elsewhere_are_refused(step, make):
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = torch.optim.Optimizer([p], {})
+    Custom = type("Custom", (torch.optim.Optimizer,), {"step": torch.no_grad()(step)})
+    optimizer.__class__ = Custom
+    optimizer.own = make(p)
+    with pytest.raises(UpdateError, match="Custom.step looks into its attribute `own`"):
+        trace(optimizer)
+
+
+def test_parameters_in_an_attribute_that_a_step_does_not_read_are_no_matter():
+    def step(self, group, p, state):
+        p.sub_(p.grad, alpha=group["lr"] * self.own["factor"])
+
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = optimizer_class(step)([p])
+    optimizer.own = {"factor": 2.0, "names": {p: "w"}}
+    trace(optimizer)
+    assert optimizer.own == {"factor": 2.0, "names": {p: "w"}}
+
+
+def test_step_of_no_module_is_traced():
+    names = {"torch": torch}
+    exec(  # as a notebook's or a configuration's code may be
+        "def step(self):\n"
+        "    for p in self.param_groups[0]['params']:\n"
+        "        p.data.sub_(p.grad)\n",
+        names,
+    )
+    assert names["step"].__module__ is None
+    Custom = type("Custom", (torch.optim.Optimizer,), {"step": names["step"]})
+    trace(Custom([nn.Parameter(torch.ones(4))], {}))
 
 
 def test_complex_parameter_is_refused_with_a_remedy():

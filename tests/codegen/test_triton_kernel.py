@@ -135,6 +135,7 @@ CHECKS = {
     "bits and integers are those of torch": interpreted.check_bits_and_integers,
     "a number is read when it is used": interpreted.check_a_number_that_changes_after_its_use,
     "functions are those of torch": interpreted.check_functions,
+    "rounding errors are what is left": interpreted.check_an_update_that_makes_up_for_its_rounding,
     "a rewritten update draws the same bits": interpreted.check_functions_in_a_rewritten_graph,
     "streams that do not fit are refused": interpreted.check_streams_that_do_not_fit_are_refused,
 }

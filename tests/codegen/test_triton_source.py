@@ -211,6 +211,13 @@ def test_numbers_of_one_name_in_group_and_state_stay_apart():
     ]
 
 
+def test_a_number_that_is_no_one_minus_something_is_named_too():
+    def update(p, g, s, lr):
+        p.mul_(lr * (2 - lr) - 1).add_(g, alpha=(lr + 0.5) * lr)  # in words, 2 - lr never ends
+
+    assert "one_minus" not in triton_source(update_of(update))
+
+
 def update_of(update, **variant):
     """The program of an optimizer that applies ``update(p, p.grad, state)``."""
 
