@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ _PER_GROUP = 2
 _STEPS = 2
 
 
-def check_independent(optimizer: torch.optim.Optimizer) -> None:
+def check_independent(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None = None
+) -> None:
     """Refuse an update that depends on other parameters, their order, or a random draw.
 
     The optimizer's own step runs twice on a few small tensors, first all in their groups, then
     each alone in its group and with another random seed: the results must be the same bits.
     torch's own optimizers are known.  A step that fails on the small tensors is left for
-    tracing to judge.
+    tracing to judge.  ``state`` is what a parameter has by now: a later step may take a branch that
+    the first ones do not.
 
     Raises: UpdateError naming the optimizer.
     """
@@ -32,10 +35,10 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
     groups = len(optimizer.param_groups)
     everything = [(group, place) for group in range(groups) for place in range(_PER_GROUP)]
     try:
-        together = _train(optimizer, everything, seed=0)
+        together = _train(optimizer, everything, state, seed=0)
         apart: dict[tuple[int, int], torch.Tensor] = {}
         for one in everything:
-            apart |= _train(optimizer, [one], seed=1)
+            apart |= _train(optimizer, [one], state, seed=1)
     except Exception:
         return
     for (group, place), expected in together.items():
@@ -49,7 +52,10 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _train(
-    optimizer: torch.optim.Optimizer, members: Sequence[tuple[int, int]], seed: int
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[tuple[int, int]],
+    state: Mapping[str, Any] | None,
+    seed: int,
 ) -> dict[tuple[int, int], torch.Tensor]:
     """The values of some (group, place) after a few steps of a copy of the optimizer."""
     parameters = {}
@@ -59,6 +65,8 @@ def _train(
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(seed)
         shadow = _copy_over(optimizer, parameters)
+        for parameter in parameters.values() if state else ():
+            shadow.state[parameter] = {name: _like(value) for name, value in (state or {}).items()}
         for number in range(_STEPS):
             for (group, place), parameter in parameters.items():
                 generator = torch.Generator().manual_seed(1000 + 100 * number + 10 * group + place)
@@ -89,6 +97,13 @@ def _copy_over(
                 values["lr"] *= 1 + number / 8
             shadow.param_groups.append({"params": members, **values})
     return shadow
+
+
+def _like(value: Any) -> Any:
+    """A small state for a large one; a number is kept."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return torch.full(_SHAPE, 0.5).to(value.dtype)
+    return _own_copy(value)
 
 
 def _own_copy(value: Any) -> Any:

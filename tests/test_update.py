@@ -487,6 +487,32 @@ def test_a_dictionary_of_the_optimizer_is_read_at_every_step():
     assert torch.allclose(ranks.whole(0), torch.tensor(1 - 0.1 * 3))
 
 
+class SharesLater(optim.Optimizer):
+    """Divides by how many parameters there are, once it is warm."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                number = len(group["params"]) if state["step"] > 5 else 1
+                p.add_(p.grad, alpha=-group["lr"] / number)
+
+
+def test_a_branch_that_looks_at_other_parameters_is_refused_when_it_is_taken():
+    ranks = Ranks(SharesLater, [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(4))])
+    for _ in range(5):
+        ranks.step([torch.ones(5), torch.ones(4)])
+    before = ranks.whole(0).clone()
+    with pytest.raises(UpdateError, match="does not update each parameter by itself"):
+        ranks.step([torch.ones(5), torch.ones(4)])
+    assert torch.equal(ranks.whole(0), before)
+
+
 def test_lr_scheduler_wrapping_step_is_not_called_and_not_warned():
     ranks = Ranks(CASES["sgd"], [nn.Parameter(torch.ones(5))], world_size=1)
     scheduler = optim.lr_scheduler.StepLR(ranks.optimizers[0], 1, gamma=0.5)

@@ -66,6 +66,23 @@ def test_an_update_that_looks_elsewhere_is_refused(update):
         check_independent(optimizer_of(update))
 
 
+def by_number_once_warm(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            shared = len(group["params"]) if state["step"] > 5 else 1
+            p.add_(p.grad, alpha=-group["lr"] / shared)
+
+
+def test_an_update_that_looks_elsewhere_later_is_refused_then():
+    optimizer = optimizer_of(by_number_once_warm)
+    check_independent(optimizer)
+    check_independent(optimizer, {"step": 2, "momentum": torch.ones(7)})
+    with pytest.raises(UpdateError, match="does not update each parameter by itself"):
+        check_independent(optimizer, {"step": 5, "momentum": torch.ones(7)})
+
+
 def sign(self):
     for group in self.param_groups:
         for p in group["params"]:

@@ -95,6 +95,7 @@ class OptimizerRunner:
         self._updates: dict[Hashable, list[Update]] = {}
         self._extensions: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
         self._kernels = Kernels(keep_source)
+        self._checked: set[Hashable] = set()
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._groups: dict[int, _GroupOfStep] | None = None
@@ -554,6 +555,10 @@ class OptimizerRunner:
             if update.guard is None or update.guard(scalars):
                 self._check_gradient(update, parameter)
                 return update, arguments
+        moment = (group.key, scalars)
+        if state.values and moment not in self._checked:
+            self._checked.add(moment)
+            check_independent(optimizer, state.values)
         self.trace_count += 1
         info = self._parameters[parameter][1]
         info = replace(info, dtype=self._storage.precision.compute_dtype(info.dtype))
