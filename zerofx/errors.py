@@ -7,3 +7,25 @@ class GraphError(RuntimeError):
 
 class StepError(ValueError):
     """The step cannot be compiled as written: says what, why, and what to change."""
+
+
+class FileTierError(RuntimeError):
+    """A directory or a file of the file tier failed: says which, why, and what to do.
+
+    ``path``, ``bucket``, ``offset`` (bytes into the file) and ``errno`` where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        bucket: str | None = None,
+        offset: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.bucket = bucket
+        self.offset = offset
+        self.errno = errno

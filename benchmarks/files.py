@@ -1,0 +1,203 @@
+"""Measure how fast buckets move between files and memory, against fio on the same files.
+
+    python benchmarks/files.py --directories /mnt/nvme0 /mnt/nvme1
+    python benchmarks/files.py --gib 2 --rounds 9 --fio /opt/fio/bin/fio
+
+Three systems take turns: the file store; fio with io_uring, direct I/O, the store's block size
+and its depth; and threads that call ``preadv`` and ``pwritev`` on one list of blocks, with
+nothing else in Python.  All of them use huge pages if Linux gives them.  A ratio is the median of
+the rounds' ratios, each of two runs that were seconds apart.  The exit status says whether the
+store reads and writes at ``--at-least`` times what fio does, or the threads if fio is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from tabulate import tabulate
+
+from zerofx.runtime.files import BucketLayout, Field, FileStore
+
+NUM_BUFFERS = 4  # buckets in memory at once, as many operations are under way
+KINDS = ("read", "write")
+
+
+class Files:
+    """A store full of values, the memory to move them with, and its files for the others."""
+
+    def __init__(self, store: FileStore, depth: int) -> None:
+        self.store = store
+        self.depth = depth
+        self.buckets = list(store.layouts)
+        self.nbytes = sum(layout.nbytes for layout in store.layouts.values())
+        self.buffers = [store.empty(self.buckets[0]) for _ in range(NUM_BUFFERS)]
+        for buffer in self.buffers:
+            buffer.random_()
+        self.paths = sorted(
+            os.path.join(folder, name)
+            for folder in store.folders
+            for name in os.listdir(folder)
+            if name.startswith("bucket-")
+        )
+        self.through_store("write")  # what is only reserved is slower to write the first time
+
+    def through_store(self, kind: str) -> float:
+        start = self.store.start_read if kind == "read" else self.store.start_write
+        under_way: deque = deque()
+        start_s = time.perf_counter()
+        for index, bucket in enumerate(self.buckets):
+            if len(under_way) == NUM_BUFFERS:
+                self.store.wait(under_way.popleft())
+            under_way.append(start(bucket, self.buffers[index % NUM_BUFFERS]))
+        while under_way:
+            self.store.wait(under_way.popleft())
+        return self.nbytes / (time.perf_counter() - start_s)
+
+    def through_threads(self, kind: str) -> float:
+        call = os.preadv if kind == "read" else os.pwritev
+        block = self.store.block_bytes
+        memories = [memoryview(buffer.numpy()) for buffer in self.buffers]
+        with contextlib.ExitStack() as opened:
+            blocks = []
+            for index, path in enumerate(self.paths):
+                fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+                opened.callback(os.close, fd)
+                memory = memories[index % NUM_BUFFERS]
+                for offset in range(0, os.path.getsize(path), block):
+                    blocks.append((fd, memory[offset : offset + block], offset))
+            turns = iter(blocks)
+            lock = threading.Lock()
+
+            def work() -> None:
+                while True:
+                    with lock:
+                        turn = next(turns, None)
+                    if turn is None:
+                        return
+                    fd, memory, offset = turn
+                    if call(fd, [memory], offset) != len(memory):
+                        raise OSError(f"a short {kind}")
+
+            threads = [threading.Thread(target=work) for _ in range(self.depth)]
+            start_s = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return self.nbytes / (time.perf_counter() - start_s)
+
+    def through_fio(self, kind: str, fio: str) -> float:
+        with tempfile.TemporaryDirectory() as links:  # fio takes 4096 characters of names
+            for index, path in enumerate(self.paths):
+                os.symlink(path, os.path.join(links, str(index)))
+            ran = subprocess.run(
+                [
+                    fio,
+                    "--name=files",
+                    f"--filename={':'.join(map(str, range(len(self.paths))))}",
+                    f"--size={self.nbytes}",
+                    f"--rw={kind}",
+                    f"--bs={self.store.block_bytes}",
+                    f"--iodepth={self.depth}",
+                    "--file_service_type=sequential",
+                    "--ioengine=io_uring",
+                    "--direct=1",
+                    "--mem=malloc",
+                    "--thread",
+                    "--output-format=json",
+                ],
+                # Huge pages for what it allocates, as the store has.
+                env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+                cwd=links,
+                capture_output=True,
+                text=True,
+            )
+        if ran.returncode:
+            sys.exit(f"fio failed: {ran.stderr}")
+        result = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][kind]
+        if result["io_bytes"] != self.nbytes:
+            sys.exit(f"fio moved {result['io_bytes']} bytes, not {self.nbytes}")
+        return result["bw_bytes"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directories", nargs="+", default=[tempfile.gettempdir()])
+    parser.add_argument("--gib", type=float, default=1.0, help="on disk, in all")
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--block-kib", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fio", default=shutil.which("fio"), help="where it is; '' for without")
+    parser.add_argument("--checksums", action="store_true")
+    parser.add_argument("--at-least", type=float, default=0.9, help="times the baseline")
+    arguments = parser.parse_args()
+
+    numel = arguments.bucket_mib * 2**18  # float32: shard, exp_avg and exp_avg_sq
+    third = numel // 3 // 1024 * 1024
+    fields = (("shard", third), ("exp_avg", third), ("exp_avg_sq", numel - 2 * third))
+    layouts = [
+        BucketLayout(f"bucket {i}", tuple(Field(name, torch.float32, n) for name, n in fields))
+        for i in range(max(NUM_BUFFERS, round(arguments.gib * 1024 / arguments.bucket_mib)))
+    ]
+    with FileStore(
+        arguments.directories,
+        layouts,
+        block_bytes=arguments.block_kib * 1024,
+        depth=arguments.depth,
+        checksums=arguments.checksums,
+    ) as store:
+        rates = measure(Files(store, arguments.depth), arguments.fio, arguments.rounds)
+    baseline = "fio" if arguments.fio else "threads"
+    rows, worst = [], float("inf")
+    for kind in KINDS:
+        for system in (*rates,):
+            mine = rates[system][kind]
+            ratio = statistics.median(
+                a / b for a, b in zip(mine, rates[baseline][kind], strict=True)
+            )
+            if system == "store":
+                worst = min(worst, ratio)
+            spread = f"{min(mine) / 1e9:.2f} to {max(mine) / 1e9:.2f}"
+            rows.append([kind, system, statistics.median(mine) / 1e9, spread, ratio])
+    headers = ["", "system", "GB/s, median", "least to most", f"ratio to {baseline}"]
+    print(tabulate(rows, headers, floatfmt=".2f"))
+    if worst < arguments.at_least:
+        sys.exit(f"the store moves {worst:.2f} times what {baseline} does")
+
+
+def measure(files: Files, fio: str | None, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Bytes a second of every system, by kind and round; each round begins with another one."""
+    systems: dict[str, Callable[[str], float]] = {
+        "store": files.through_store,
+        "threads": files.through_threads,
+    }
+    if fio:
+        systems["fio"] = lambda kind: files.through_fio(kind, fio)
+    rates: dict[str, dict[str, list[float]]] = {
+        system: {kind: [] for kind in KINDS} for system in systems
+    }
+    names = list(systems)
+    for index in range(rounds):
+        for kind in KINDS:
+            first = index % len(names)
+            for system in names[first:] + names[:first]:
+                rates[system][kind].append(systems[system](kind))
+    return rates
+
+
+if __name__ == "__main__":
+    main()
