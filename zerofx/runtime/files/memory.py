@@ -15,8 +15,8 @@ from zerofx.runtime.files.layout import ALIGNMENT
 def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Return zeroed memory that begins at a page and goes back to the system when dropped.
 
-    From 2 MiB on it begins at a huge page and asks for such: direct reads took 0.65 of the time
-    they take into pages of 4 KiB (docs/decisions/files-are-read-by-threads.md).  ``pinned``
+    From 2 MiB on it begins at a huge page and asks for such: a disk then moves a block in a few
+    pieces instead of 256 (docs/decisions/files-are-read-by-threads.md).  ``pinned``
     registers it with CUDA, exactly as much as is asked for; torch's own pinned allocations are
     rounded up to a power of two.
 

@@ -80,6 +80,7 @@ class FileStore:
         Raises: ValueError for a name that is there already, FileTierError with what is needed
         and what is free if there is no room.
         """
+        self._transfers.check_usable()
         layouts = list(layouts)
         names = [layout.bucket for layout in layouts]
         for index, name in enumerate(names):
@@ -219,6 +220,7 @@ class FileStore:
                 f"this process was forked from {self._pid}, whose file store this is, and has none"
                 " of its threads: open a store of its own"
             )
+        self._transfers.check_usable()
         pieces = [piece for field, memory in ranges for piece in self._cut(layout, field, memory)]
         keeps = tuple(memory for _, memory in ranges)
         operation = Operation(layout.bucket, is_write, pieces, keeps)

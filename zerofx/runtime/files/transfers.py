@@ -104,6 +104,16 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
+    def check_usable(self) -> None:
+        """Raises: FileTierError if the store is closed, or a write has failed."""
+        if self._closed:
+            raise FileTierError("the file store is closed: make another one")
+        if self.broken is not None:
+            raise FileTierError(
+                "the file store is unusable since a write failed, for what its files hold is no"
+                f" longer whole: {self.broken}"
+            ) from self.broken
+
     def start(
         self, operation: Operation, order: Iterable[Operation], after: Iterable[Operation]
     ) -> None:
@@ -113,7 +123,7 @@ class Transfers:
         ``order``; after a read of ``order`` it goes on.
         """
         with self._lock:
-            self._refuse_if_over()
+            self.check_usable()
             after = list(after)
             if any(not other.is_done and other not in self._open for other in after):
                 raise ValueError("what an operation comes after must be of the same file store")
@@ -144,15 +154,6 @@ class Transfers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-
-    def _refuse_if_over(self) -> None:
-        if self._closed:
-            raise FileTierError("the file store is closed: make another one")
-        if self.broken is not None:
-            raise FileTierError(
-                "the file store is unusable since a write failed, for what its files hold is no"
-                f" longer whole: {self.broken}"
-            ) from self.broken
 
     def _enqueue(self, operation: Operation) -> None:
         for piece in operation.pieces:

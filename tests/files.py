@@ -1,0 +1,176 @@
+"""Buckets, and operating systems that fail, for the tests of the file tier."""
+
+import ctypes
+import os
+import threading
+import time
+
+import torch
+
+from zerofx.runtime.files import BucketLayout, Field
+from zerofx.runtime.files.layout import ALIGNMENT
+from zerofx.runtime.files.system import O_DIRECT, SystemCalls
+
+BLOCK = 512 * 1024
+
+
+def layout(bucket, **fields):
+    """A bucket of float32 fields of these lengths, or of (dtype, length)."""
+    typed = {
+        name: field if isinstance(field, tuple) else (torch.float32, field)
+        for name, field in fields.items()
+    }
+    return BucketLayout(bucket, tuple(Field(name, *field) for name, field in typed.items()))
+
+
+def random_bytes(dtype, numel, seed=0):
+    """A tensor of any bits at all, NaNs of all kinds among them."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    if dtype == torch.bool:
+        data %= 2
+    return data.view(dtype)
+
+
+def random_values(layout, seed=0):
+    return {
+        field.name: random_bytes(field.dtype, field.numel, seed + index)
+        for index, field in enumerate(layout.fields)
+    }
+
+
+def empty_values(layout):
+    return {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in layout.fields}
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and torch.equal(
+        left.view(torch.uint8), right.view(torch.uint8)
+    )
+
+
+def all_same_bits(left, right):
+    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
+
+
+class Watched(SystemCalls):
+    """The system, with a log of its calls; what a disk refuses to move directly is an error."""
+
+    def __init__(self):
+        self.calls = []
+        self.direct = set()
+        self.under_way = 0
+        self.most_under_way = 0
+        self._lock = threading.Lock()
+
+    def open(self, path, flags):
+        fd = super().open(path, flags)
+        self.direct.discard(fd)
+        if flags & O_DIRECT:
+            self.direct.add(fd)
+        return fd
+
+    def preadv(self, fd, buffers, offset):
+        return self._watch("read", super().preadv, fd, buffers, offset)
+
+    def pwritev(self, fd, buffers, offset):
+        return self._watch("write", super().pwritev, fd, buffers, offset)
+
+    def move(self, kind, call, fd, buffers, offset):
+        """For others to override."""
+        return call(fd, buffers, offset)
+
+    def _watch(self, kind, call, fd, buffers, offset):
+        (buffer,) = buffers
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        with self._lock:
+            self.calls.append((kind, address, len(buffer), offset))
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            if fd in self.direct:
+                assert (address % ALIGNMENT, len(buffer) % ALIGNMENT, offset % ALIGNMENT) == (
+                    0,
+                ) * 3
+            return self.move(kind, call, fd, buffers, offset)
+        finally:
+            with self._lock:
+                self.under_way -= 1
+
+
+class Failing(Watched):
+    """Fails with ``code`` at the n-th call of a kind after ``arm``."""
+
+    def __init__(self):
+        super().__init__()
+        self.armed = None
+
+    def arm(self, kind, code, at=0):
+        self.armed = [kind, code, at]
+
+    def move(self, kind, call, fd, buffers, offset):
+        with self._lock:
+            if self.armed and self.armed[0] == kind:
+                _, code, at = self.armed
+                self.armed[2] -= 1
+                if at <= 0:
+                    raise OSError(code, os.strerror(code))
+        return super().move(kind, call, fd, buffers, offset)
+
+
+class Gated(Failing):
+    """Moves nothing of a kind while the gate is shut (``gate.clear()``)."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def move(self, kind, call, fd, buffers, offset):
+        if kind == self.kind:
+            assert self.gate.wait(timeout=30)
+        return super().move(kind, call, fd, buffers, offset)
+
+
+class Short(Watched):
+    """Moves at most so many bytes a call."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def move(self, kind, call, fd, buffers, offset):
+        (buffer,) = buffers
+        if len(buffer) <= self.most:
+            return super().move(kind, call, fd, buffers, offset)
+        with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:  # not direct, any length
+            call = os.preadv if kind == "read" else os.pwritev
+            return call(file.fileno(), [buffer[: self.most]], offset)
+
+
+class Slow(Watched):
+    """Takes its time for every call of these kinds."""
+
+    def __init__(self, delay_s, kinds=("read", "write")):
+        super().__init__()
+        self.delay_s = delay_s
+        self.kinds = kinds
+
+    def move(self, kind, call, fd, buffers, offset):
+        if kind in self.kinds:
+            time.sleep(self.delay_s)
+        return super().move(kind, call, fd, buffers, offset)
+
+
+class Buffered(Watched):
+    """On a file system without direct I/O."""
+
+    def open(self, path, flags):
+        if flags & O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return super().open(path, flags)
+
+
+class BufferedShort(Buffered, Short):
+    """Both."""
