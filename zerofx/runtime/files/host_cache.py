@@ -140,6 +140,7 @@ class HostCache:
                 resident.is_dirty = False
         for operation in pending:
             self._store.wait(operation)
+        self._store.check_usable()  # an earlier one may have failed that nobody waited for
 
     def close(self) -> None:
         """Flush, and let go of the memory."""

@@ -122,7 +122,8 @@ class FileStore:
 
         Shapes: uint8[layout.nbytes], or ``[field.numel]`` by the fields' names, on the CPU.  What
         begins at a multiple of ``ALIGNMENT`` is read without a copy, but for a last block.
-        ``after`` are operations that must have ended before, of whatever bucket.
+        ``after`` are operations that must have ended before, of whatever bucket; if one is a write
+        that fails, this one fails too.
 
         Raises: ValueError, TypeError for tensors that do not fit; FileTierError if a field was
         never written, or the store is unusable.
@@ -171,6 +172,10 @@ class FileStore:
         Raises: FileTierError with file, offset, bucket and errno if it failed.
         """
         operation.wait()
+
+    def check_usable(self) -> None:
+        """Raises: FileTierError if a write has failed, or the store is closed."""
+        self._transfers.check_usable()
 
     @property
     def folders(self) -> list[str]:
@@ -224,7 +229,7 @@ class FileStore:
         pieces = [piece for field, memory in ranges for piece in self._cut(layout, field, memory)]
         keeps = tuple(memory for _, memory in ranges)
         operation = Operation(layout.bucket, is_write, pieces, keeps)
-        self._transfers.start(operation, order, after)
+        self._transfers.start(operation, [*order, *after])
         return operation
 
     def _ranges(

@@ -102,10 +102,14 @@ class Stripes:
 
         Each begins in another directory, or the first one would hold all small buckets.
         """
-        sizes = [0] * len(self.folders)
-        for start in range(0, nbytes, self.block_bytes):
-            block = start // self.block_bytes
-            sizes[(number + block) % len(sizes)] += min(self.block_bytes, nbytes - start)
+        num_directories = len(self._folders)
+        whole_blocks, rest = divmod(nbytes, self.block_bytes)
+        sizes = []
+        for directory in range(num_directories):
+            first = (directory - number) % num_directories  # its first block of the bucket
+            count = max(0, -(-(whole_blocks - first) // num_directories))
+            has_rest = whole_blocks % num_directories == first
+            sizes.append(count * self.block_bytes + (rest if has_rest else 0))
         return sizes
 
     def _try_direct(self, folder: RunFolder) -> bool:

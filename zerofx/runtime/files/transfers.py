@@ -62,7 +62,7 @@ class Operation:
     is_done: bool = False
     _remaining: int = field(default=0, repr=False)
     _blockers: int = field(default=0, repr=False)
-    _dependents: list[tuple[Operation, bool]] = field(default_factory=list, repr=False)
+    _dependents: list[Operation] = field(default_factory=list, repr=False)
     _finished: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self) -> None:
@@ -114,13 +114,13 @@ class Transfers:
                 f" longer whole: {self.broken}"
             ) from self.broken
 
-    def start(
-        self, operation: Operation, order: Iterable[Operation], after: Iterable[Operation]
-    ) -> None:
+    def start(self, operation: Operation, after: Iterable[Operation]) -> None:
         """Carry out an operation once those before it have ended.
 
-        One of ``after`` that fails makes it fail with the same error, and so does a write of
-        ``order``; after a read of ``order`` it goes on.
+        A write before it that fails makes it fail with the same error.  A read that fails does
+        not: that is for whoever waits for it.
+
+        Raises: FileTierError if the store is unusable, ValueError for another store's operation.
         """
         with self._lock:
             self.check_usable()
@@ -129,13 +129,10 @@ class Transfers:
                 raise ValueError("what an operation comes after must be of the same file store")
             operation._remaining = max(1, len(operation.pieces))
             self._open.add(operation)
-            before = [(other, other.is_write) for other in order]
-            for other, inherits in [*before, *((other, True) for other in after)]:
+            for other in after:
                 if not other.is_done:
-                    other._dependents.append((operation, inherits))
+                    other._dependents.append(operation)
                     operation._blockers += 1
-                elif inherits and other.error is not None:
-                    operation.error = other.error
             if operation._blockers == 0:
                 self._enqueue(operation)
 
@@ -196,8 +193,8 @@ class Transfers:
         operation.is_done = True
         operation.pieces, operation.keeps = [], ()  # a handle that is kept keeps no memory
         self._open.discard(operation)
-        for dependent, inherits in operation._dependents:
-            if inherits:
+        for dependent in operation._dependents:
+            if operation.is_write:
                 dependent.error = dependent.error or operation.error
             dependent._blockers -= 1
             if dependent._blockers == 0:
