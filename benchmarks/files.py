@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--fio", default=shutil.which("fio"), help="where it is; '' for without")
-    parser.add_argument("--checksums", action="store_true")
+    parser.add_argument("--checksums", action="store_true", help="a store with them too")
     parser.add_argument("--at-least", type=float, default=0.9, help="times the baseline")
     arguments = parser.parse_args()
 
@@ -153,14 +153,18 @@ def main() -> None:
         BucketLayout(f"bucket {i}", tuple(Field(name, torch.float32, n) for name, n in fields))
         for i in range(max(NUM_BUFFERS, round(arguments.gib * 1024 / arguments.bucket_mib)))
     ]
-    with FileStore(
-        arguments.directories,
-        layouts,
-        block_bytes=arguments.block_kib * 1024,
-        depth=arguments.depth,
-        checksums=arguments.checksums,
-    ) as store:
-        rates = measure(Files(store, arguments.depth), arguments.fio, arguments.rounds)
+    options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}
+    with contextlib.ExitStack() as opened:
+        store = opened.enter_context(FileStore(arguments.directories, layouts, **options))
+        files = Files(store, arguments.depth)
+        systems = {"store": files.through_store, "threads": files.through_threads}
+        if arguments.fio:
+            systems["fio"] = lambda kind: files.through_fio(kind, arguments.fio)
+        if arguments.checksums:  # files of its own: the others write into the first one's
+            checked = FileStore(arguments.directories, layouts, checksums=True, **options)
+            opened.enter_context(checked)
+            systems["store, checksums"] = Files(checked, arguments.depth).through_store
+        rates = measure(systems, arguments.rounds)
     baseline = "fio" if arguments.fio else "threads"
     rows, worst = [], float("inf")
     for kind in KINDS:
@@ -179,14 +183,10 @@ def main() -> None:
         sys.exit(f"the store moves {worst:.2f} times what {baseline} does")
 
 
-def measure(files: Files, fio: str | None, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    systems: dict[str, Callable[[str], float]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Bytes a second of every system, by kind and round; each round begins with another one."""
-    systems: dict[str, Callable[[str], float]] = {
-        "store": files.through_store,
-        "threads": files.through_threads,
-    }
-    if fio:
-        systems["fio"] = lambda kind: files.through_fio(kind, fio)
     rates: dict[str, dict[str, list[float]]] = {
         system: {kind: [] for kind in KINDS} for system in systems
     }

@@ -1,5 +1,6 @@
 """The file store gives back what it was given, or says what went wrong and what to do."""
 
+import ctypes
 import errno
 import gc
 import os
@@ -191,6 +192,40 @@ def test_memory_begins_at_a_page_and_outlives_its_maker(nbytes):
     del memory
     gc.collect()
     assert (view == 7).all()
+
+
+def test_pinned_memory_is_let_go_of_before_it_is_unmapped(monkeypatch):
+    calls = []
+
+    class Cudart:
+        """What CUDA would be told."""
+
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            calls.append(("register", address, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            calls.append(("unregister", address, ctypes.string_at(address, 1)))  # still there
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    memory = aligned_empty(3 * ALIGNMENT + 1, pinned=True).fill_(7)
+    address, view = memory.data_ptr(), memory[5:]
+    del memory
+    gc.collect()
+    assert calls == [("register", address, 3 * ALIGNMENT + 1)]
+    del view
+    gc.collect()
+    assert calls[1:] == [("unregister", address, b"\x07")]
+
+
+def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch):
+    class Cudart:
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    with pytest.raises(RuntimeError, match=f"pin {ALIGNMENT} bytes.*error 2.*ulimit -l"):
+        aligned_empty(ALIGNMENT, pinned=True)
 
 
 def test_as_many_calls_are_outstanding_as_the_depth(open_store):
