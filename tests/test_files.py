@@ -639,10 +639,19 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_store_as_it_was(open_store):
     assert all_same_bits(read(store, "big"), random_values(BIG))
 
 
-def test_room_is_reserved_when_the_store_is_opened(open_store):
-    store = open_store(num_directories=2)
-    for path in files_of(store):
-        assert os.stat(path).st_blocks * 512 >= os.path.getsize(path) > 0
+@pytest.mark.parametrize("num_directories", [1, 2, 3, 4])
+def test_exactly_what_is_written_is_reserved_when_the_store_is_opened(open_store, num_directories):
+    numels = [BLOCK // 4 * blocks + rest for blocks in range(6) for rest in (0, 5)]
+    layouts = [layout(f"b{index}", shard=numel) for index, numel in enumerate(numels)]
+    store = open_store(layouts, num_directories, system=Watched())
+    reserved = {path: os.path.getsize(path) for path in files_of(store)}
+    assert sum(reserved.values()) == sum(each.nbytes for each in layouts)
+    for path, nbytes in reserved.items():
+        assert os.stat(path).st_blocks * 512 >= nbytes
+        os.truncate(path, 0)
+    for each in layouts:
+        write(store, each.bucket, store.empty(each.bucket))
+    assert {path: os.path.getsize(path) for path in files_of(store)} == reserved
 
 
 def test_nobody_else_may_read_the_files(open_store):
