@@ -69,11 +69,12 @@ class Files:
     def through_threads(self, kind: str) -> float:
         call = os.preadv if kind == "read" else os.pwritev
         block = self.store.block_bytes
+        flags = os.O_RDWR | (os.O_DIRECT if all(self.store.is_direct) else 0)
         memories = [memoryview(buffer.numpy()) for buffer in self.buffers]
         with contextlib.ExitStack() as opened:
             blocks = []
             for index, path in enumerate(self.paths):
-                fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+                fd = os.open(path, flags)
                 opened.callback(os.close, fd)
                 memory = memories[index % NUM_BUFFERS]
                 for offset in range(0, os.path.getsize(path), block):

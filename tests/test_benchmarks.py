@@ -39,6 +39,26 @@ def test_speed_has_a_row_for_every_system_and_their_losses_agree():
     assert all(sent_mb), ran.stdout
 
 
+def test_files_has_a_row_for_every_system_and_says_whether_it_met_its_aim(tmp_path):
+    sizes = "--gib 0.01 --bucket-mib 3 --block-kib 512 --rounds 1 --checksums --fio".split()
+    for aim, status in (("0", 0), ("1e9", 1)):
+        ran = subprocess.run(
+            [sys.executable, BENCHMARKS / "files.py", *sizes, ""]
+            + ["--directories", tmp_path, "--at-least", aim],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ran.returncode == status, ran.stderr
+        rows = ran.stdout.split("---\n")[-1].splitlines()
+        assert [" ".join(row.split()[:2]) for row in rows] == [
+            f"{kind} {system}"
+            for kind in ("read", "write")
+            for system in ("store", "threads", "store,")
+        ]
+    assert not list(tmp_path.iterdir())
+
+
 def event(name, at_s, phase):
     payload = json.dumps({"name": name, "ts": at_s * 1e6, "ph": phase}, indent=0)
     lines = [f"\t{line}\n" for line in payload.splitlines()]

@@ -10,7 +10,7 @@ from files import BLOCK, Failing, Slow, Watched, layout
 from zerofx.errors import FileTierError
 from zerofx.runtime.files import FileStore, HostCache
 
-NUMEL = BLOCK // 4
+NUMEL = BLOCK // 16
 SIZE = 4 * NUMEL
 
 
