@@ -49,6 +49,8 @@ def keep_within_budget(
         sockets=not ctx.options.peer_memory,
         table=ctx.table,
     )
+    if ctx.options.offload:
+        alive = _with_moves(graph, order, alive, ctx)
     ahead, carried_from = ctx.options.prefetch and ctx.figures.overlaps, None
     if ctx.options.prefetch_across_steps:
         carried_from = _end_of_reductions(graph, order)
@@ -73,6 +75,19 @@ def keep_within_budget(
     cuts = tuple(_cuts(before[unit], planned[unit]) for unit in before)
     set_kept_gathered(graph, KeptGathered(gathers, cuts))
     return _count(before) - _count(planned)
+
+
+def _with_moves(
+    graph: fx.Graph, order: dict[fx.Node, int], alive: list[int], ctx: PassContext
+) -> list[int]:
+    """What ``place_offload`` will have on the device too, from the first reduction on.
+
+    New values on their way back, and gradients that leave while the next ones are made.
+    """
+    reductions = [order[node] for node in graph.nodes if node.target is ops.reduce_scatter_start]
+    shards = (info.place.shard_numel * info.dtype.itemsize for info in ctx.table)
+    extra, first = 2 * max(shards, default=0), min(reductions, default=len(alive))
+    return alive[:first] + [nbytes + extra for nbytes in alive[first:]]
 
 
 def _count(planned: Planned) -> int:

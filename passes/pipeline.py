@@ -6,6 +6,7 @@ from zerofx.passes.base import Pass
 from zerofx.passes.bucket import bucket
 from zerofx.passes.data_parallel import data_parallel
 from zerofx.passes.hoist_casts import hoist_casts
+from zerofx.passes.place_offload import place_offload
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.prefetch_across_steps import prefetch_across_steps
 from zerofx.passes.recompute import recompute
@@ -67,6 +68,13 @@ PIPELINE = (
         update_in_backward,
         requires=frozenset({"averaged_gradients"}),
         optional=True,
+    ),
+    Pass(
+        "place_offload",
+        place_offload,
+        requires=frozenset({"sharded_updates"}),
+        smallest_stage=1,
+        option="offload",
     ),
     Pass(
         "prefetch",

@@ -488,6 +488,7 @@ class _Machine:
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
         self.carried: list[Row] = []
+        self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
         self.whole_updates: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in self.ranks]
@@ -572,6 +573,9 @@ class _Machine:
             ops.optimizer_step: self._optimizer_step,
             ops.on_owners: self._on_owners,
             ops.update: self._update,
+            ops.to_host_start: self._move_start,
+            ops.to_device_start: self._move_start,
+            ops.wait_move: self._wait_move,
         }
         if target in special:
             return special[target](row)
@@ -696,6 +700,32 @@ class _Machine:
                 flat[info.place.offset :][: info.numel] = in_storage_order
             flats.append(flat)
         return flats
+
+    def _move_start(self, row: Row) -> list[torch.Tensor]:
+        """Poison until the wait, in a staging buffer that the program may give out again."""
+        values = [torch.cat(pieces) for pieces in self._operands(row)]
+        self.started[row] = values
+        if row[0].target is ops.to_device_start:
+            return [torch.full_like(value, _poison(value.dtype)) for value in values]
+        results = []
+        for rank, (node, value) in enumerate(zip(row, values, strict=True)):
+            nbytes = value.nbytes
+            known = self.staging[rank].get(node.args[2], torch.empty(0, dtype=torch.uint8))
+            if known.numel() < nbytes:
+                known = torch.empty(nbytes, dtype=torch.uint8)
+            self.staging[rank][node.args[2]] = known
+            results.append(known[:nbytes].view(value.dtype).fill_(_poison(value.dtype)))
+        return results
+
+    def _wait_move(self, row: Row) -> list[torch.Tensor]:
+        """Complete a move.  Its pieces belong to it until here."""
+        start = tuple(node.args[0] for node in row)
+        results = self._operands(row)
+        for rank, pieces in enumerate(self._operands(start)):
+            message = f"a piece of {start[rank].name} changed before {row[rank].name}"
+            assert_bitwise(torch.cat(pieces), self.started[start][rank], message)
+            results[rank].copy_(self.started[start][rank])
+        return results
 
     def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
         updated = []

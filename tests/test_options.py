@@ -38,6 +38,8 @@ def test_defaults_are_the_contracts():
         "bucket_bytes": None,
         "memory_budget": None,
         "link": None,
+        "offload": None,
+        "offload_tier": "cpu",
         "dump": None,
         "recompute": True,
         "hoist_casts": True,
@@ -357,7 +359,8 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
-        " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, dump,"
+        " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, offload,"
+        " offload_tier, dump,"
         " moment_dtype, rounding_seed, recompute, hoist_casts, bucket, update_in_backward,"
         " prefetch, prefetch_across_steps, fuse_optimizer, peer_memory, master_weights,"
         " stochastic_rounding"
@@ -368,7 +371,8 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
-        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_DUMP,"
+        " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_OFFLOAD,"
+        " ZEROFX_OFFLOAD_TIER, ZEROFX_DUMP,"
         " ZEROFX_MOMENT_DTYPE, ZEROFX_ROUNDING_SEED, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
@@ -413,8 +417,8 @@ def test_a_planned_variable_is_called_planned(name):
 
 
 def test_a_near_miss_of_a_planned_option_says_both():
-    assert "did you mean 'offload_tier', which is planned but not in this version?" in words_of(
-        ValueError, {"offload_tiers": 1}
+    assert "did you mean 'offload_dir', which is planned but not in this version?" in words_of(
+        ValueError, {"offload_dirs": 1}
     )
 
 

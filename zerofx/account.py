@@ -1,4 +1,4 @@
-"""What a program costs, read off its nodes: bytes on the wire and gathered bytes alive."""
+"""What a program costs, read off its nodes: bytes on the wire, gathered, and moved to the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.cost import owned_bytes
-from zerofx.graph import role, served, value_bytes
+from zerofx.graph import role, served, staging_bytes, value_bytes
 from zerofx.plan import ParameterTable
 
 
@@ -79,3 +79,23 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
         elif node.target is ops.free:
             alive.pop(node.args[0].args[0], None)
     return peak
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """Bytes that a step copies between this rank's device and the host, and stages there.
+
+    ``staging`` is of the buffers in host memory, which are kept between steps.
+    """
+
+    to_host: int
+    to_device: int
+    staging: int
+
+
+def moved_bytes(gm: fx.GraphModule) -> MovedBytes:
+    """Count what one step moves.  Units: bytes."""
+    out = [node for node in gm.graph.nodes if node.target is ops.to_host_start]
+    back = [node for node in gm.graph.nodes if node.target is ops.to_device_start]
+    staging = sum(staging_bytes(gm.graph).values())
+    return MovedBytes(sum(map(value_bytes, out)), sum(map(value_bytes, back)), staging)

@@ -35,6 +35,7 @@ from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.buffers import return_freed_memory
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.link import measured
+from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.step import StepRuntime
@@ -82,6 +83,7 @@ class CompiledFunction:
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
+        self.mover = Mover(REGISTRY.host)
         backend.functions.add(self)
 
     @contextlib.contextmanager
@@ -237,6 +239,7 @@ class Program:
         self.schedule = (
             *schedule(self.gm, step.table, options.stage),
             *_precision(options).description,
+            *([f"offload {options.offload}"] if options.offload else []),
         )
         self.runtime: StepRuntime | None = None
 
@@ -277,6 +280,7 @@ class Program:
                 in_place=[bucket.parameters for bucket in in_place],
                 keep_source=self.dump.write_kernel if self.dump else None,
                 precision=_precision(options),
+                mover=self.function.mover if options.offload else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

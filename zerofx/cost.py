@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat, ops
 from zerofx.figures import Figures
-from zerofx.graph import aliased_inputs, input_role, mutated_inputs, role
+from zerofx.graph import aliased_inputs, input_role, is_on_host, mutated_inputs, role
 from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def live_bytes(
     sockets: bool = False,
     table: ParameterTable | None = None,
 ) -> list[int]:
-    """Bytes that the program has allocated and not freed while each of its nodes runs.
+    """Bytes that the program has allocated on the device and not freed while each node runs.
 
     In program order; inputs (parameters, optimizer states, the batch) and constants are not
     counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer
@@ -75,7 +75,7 @@ def live_bytes(
             temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
             changes[order[node]] += temporary
             changes[order[node] + 1] -= temporary
-        if node.target is ops.update:
+        if node.target is ops.update and not is_on_host(node):
             value = node.args[0].meta["val"]
             nbytes = _bytes_of(value)
             if table is not None and value.dim() == 1:
@@ -114,7 +114,7 @@ def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
     """When a reader needs its operands no more: a collective reads them until its wait."""
     if reader.target is ops.carry:
         return len(order) - 1
-    if reader.target in ops.STARTS:
+    if reader.target in ops.STARTS or reader.target in ops.MOVES:
         return max(_done_with(user, order) for user in reader.users)
     return order[reader]
 
@@ -127,7 +127,7 @@ def _roots(
     skipped: set[fx.Node],
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
-    if node.op != "call_function" or node in skipped:
+    if node.op != "call_function" or node in skipped or node.target is ops.to_host_start:
         return set()
     if node.target is operator.getitem:
         return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
@@ -181,7 +181,8 @@ def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
         info = table[node.args[3]]
         nbytes = UPDATE_STREAMS * info.nbytes
         sharded = node.args[0].meta["val"].shape != info.shape
-        return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
+        speed = figures.host_bytes_per_s if is_on_host(node) else figures.memory_bytes_per_s
+        return nbytes / (info.world_size if sharded else 1) / speed
     if node.target is ops.flatten_bucket:
         return 2 * _bytes_in(node) / figures.memory_bytes_per_s
     if node.target is ops.on_owners:

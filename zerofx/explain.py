@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from zerofx import ops
-from zerofx.account import gathered_peak, wire_bytes
+from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import served, value_bytes
@@ -56,6 +56,7 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         ("sent per rank and step: to owners and back", _size(wire.exchanges)),
         ("sent per rank and step: norms and flags", _size(wire.scalars)),
         ("collectives per step", str(wire.num_collectives)),
+        *_offload(program),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
         ("bucket_bytes", _size(program.bucket_bytes)),
         (
@@ -75,6 +76,20 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
             tabulate(passes, headers=("pass", "", "what it did", "seconds")),
         ]
     )
+
+
+def _offload(program: Program) -> list[tuple[str, str]]:
+    """What a step keeps in host memory, and moves there and back; nothing without ``offload``."""
+    if not program.options.offload:
+        return []
+    moved = moved_bytes(program.gm)
+    states = program.runtime.host_state_bytes() if program.runtime is not None else 0
+    return [
+        ("optimizer states in host memory", _size(states)),
+        ("staging buffers in host memory", _size(moved.staging)),
+        ("moved per step: to the host", _size(moved.to_host)),
+        ("moved per step: to the device", _size(moved.to_device)),
+    ]
 
 
 def _kept(program: Program, stage: int, ranks: int) -> int:

@@ -23,8 +23,10 @@ class Figures:
 
     ``latency_s`` is what a collective takes that carries nothing, ``bytes_per_s`` what each rank
     sends in a second; ``overlaps`` says whether that goes on while the rank computes: reads of a
-    neighbour's memory happen where the program waits for them.  Units: seconds, bytes, floating
-    point operations.
+    neighbour's memory happen where the program waits for them.  ``copy_bytes_per_s`` is what goes
+    between device and host in one direction, ``host_bytes_per_s`` what the host's memory carries:
+    nobody measures these two, they are of PCIe 4 and of a few memory channels.  Units: seconds,
+    bytes, floating point operations.
     """
 
     latency_s: float
@@ -32,6 +34,8 @@ class Figures:
     overlaps: bool = True
     flops_per_s: float = 1e14
     memory_bytes_per_s: float = 1e12
+    copy_bytes_per_s: float = 2.5e10
+    host_bytes_per_s: float = 5e10
     source: str = "given"
 
     def transfer_s(self, nbytes: int, world_size: int) -> float:
@@ -56,8 +60,15 @@ class Figures:
         return LARGEST_BUCKET_BYTES
 
     def __str__(self) -> str:
-        """As the option ``link`` takes it."""
-        values = {name: value for name, value in asdict(self).items() if name != "source"}
+        """As the option ``link`` takes it, without the host's figures where they are assumed."""
+        assumed = {
+            name: getattr(Figures, name) for name in ("copy_bytes_per_s", "host_bytes_per_s")
+        }
+        values = {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "source" and value != assumed.get(name)
+        }
         return " ".join(f"{name}={value:g}" for name, value in values.items())
 
 

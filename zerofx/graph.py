@@ -19,7 +19,7 @@ from zerofx.plan import KeptGathered, ParameterTable
 aten = torch.ops.aten
 
 # Operators whose result shares its first argument's memory though their schema does not say so.
-_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait}
+_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait, ops.wait_move}
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        stem = f"{role}_start" if target in ops.STARTS else role
+        stem = f"{role}_start" if target in (*ops.STARTS, *ops.MOVES) else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
@@ -320,6 +320,46 @@ def memory_of(node: fx.Node) -> set[fx.Node]:
         found |= sources
         pending += sources
     return found
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Whether a node's memory is what a program stages in the host's."""
+    return any(source.target is ops.to_host_start for source in memory_of(node))
+
+
+def moved_from(node: fx.Node) -> fx.Node | None:
+    """What on the device a piece of a move to the host is a copy of; None if it is no such piece.
+
+    Which piece it is, its provenance says: the one of its parameter.
+    """
+    if node.target is not aten.slice.Tensor or node.args[0].target is not ops.wait_move:
+        return None
+    start = node.args[0].args[0]
+    if start.target is not ops.to_host_start or parameter_of(node) not in start.args[1]:
+        return None
+    return start.args[0][start.args[1].index(parameter_of(node))]
+
+
+def staging_bytes(graph: fx.Graph) -> dict[int, int]:
+    """The staging buffers in host memory that a program uses, by number.  Units: bytes."""
+    staging: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.target is ops.to_host_start:
+            staging[node.args[2]] = max(staging.get(node.args[2], 0), value_bytes(node))
+    return staging
+
+
+def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Where the staging buffer of a move to the host has been read for the last time.
+
+    A move back to the device reads it until its wait.
+    """
+    readers = [user for alias in aliases(start) for user in alias.users]
+    last = [order[start]]
+    for reader in readers:
+        is_move = reader.target is ops.to_device_start
+        last += [order[wait] for wait in reader.users] if is_move else [order[reader]]
+    return max(last)
 
 
 def writers(node: fx.Node) -> set[fx.Node]:

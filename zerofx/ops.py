@@ -153,6 +153,31 @@ def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=Non
     return [torch.empty_like(grad) for grad in grads]
 
 
+@_define("to_host_start(Tensor[] pieces, int[] parameters, int slot) -> Tensor")
+def to_host_start(pieces, parameters, slot):
+    """Start copying flat tensors on a device, one behind the other, to host memory.
+
+    To the staging buffer number ``slot``, which is kept from step to step.  ``parameters`` are
+    those that the pieces are of.
+    """
+    return pieces[0].new_empty(sum(piece.shape[0] for piece in pieces), device="cpu")
+
+
+@_define("to_device_start(Tensor[] pieces, int[] parameters, Device device) -> Tensor")
+def to_device_start(pieces, parameters, device):
+    """Start copying flat tensors in host memory, one behind the other, to a device."""
+    return pieces[0].new_empty(sum(piece.shape[0] for piece in pieces), device=device)
+
+
+@_define("wait_move(Tensor started) -> Tensor")
+def wait_move(started):
+    """What ``to_host_start`` or ``to_device_start`` has moved, complete; its argument's memory."""
+    return torch.empty_like(started)
+
+
+MOVES = (to_host_start, to_device_start)
+"""What copies between a device and the host, on this rank alone."""
+
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,8 +27,6 @@ OPTIONAL_PASSES = (
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
-    "offload",
-    "offload_tier",
     "offload_dir",
     "validate",
     "clip",
@@ -60,6 +58,10 @@ class Options:
     """What plans are made with; None measures the group's own when it first compiles."""
     memory_budget: int | None = None
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
+    offload: str | None = None
+    """``optimizer``: its states live in host memory and updates run there.  None: on the device."""
+    offload_tier: str = "cpu"
+    """Where to: host memory."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
@@ -144,7 +146,7 @@ def _check_together(options: Options) -> None:
             " nothing of a parameter is lost to rounding. Choose one; moments that are kept in"
             " moment_dtype are rounded stochastically in either case"
         )
-    for name in ("master_weights", "moment_dtype"):
+    for name in ("master_weights", "moment_dtype", "offload"):
         if options.stage == 0 and getattr(options, name):
             raise ValueError(
                 f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
@@ -170,10 +172,14 @@ def refuse_mode(mode: object) -> None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of a few values of one type; None too if ``optional``."""
+    """One of a few values of one type; None too if ``optional``.
+
+    ``planned`` are values to come, and what to do until then.
+    """
 
     choices: tuple[object, ...]
     optional: bool = False
+    planned: Mapping[object, str] = field(default_factory=dict)
 
     def from_object(self, name: str, value: object) -> object:
         if value is None and self.optional:
@@ -186,7 +192,7 @@ class _Choice:
                 f" not {_kind_of(value)}"
             )
         if value not in self.choices:
-            raise ValueError(f"{name} must be one of {self._allowed()}, not {value!r}")
+            raise self._refused(name, value)
         return value
 
     def from_text(self, name: str, text: str) -> object:
@@ -195,7 +201,15 @@ class _Choice:
         for choice in self.choices:
             if text == str(choice):
                 return choice
-        raise ValueError(f"{name} must be one of {self._allowed()}, not {text!r}")
+        raise self._refused(name, text)
+
+    def _refused(self, name: str, value: object) -> ValueError:
+        if value in self.planned:
+            return ValueError(
+                f"{name}={value!r} is planned but not in this version: {self.planned[value]}."
+                f" What works: {self._allowed()}"
+            )
+        return ValueError(f"{name} must be one of {self._allowed()}, not {value!r}")
 
     def _allowed(self) -> str:
         return ", ".join(str(choice) for choice in self.choices)
@@ -368,6 +382,18 @@ _ACCEPTED: dict[str, _Accepted] = {
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
     "link": _Link(),
+    "offload": _Choice(
+        ("optimizer",),
+        optional=True,
+        planned={
+            "params": "stage 3 keeps 1/N of them on each rank",
+            "activations": "torch.utils.checkpoint recomputes them instead",
+            "auto": "say what is to leave the device",
+        },
+    ),
+    "offload_tier": _Choice(
+        ("cpu",), planned={"nvme": "states go to host memory, which must have room for them"}
+    ),
     "dump": _Folder(),
     "moment_dtype": _Dtype(torch.bfloat16, torch.int8),
     "rounding_seed": _Integer(),

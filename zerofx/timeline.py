@@ -11,12 +11,12 @@ from zerofx import ops
 from zerofx.cost import owned_bytes, seconds
 from zerofx.figures import Figures
 from zerofx.graph import role, value_bytes
-from zerofx.plan import ParameterTable
+from zerofx.plan import ParameterTable, shard_numel
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective: how long it travels, and for how much of that its wait makes ranks idle."""
+    """One collective or move: how long it travels, and for how long its wait makes ranks idle."""
 
     seconds: float
     exposed_s: float
@@ -59,13 +59,15 @@ class Timeline:
 
 
 def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
-    """Run the program on two clocks: a collective waits for the link, a ``wait`` for it.
+    """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
     at the wait.  What the call before has carried over has arrived, and what this one carries
-    over is waited for by the next.
+    over is waited for by the next.  Copies to and from the host have a lane of their own each way.
+    An update on the host counts as compute, which goes on behind it.
     """
     compute_s = link_s = idle_s = 0.0
+    copied_s = dict.fromkeys(ops.MOVES, 0.0)
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
     for node in graph.nodes:
@@ -77,6 +79,16 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
             transfers[node] = Transfer(travels_s, 0.0)
             if figures.overlaps:
                 link_s = done[node] = max(link_s, now) + travels_s
+        elif node.target in ops.MOVES:
+            travels_s = shared_bytes(node, table) / figures.copy_bytes_per_s
+            transfers[node] = Transfer(travels_s, 0.0)
+            copied_s[node.target] = done[node] = max(copied_s[node.target], now) + travels_s
+        elif node.target is ops.wait_move:
+            start = node.args[0]
+            late_s = max(done[start] - now, 0.0)
+            travels_s = transfers[start].seconds
+            transfers[start] = Transfer(travels_s, min(late_s, travels_s))
+            idle_s += late_s
         elif node.target is ops.wait:
             start = node.args[0]
             travels_s = transfers[start].seconds
@@ -93,6 +105,12 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
         else:
             compute_s += seconds(node, figures, table)
     return Timeline(compute_s, idle_s, transfers)
+
+
+def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
+    """Bytes of a move of equal shares: ranks predict alike, whose shards differ in length."""
+    itemsize = move.meta["val"].dtype.itemsize
+    return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in move.args[1])
 
 
 def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:

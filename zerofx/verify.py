@@ -21,7 +21,10 @@ from zerofx.graph import (
     gradient_of,
     gradient_outputs,
     input_role,
+    is_on_host,
     layout_text,
+    memory_of,
+    moved_from,
     mutated_inputs,
     parameter_of,
     placeholders,
@@ -30,6 +33,7 @@ from zerofx.graph import (
     rank_varying,
     role,
     source_line,
+    staged_until,
     unreduced_results,
     updates,
     writers,
@@ -67,6 +71,10 @@ def verify(
     order = program_order(gm.graph)
     _starts_are_waited_once(gm.graph)
     _what_is_carried_is_resumed(gm.graph, order)
+    _moves_are_waited_once(gm.graph)
+    _nothing_changes_while_it_moves(gm.graph, order)
+    _staging_buffers_are_free(gm.graph, order)
+    _moves_carry_what_they_say(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
     _nothing_reads_what_was_overwritten(gm.graph, order)
@@ -153,6 +161,115 @@ def _nothing_is_written_later(graph: fx.Graph, carry: fx.Node, order: dict[fx.No
                 raise _broken(
                     writer, f"overwrites {parameter.name}, which {carry.name} carries over."
                 )
+
+
+def _moves_are_waited_once(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in ops.MOVES:
+            if [user.target for user in node.users] != [ops.wait_move]:
+                readers = ", ".join(user.name for user in node.users) or "nobody"
+                raise _broken(
+                    node,
+                    f"a started move must have one wait and no other reader; it has {readers}.",
+                )
+        elif node.target is ops.wait_move and node.args[0].target not in ops.MOVES:
+            raise _broken(node, "waits for a move that was never started.")
+
+
+def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    for start in graph.nodes:
+        if start.target not in ops.MOVES:
+            continue
+        (wait,) = start.users
+        for piece in start.args[0]:
+            for writer in {w for source in memory_of(piece) for w in writers(source)}:
+                if order[start] < order[writer] < order[wait]:
+                    raise _broken(writer, f"overwrites {piece.name} while {start.name} copies it.")
+
+
+def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """A staging buffer is written to again only when all of it has been read."""
+    used: dict[int, tuple[fx.Node, int]] = {}
+    for start in graph.nodes:
+        if start.target is not ops.to_host_start or start.args[2] < 0:
+            continue
+        slot = start.args[2]
+        if slot in used and used[slot][1] >= order[start]:
+            raise _broken(
+                start, f"writes to staging buffer {slot}, which {used[slot][0].name} still uses."
+            )
+        used[slot] = start, staged_until(start, order)
+
+
+def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+    """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
+    for node in graph.nodes:
+        if node.target in ops.MOVES:
+            pieces, indices = node.args[:2]
+            infos = [table[index] for index in indices]
+            offsets = [info.place.offset for info in infos]
+            if len({info.place.bucket for info in infos}) > 1 or len(pieces) != len(infos):
+                raise _broken(node, "does not move parts of one bucket, one for each parameter.")
+            if offsets != sorted(offsets) or len(set(indices)) != len(indices):
+                raise _broken(node, "does not move a bucket's parts in the order of the bucket.")
+            _pieces_are_read_where_they_lie(node, infos)
+        if node.target is ops.to_device_start:
+            for piece, index in zip(*node.args[:2], strict=True):
+                if piece.target is not ops.update or piece.args[3] != index:
+                    raise _broken(
+                        node,
+                        f"moves {piece.name} as if it were the update of {table[index].name!r}.",
+                    )
+        if node.target is ops.to_host_start:
+            _host_memory_is_for_updates(node)
+        if node.target is ops.update and any(map(is_on_host, node.args[:2])):
+            _is_update_on_host(node, table)
+        if role(node) == "store" and _shard_of(node.args[0]) != parameter_of(node.args[1]):
+            raise _broken(node, f"stores {node.args[1].name}, which is of another parameter.")
+
+
+def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) -> None:
+    """Of what has arrived, each parameter's range is read, and nothing else."""
+    (wait,) = start.users
+    position, ranges = 0, {}
+    for info in infos:
+        ranges[info.index] = (0, position, position + info.shard_numel)
+        position += info.shard_numel
+    read = set()
+    for piece in wait.users:
+        index = parameter_of(piece)
+        if piece.target is not aten.slice.Tensor or tuple(piece.args[1:]) != ranges.get(index):
+            raise _broken(piece, f"is not the range of a parameter in what {start.name} moves.")
+        read |= {index} if piece.users else set()
+    for info in infos:
+        if info.index not in read:
+            raise _broken(start, f"moves what is of {info.name!r}, and nobody reads it there.")
+
+
+def _host_memory_is_for_updates(start: fx.Node) -> None:
+    for alias in aliases(start):
+        for reader in alias.users:
+            if reader.target not in (ops.wait_move, aten.slice.Tensor, ops.update):
+                if reader.target is not ops.to_device_start:
+                    raise _broken(reader, f"reads {alias.name}, which is in host memory.")
+
+
+def _is_update_on_host(update: fx.Node, table: ParameterTable) -> None:
+    """Whether an update reads what has been moved for it, and what it makes is moved back, once."""
+    index = update.args[3]
+    name = table[index].name
+    value, gradient = map(moved_from, update.args[:2])
+    if value is None or gradient is None:
+        raise _broken(update, "reads one operand in host memory and the other on the device.")
+    if any(parameter_of(operand) != index for operand in update.args[:2]):
+        raise _broken(update, f"updates {name!r} with what has been moved for another parameter.")
+    is_a_shard = value.op == "placeholder" or role(value) is not None
+    if is_a_shard and _shard_of(value) not in (index, -1):
+        raise _broken(update, f"updates {name!r} from the value of another parameter.")
+    if [user.target for user in update.users] != [ops.to_device_start]:
+        raise _broken(
+            update, f"what it makes of {name!r} is moved back {len(update.users)} times, not once."
+        )
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -353,7 +470,8 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
             operands = list(zip(node.args[1], node.args[4], strict=True))
         else:
             continue
-        for gradient, parameter in operands:
+        for operand, parameter in operands:
+            gradient = moved_from(operand) or operand
             if not _is_average_of(gradient, table[parameter]):
                 raise _broken(
                     node,

@@ -35,6 +35,7 @@ from zerofx.runtime.guarded import (
     check_guardable,
     guarded_class,
 )
+from zerofx.runtime.host_memory import HostMemory
 
 
 class ParameterRegistry:
@@ -49,6 +50,7 @@ class ParameterRegistry:
         self.epoch = 0  # moves at every compiled call: values may have changed
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.carried = CarriedGathers()
+        self.host = HostMemory()
         # Whose shards this rank has written by itself, since it last met the others, and how.
         self.written: dict[BoundParameter, set[str]] = {}
         # The dict that the ranks last met to fill, and when: see value_for_state_dict.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from zerofx.graph import (
     aliases,
     gradient_outputs,
     input_role,
+    moved_from,
     placeholders,
     sharded_results,
+    staging_bytes,
     unreduced_results,
     writers,
     written_gradients,
@@ -41,6 +44,7 @@ from zerofx.runtime.flat import (
     whole_from_flat,
     without_base,
 )
+from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import PLAIN, OptimizerRunner
 from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
@@ -53,9 +57,11 @@ class StepRuntime:
     are the (optimizer, parameter) pairs that it updates.  With ``moves_whole`` whole
     parameters live in their bucket's memory; ``in_place`` are the buckets, as their parameters'
     indices, that the program may write to before its last copies do.  ``keep_source`` is given
-    the name and the text of each kernel that is generated for an update.
+    the name and the text of each kernel that is generated for an update.  With a ``mover`` updates
+    run on the host, whose ``host_needs`` are the bytes that they will take there, by what for.
 
-    Raises: UpdateError if an optimizer's update cannot be compiled; nothing has changed then.
+    Raises: UpdateError if an optimizer's update cannot be compiled, StepError if the host has no
+    room for it; nothing has changed then.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class StepRuntime:
         in_place: Iterable[Sequence[int]] = (),
         keep_source: Callable[[str, str], None] | None = None,
         precision: Precision = PLAIN,
+        mover: Mover | None = None,
     ):
         self.communicator = communicator
         self.table = table
@@ -117,6 +124,9 @@ class StepRuntime:
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
         parameters = {info.index: (tensors[info.index], info) for info in table}
+        updates = list(updates)
+        self.mover = mover
+        self.moved_out = _moved_out(graph)
         read_later = _gradients_read_after_update(graph)
         owned = _owned_parameters(graph)
         self.runners = {
@@ -129,13 +139,18 @@ class StepRuntime:
                 keep_source=keep_source,
                 precision=precision,
                 owned=owned.get(handle, frozenset()),
+                host=REGISTRY.host if mover is not None else None,
             )
             for handle, optimizer in optimizers.items()
         }
         for handle, runner in self.runners.items():
             runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
+        self.host_needs: dict[str, int] = {}
+        if mover is not None:
+            self._check_room_on_host(graph, updates)
         # Weakly too: a bucket's memory goes with its parameters.
         self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
+        self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
         self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
         self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
         self._carried: list[tuple[Key, torch.Tensor]] = []
@@ -143,6 +158,20 @@ class StepRuntime:
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
         self._parameter_storages: set[int] = set()
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
+
+    def _check_room_on_host(self, graph: fx.Graph, updates: Iterable[tuple[int, int]]) -> None:
+        mine: dict[int, list[int]] = {}
+        for handle, parameter in dict.fromkeys(updates):
+            mine.setdefault(handle, []).append(parameter)
+        states = sum(self.runners[handle].host_bytes_to_come(of) for handle, of in mine.items())
+        assert self.mover is not None
+        staging = self.mover.bytes_to_come(staging_bytes(graph))
+        self.host_needs = {"optimizer states": states, "staging buffers": staging}
+        REGISTRY.host.check_room(self.host_needs)
+
+    def host_state_bytes(self) -> int:
+        """Bytes of optimizer states in host memory, of the parameters that this program updates."""
+        return sum(runner.host_bytes() for runner in self.runners.values())
 
     def bind(self) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
@@ -183,6 +212,9 @@ class StepRuntime:
             ops.mask_padding: self.mask_padding,
             ops.on_owners: self.on_owners,
             ops.update: self.update,
+            ops.to_host_start: self.to_host_start,
+            ops.to_device_start: self.to_device_start,
+            ops.wait_move: self.wait_move,
         }
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -202,6 +234,12 @@ class StepRuntime:
             if memory.move_in() and memory.flat.numel():  # what is empty lies nowhere
                 self._homes.update(dict.fromkeys(parameters, memory))
                 self._gathered_into[memory.own.data_ptr()] = memory.flat
+        moved_in: set[BucketMemory] = set()
+        for index in self.moved_out:
+            home = self.bound[index].memory
+            if home is not None and (home in moved_in or home.move_in()):
+                self._lent[index] = home
+                moved_in.add(home)
         if self.stage < 3:
             self._parameter_storages = {
                 values[position].untyped_storage().data_ptr()
@@ -235,6 +273,8 @@ class StepRuntime:
                 self.communicator.settle()
         except BaseException:
             REGISTRY.carried.step_failed(self.communicator, self.resumed)
+            if self.mover is not None:
+                self.mover.abandon()
             if self.communicates:
                 self.communicator.abandon()
             raise
@@ -244,6 +284,7 @@ class StepRuntime:
             self._found_inf.clear()
             self._cuts.clear()
             self._homes.clear()
+            self._lent.clear()
             self._gathered_into.clear()
             self.communicator.buffers.clear()
         for position, index in self.gradient_outputs.items():
@@ -319,6 +360,8 @@ class StepRuntime:
         """
         info = self.table[parameter]
         memory = self._homes.get(parameter)
+        if memory is None:
+            memory = self._lent.get(parameter)
         if memory is not None and id(whole) in memory.shards:
             return memory.shards[id(whole)]
         if not info.shares_bucket:
@@ -402,6 +445,22 @@ class StepRuntime:
         shards = [value.detach() for value in values]
         return runner.run_on_owners(shards, grads, parameters, owners, self.communicator)
 
+    def to_host_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], slot: int
+    ) -> torch.Tensor:
+        assert self.mover is not None
+        return self.mover.to_host_start(pieces, slot)
+
+    def to_device_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], device: torch.device
+    ) -> torch.Tensor:
+        assert self.mover is not None
+        return self.mover.to_device_start(pieces, device, self.communicator.buffers)
+
+    def wait_move(self, started: torch.Tensor) -> torch.Tensor:
+        assert self.mover is not None
+        return self.mover.wait(started)
+
     def update(
         self,
         values: torch.Tensor,
@@ -412,7 +471,8 @@ class StepRuntime:
     ) -> torch.Tensor:
         if found_inf is not None and self._is_set(found_inf):
             return values
-        return self._runner(optimizer, [parameter]).run(values.detach(), grad, parameter)
+        with self._states_of(optimizer, [parameter]) as runner:
+            return runner.run(values.detach(), grad, parameter)
 
     def update_together(
         self,
@@ -435,13 +495,23 @@ class StepRuntime:
                 return values
             done = grads if work is None else [work(grad, *coefficients) for grad in grads]
             return [*values, *map(squares_of, done)]
-        runner = self._runner(optimizer, parameters)
         data = [value.detach() for value in values]
-        if norm is None:
-            return runner.run_together(data, grads, parameters, work, coefficients)
-        squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
+        with self._states_of(optimizer, parameters) as runner:
+            if norm is None:
+                return runner.run_together(data, grads, parameters, work, coefficients)
+            squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
         nothing = torch.zeros_like(squares)
         return [*data, squares, *[nothing] * (len(data) - 1)]
+
+    @contextlib.contextmanager
+    def _states_of(self, optimizer: int, parameters: list[int]) -> Iterator[OptimizerRunner]:
+        """The optimizer's runner, with these parameters' states where they are to be."""
+        runner = self._runner(optimizer, parameters)
+        if self.mover is not None or not REGISTRY.host.is_empty:
+            runner.place_states(parameters, REGISTRY.host)
+        yield runner
+        if self.mover is not None:
+            runner.place_states(parameters, REGISTRY.host)  # those it has made
 
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
@@ -508,6 +578,16 @@ def _gradients_read_after_update(graph: fx.Graph) -> set[int]:
         node.args[3]
         for node in graph.nodes
         if node.target is ops.update
-        for alias in aliases(node.args[1])
+        for alias in aliases(moved_from(node.args[1]) or node.args[1])
         if any(reader > node for reader in alias.users)
     }
+
+
+def _moved_out(graph: fx.Graph) -> set[int]:
+    """The parameters of whose whole value a shard is taken to be moved to the host, once."""
+    found: Counter[int] = Counter()
+    for node in graph.nodes:
+        if node.target is ops.take_shard:
+            only_moves = all(user.target is ops.to_host_start for user in node.users)
+            found[node.args[1]] += 1 if only_moves else 2
+    return {parameter for parameter, count in found.items() if count == 1}

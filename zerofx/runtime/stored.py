@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.arguments import Arguments
 from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.rounding import random_bits, step_key
+from zerofx.codegen.rounding import BLOCK, random_bits, step_key
 from zerofx.codegen.storage import (
     MASTER,
     NATIVE,
@@ -81,6 +81,23 @@ class StateStorage:
                 state[name] = value.to(compute)
         if native:
             state[NATIVE] = native
+
+    def bytes_of_an_element(
+        self, made: Mapping[str, Any], data: Tensor, info: ParameterInfo
+    ) -> float:
+        """Bytes per element of what will be kept of a new state, made for a shard like ``data``."""
+        storage = self.precision.moment_storage(info.dtype, info.numel)
+        total = 0.0
+        for value in made.values():
+            if not isinstance(value, Tensor) or value.shape != data.shape:
+                continue
+            is_moment = not self.precision.is_plain and value.is_floating_point()
+            total += storage.itemsize if is_moment else value.itemsize
+            if is_moment and storage is torch.int8:
+                total += torch.float32.itemsize / BLOCK
+        if self.precision.keeps_master(info.dtype):
+            total += torch.float32.itemsize
+        return total
 
     def logical(self, state: Mapping[str, Any], info: ParameterInfo) -> Mapping[str, Any]:
         """The state as the optimizer's code sees it: stand-ins for what is stored otherwise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from zerofx.codegen.triton_kernel import Launches
 from zerofx.codegen.whole_tensors import DividedUpdate, divide
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.communication import Communicator
+from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 from zerofx.runtime.owners import compute_on_owners
 from zerofx.runtime.stored import Draw, StateStorage, is_scale
@@ -56,8 +58,9 @@ class OptimizerRunner:
     ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
     somebody reads after the update; ``keep_source`` is given the kernels that are generated;
     ``precision`` is what states are kept in.  ``owned`` are the parameters whose update may need
-    them whole: ``run_on_owners`` begins it and ``run`` ends it.  ``trace_count`` counts the traces
-    of the optimizer's Python.
+    them whole: ``run_on_owners`` begins it and ``run`` ends it.  With ``host``, updates run on CPU
+    tensors and their states are kept there.  ``trace_count`` counts the traces of the optimizer's
+    Python.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -73,15 +76,23 @@ class OptimizerRunner:
         keep_source: Keep | None = None,
         precision: Precision = PLAIN,
         owned: Collection[int] = (),
+        host: HostMemory | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._optimizer_name = type(optimizer).__name__
         self._parameters = {
             index: (weakref.ref(parameter), info) for index, (parameter, info) in parameters.items()
         }
+        self._host = host
+        if host is not None:
+            cpu = torch.device("cpu")
+            self._parameters = {
+                index: (reference, replace(info, device=cpu))
+                for index, (reference, info) in self._parameters.items()
+            }
         self._layouts = {
             index: (info.shape, info.stride, info.dtype, info.device)
-            for index, (_, info) in parameters.items()
+            for index, (_, info) in self._parameters.items()
         }
         self._storage = StateStorage(precision, self._optimizer_name)
         self._first_elements: dict[int, int] = {}
@@ -140,6 +151,58 @@ class OptimizerRunner:
                 if parameter in self._owned:
                     self._divide(update, info)
         self._groups = None
+
+    def host_bytes_to_come(self, parameters: Iterable[int]) -> int:
+        """Bytes that the states of these parameters will take in host memory and do not yet.
+
+        Before the first step; those that there are may be whole still.
+        """
+        assert self._host is not None
+        optimizer = self._live_optimizer()
+        self.begin()
+        assert self._groups is not None
+        nothing = read_arguments({}, shard_shape=None, inputs=())
+        total = 0
+        for parameter in parameters:
+            reference, info = self._parameters[parameter]
+            group = self._groups.get(id(reference()))
+            state = optimizer.state.get(reference()) or {}
+            there = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+            if not state and group is not None:
+                update, arguments = self._find(optimizer, parameter, group, nothing)
+                few = torch.zeros(2, dtype=self._storage.precision.compute_dtype(info.dtype))
+                made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
+                per_element = self._storage.bytes_of_an_element(made, few, info)
+                total += math.ceil(info.shard_numel * per_element)
+            for value in there:
+                if not self._host.holds(value):
+                    is_whole = value.shape == info.shape
+                    numel = info.shard_numel if is_whole else value.numel()
+                    total += numel * value.itemsize
+        self._groups = None
+        return total
+
+    def host_bytes(self) -> int:
+        """Bytes of these parameters' states that are in host memory now."""
+        optimizer = self._optimizer()
+        if self._host is None or optimizer is None:
+            return 0
+        users = [reference() for reference, _ in self._parameters.values()]
+        values = [v for user in users for v in optimizer.state.get(user, {}).values()]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+        return sum(value.nbytes for value in tensors if self._host.holds(value))
+
+    def place_states(self, parameters: Sequence[int], memory: HostMemory) -> None:
+        """Have these parameters' states in host memory, side by side, if that is where they are
+        updated, and else on the device.
+        """
+        optimizer = self._live_optimizer()
+        users = [self._parameters[parameter][0]() for parameter in parameters]
+        states = [optimizer.state[user] for user in users if user in optimizer.state]
+        if self._host is not None:
+            memory.take_in(states)
+        else:
+            memory.give_back(states, self._parameters[parameters[0]][1].device)
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
@@ -541,8 +604,11 @@ class OptimizerRunner:
     ) -> tuple[Update, Arguments]:
         """The trace that holds for these arguments, made now if there is none."""
         if group.arguments is None:
+            given = group_values(group.values)
+            if self._host is not None:  # a learning rate on a GPU is read there once a step
+                given = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
             group.arguments = read_arguments(
-                group_values(group.values), shard_shape=None, inputs=self._changing_integers
+                given, shard_shape=None, inputs=self._changing_integers
             )
             # A number for the part of the key that all parameters of the group share.
             shared = (self._attributes, group.arguments.key)

@@ -209,8 +209,9 @@ class OptimizerAttachment:
             value = state[key]
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 _check_is_shard(key, value, bound)
-                with ordinary_tensors():
-                    whole[key] = gather(value, bound.info, bound.communicator)
+                with ordinary_tensors():  # one that is kept on the host travels from the device
+                    shard = value.to(bound.info.device)
+                    whole[key] = gather(shard, bound.info, bound.communicator)
         return whole
 
     def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

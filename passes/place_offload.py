@@ -1,0 +1,271 @@
+"""Keep the optimizer's states in host memory: updates run there, and what they need travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.errors import StepError
+from zerofx.graph import (
+    Builder,
+    is_owned,
+    memory_of,
+    program_order,
+    staged_until,
+    writers,
+)
+from zerofx.passes.base import Counts, PassContext
+
+aten = torch.ops.aten
+
+
+def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Run every update in host memory, and move what it reads there and what it writes back.
+
+    Before::
+
+        zerofx.update(p, g, 1, 0);  zerofx.update(q, h, 1, 1)    # of one bucket
+        dx = mm(dy, w);  ...;  zerofx.update(r, i, 1, 2)         # of the next one
+
+    After::
+
+        values = zerofx.to_host_start([p, q], [0, 1], 0)
+        grads = zerofx.to_host_start([g, h], [0, 1], 1)
+        dx = mm(dy, w);  ...
+        values_1 = zerofx.to_host_start([r], [2], 2);  grads_1 = zerofx.to_host_start([i], [2], 3)
+        v = zerofx.wait_move(values);  w = zerofx.wait_move(grads)
+        s = zerofx.update(v[0:n], w[0:n], 1, 0);  t = zerofx.update(v[n:m], w[n:m], 1, 1)
+        back = zerofx.to_device_start([s, t], [0, 1], "cuda")
+        ...
+        new = zerofx.wait_move(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
+
+    A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
+    host memory too, where one kernel takes them.  It is updated when the next bucket's gradients
+    have started to leave, and is back when the next bucket has been updated or where its new
+    values are read; so at most two are on their way out and one on its way back, while backward
+    goes on.  Staging buffers in host memory are numbered, and used again once what was in them has
+    been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    Source: ZeRO-Offload, Ren et al. 2021.
+
+    Raises: StepError for updates that need whole tensors.
+    """
+    updates = [node for node in gm.graph.nodes if node.target is ops.update]
+    for update in updates:
+        if is_owned(update):
+            raise StepError(
+                f"parameter {ctx.table[update.args[3]].name!r} is updated as a whole tensor by the "
+                "rank that owns it (Muon), and options={'offload': 'optimizer'} moves updates that "
+                "are elementwise. Leave offload out, or train it with another optimizer."
+            )
+    groups = _groups(gm.graph, updates, ctx)
+    for group in groups:
+        with gm.graph.inserting_before(group.updates[-1]):
+            group.ready = gm.graph.call_function(_mark)
+    _find_readers(groups, gm.graph.output_node())
+    moving = _Moving(gm, ctx)
+    for number, group in enumerate(groups):
+        moving.begin(group)
+        following = groups[number + 1].ready if number + 1 < len(groups) else None
+        moving.settle_before(following)
+    for group in groups:
+        gm.graph.erase_node(group.ready)
+    num_slots = _assign_slots(gm.graph)
+    return {"moves": 3 * len(groups), "updates": len(updates), "staging buffers": num_slots}
+
+
+def _mark() -> None:
+    """Stands in the program where a group's gradients are all there; gone after the pass."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Updates of one bucket that move together.
+
+    ``ready`` stands where all their gradients are there, ``needed`` is the first node that reads
+    what they have made.  ``targets`` are what they updated, ``values`` and ``gradients`` the moves
+    to the host, ``back`` the move to the device; ``origin`` is the provenance of all these.
+    """
+
+    updates: list[fx.Node] = field(default_factory=list)
+    ready: Any = None
+    needed: Any = None
+    targets: list[fx.Node] = field(default_factory=list)
+    values: Any = None
+    gradients: Any = None
+    back: Any = None
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        return [update.args[3] for update in self.updates]
+
+
+def _groups(graph: fx.Graph, updates: list[fx.Node], ctx: PassContext) -> list[_Group]:
+    """Sort updates into groups, in the order in which their gradients are complete.
+
+    All of a group wait for the last one's gradient, so nobody may read what one of them has made
+    or write to what one reads before that.
+    """
+    order = program_order(graph)
+    groups: list[_Group] = []
+    opened: dict[tuple, _Group] = {}
+    for update in updates:
+        values, gradient, optimizer, index, *rest = update.args
+        dtypes = tuple(operand.meta["val"].dtype for operand in (values, gradient))
+        key = (ctx.table[index].place.bucket, optimizer, tuple(rest), dtypes)
+        group = opened.get(key)
+        if group is None or not _may_wait_for(group, update, order):
+            group = opened[key] = _Group()
+            groups.append(group)
+        group.updates.append(update)
+    return sorted(groups, key=lambda group: order[group.updates[-1]])
+
+
+def _may_wait_for(group: _Group, update: fx.Node, order: dict[fx.Node, int]) -> bool:
+    here = order[update]
+    for member in group.updates:
+        if member.args[3] == update.args[3] or any(order[user] < here for user in member.users):
+            return False
+        for operand in member.args[:2]:
+            changes = writers(operand) - {member}
+            if any(order[member] < order[writer] < here for writer in changes):
+                return False
+    return True
+
+
+def _find_readers(groups: Sequence[_Group], output: fx.Node) -> None:
+    """Note who needs what each group makes: for another group's update, where that begins."""
+    ready = {update: group.ready for group in groups for update in group.updates}
+    for group in groups:
+        readers = {user for update in group.updates for user in update.users}
+        group.needed = min([ready.get(reader, reader) for reader in readers] + [output])
+
+
+class _Moving:
+    """The groups under way, first in first out: on the host or on their way there, and back."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        self.graph, self.table = gm.graph, ctx.table
+        self.builder = Builder(gm, "place_offload", ctx.table)
+        self.leaving: list[_Group] = []
+        self.returning: list[_Group] = []
+
+    def begin(self, group: _Group) -> None:
+        """Start moving a group to the host, then update the one that has left before it."""
+        group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
+        group.targets = [update.args[0] for update in group.updates]
+        first = self.table[group.indices[0]]
+        group.origin = {"like": group.updates[-1]}
+        if first.shares_bucket:
+            group.origin["bucket"] = first.place.bucket
+        else:
+            group.origin["parameter"] = first.index
+        with self.graph.inserting_before(group.ready):
+            group.values = self._to_host(group, group.targets, "values_to_host")
+            gradients = [update.args[1] for update in group.updates]
+            group.gradients = self._to_host(group, gradients, "gradients_to_host")
+        self.leaving.append(group)
+        while len(self.leaving) > 1:
+            self._update(group.ready)
+
+    def _to_host(self, group: _Group, pieces: list[fx.Node], role: str) -> fx.Node:
+        unassigned = -1
+        return self.builder.call(
+            ops.to_host_start, pieces, group.indices, unassigned, role=role, **group.origin
+        )
+
+    def settle_before(self, here: fx.Node | None) -> None:
+        """Have back on the device, where it is needed, what is needed up to ``here`` or at all."""
+        while under_way := self.returning + self.leaving:
+            due = min(under_way, key=lambda group: group.needed)
+            if here is not None and here < due.needed:
+                return
+            while due in self.leaving:
+                self._update(due.needed)
+            while due in self.returning:
+                self._land(due.needed)
+
+    def _update(self, here: fx.Node) -> None:
+        """Update the oldest group that has left; land what has come back, then send it back."""
+        group = self.leaving.pop(0)
+        with self.graph.inserting_before(here):
+            values = self._pieces(group.values, group, "value_on_host")
+            gradients = self._pieces(group.gradients, group, "gradient_on_host")
+        for update, value, gradient in zip(group.updates, values, gradients, strict=True):
+            here.prepend(update)
+            update.args = (value, gradient, *update.args[2:])
+            self.builder.refresh(update)
+        while self.returning:
+            self._land(here)
+        with self.graph.inserting_before(here):
+            group.back = self.builder.call(
+                ops.to_device_start,
+                list(group.updates),
+                group.indices,
+                self.table[group.indices[0]].device,
+                role="values_to_device",
+                **group.origin,
+            )
+        self.returning.append(group)
+
+    def _land(self, here: fx.Node) -> None:
+        """Wait for what is back longest, and have its readers read it.
+
+        What was memory that outlives the program is written to, as the update did.
+        """
+        group = self.returning.pop(0)
+        with self.graph.inserting_before(here):
+            pieces = self._pieces(group.back, group, "updated_value")
+            for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
+                renewed = piece
+                if any(source.op == "placeholder" for source in memory_of(target)):
+                    renewed = self.builder.call(
+                        aten.copy_.default,
+                        target,
+                        piece,
+                        role="store",
+                        parameter=update.args[3],
+                        like=update,
+                    )
+                update.replace_all_uses_with(renewed, delete_user_cb=lambda u: u is not group.back)
+                for other in (*self.leaving, *self.returning):
+                    other.targets = [renewed if t is update else t for t in other.targets]
+
+    def _pieces(self, start: fx.Node, group: _Group, role: str) -> list[fx.Node]:
+        """Wait for a move, and take apart what has arrived."""
+        arrived = self.builder.call(ops.wait_move, start, role=role, **group.origin)
+        pieces, position = [], 0
+        for index in group.indices:
+            length = self.table[index].shard_numel
+            piece = self.builder.call(
+                aten.slice.Tensor,
+                arrived,
+                0,
+                position,
+                position + length,
+                role=role,
+                parameter=index,
+                like=group.origin["like"],
+            )
+            pieces.append(piece)
+            position += length
+        return pieces
+
+
+def _assign_slots(graph: fx.Graph) -> int:
+    """Number the staging buffers: none is written to before it has been read.  Count them."""
+    order = program_order(graph)
+    free_from: list[int] = []
+    for start in graph.nodes:
+        if start.target is ops.to_host_start:
+            begins, ends = order[start], staged_until(start, order)
+            free = [slot for slot, position in enumerate(free_from) if position < begins]
+            slot = free[0] if free else len(free_from)
+            free_from[slot : slot + 1] = [ends]
+            start.update_arg(2, slot)
+    return len(free_from)

@@ -1,0 +1,364 @@
+"""The pass ``place_offload``: updates on the host, moves as nodes, at most a few under way."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.programs import (
+    assert_program,
+    assert_same_numerics,
+    capture,
+    clone,
+    evaluation,
+    execute,
+    listing,
+    mlp_step,
+    nodes_of,
+    rewritten,
+    rewritten_by_rank,
+    smallest_step,
+)
+from zerofx import GraphError, StepError, ops
+from zerofx.account import moved_bytes
+from zerofx.cost import live_bytes
+from zerofx.figures import NOMINAL
+from zerofx.graph import is_on_host, program_order
+from zerofx.timeline import predict
+from zerofx.verify import verify
+
+aten = torch.ops.aten
+
+FACTS = frozenset({"averaged_gradients", "sharded_updates"})
+OFFLOADED = {"offload": "optimizer", "update_in_backward": True, "bucket": True}
+
+
+@functools.cache
+def tied_step():
+    """A weight used twice, a frozen one, two groups, and a parameter read after its update."""
+    torch.manual_seed(0)
+    tied, other, frozen = (nn.Parameter(torch.randn(5, 5)) for _ in range(3))
+    bias = nn.Parameter(torch.zeros(5))
+    frozen.requires_grad_(False)
+    groups = [{"params": [tied, other]}, {"params": [bias], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+
+    def step(x):
+        y = ((x @ tied).relu() @ other @ frozen + bias) @ tied
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return tied.detach().sum()
+
+    return capture(step, torch.randn(3, 5), world_size=2)
+
+
+@functools.cache
+def twice_step():
+    """One parameter is updated twice in a step."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 5), world_size=2)
+
+
+STEPS = {
+    "smallest": smallest_step,
+    "layers": mlp_step,
+    "clipped": lambda: mlp_step(clip=True),
+    "tied": tied_step,
+    "twice": twice_step,
+}
+
+
+def test_rewrites_the_smallest_program():
+    program = rewritten(smallest_step(), stage=3, **OFFLOADED)
+    assert_program(
+        program,
+        """
+        ...
+        wait_1 = zerofx.wait(reduce_scatter_start)
+        to_host_start = zerofx.to_host_start([w], [0], 0)
+        to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
+        wait_move = zerofx.wait_move(to_host_start)
+        slice = slice(wait_move, 0, 0, 4)
+        wait_move_1 = zerofx.wait_move(to_host_start_1)
+        slice_1 = slice(wait_move_1, 0, 0, 4)
+        update = zerofx.update(slice, slice_1, SGD, 0, None)
+        to_device_start = zerofx.to_device_start([update], [0], device(type='cpu'))
+        wait_move_2 = zerofx.wait_move(to_device_start)
+        slice_2 = slice(wait_move_2, 0, 0, 4)
+        copy_ = copy_(w, slice_2)
+        return []
+        """,
+    )
+
+
+def test_without_the_option_nothing_is_moved():
+    program = rewritten(mlp_step(), stage=3, bucket=True)
+    assert nodes_of(program, *ops.MOVES) == []
+
+
+def test_leaves_a_program_without_updates_alone():
+    program = rewritten(evaluation(), stage=3, **OFFLOADED)
+    assert listing(program) == listing(rewritten(evaluation(), stage=3, bucket=True))
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", STEPS)
+def test_computes_bitwise_what_it_did(name, stage, world_size):
+    step = STEPS[name]()
+    for options in ({}, {"prefetch": True}, {"update_in_backward": False}):
+        before = rewritten_by_rank(step, world_size, stage=stage, **options)
+        after = rewritten_by_rank(step, world_size, stage=stage, **{**OFFLOADED, **options})
+        assert nodes_of(after[0], *ops.MOVES)
+        assert_same_numerics(execute(before), execute(after))
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", STEPS)
+def test_every_update_runs_on_the_host(name, stage):
+    program = rewritten(STEPS[name](), stage=stage, **OFFLOADED)
+    for update in nodes_of(program, ops.update):
+        assert is_on_host(update)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_bucket_moves_at_once(stage):
+    program = rewritten(mlp_step(), stage=stage, **OFFLOADED)
+    buckets = {info.place.bucket for info in program.table}
+    out, back = nodes_of(program, ops.to_host_start), nodes_of(program, ops.to_device_start)
+    assert (len(out), len(back)) == (2 * len(buckets), len(buckets))
+    for start in (*out, *back):
+        members = program.table.bucket(program.table[start.args[1][0]].place.bucket)
+        assert start.args[1] == [info.index for info in members]
+
+
+def test_gradients_leave_while_backward_goes_on():
+    program = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    order = program_order(program.graph)
+    starts = [order[start] for start in nodes_of(program, ops.to_host_start)]
+    waits = [order[wait] for wait in nodes_of(program, ops.wait_move)]
+    products = [order[product] for product in nodes_of(program, aten.mm.default)]
+    assert starts[0] < max(products) and waits[0] > min(p for p in products if p > starts[0])
+
+
+def test_the_copy_back_travels_while_backward_goes_on():
+    program = rewritten(mlp_step(5), stage=3, **OFFLOADED)
+    order = program_order(program.graph)
+    for start in nodes_of(program, ops.to_device_start)[:-3]:
+        (wait,) = start.users
+        between = [n for n in nodes_of(program, aten.mm.default) if order[start] < order[n]]
+        assert any(order[node] < order[wait] for node in between)
+
+
+@pytest.mark.parametrize("num_layers", (3, 8))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_staging_buffers_are_as_many_whatever_the_depth(num_layers, stage):
+    program = rewritten(mlp_step(num_layers), stage=stage, **OFFLOADED)
+    slots = {start.args[2] for start in nodes_of(program, ops.to_host_start)}
+    assert len(slots) == 5
+
+
+def test_at_most_one_bucket_is_on_its_way_back():
+    program = rewritten(mlp_step(8), stage=3, **OFFLOADED)
+    order = program_order(program.graph)
+    spans = [
+        (order[start], order[wait])
+        for start in nodes_of(program, ops.to_device_start)
+        for wait in start.users
+    ]
+    assert all(landed < begun for (_, landed), (begun, _) in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_bytes_moved_are_those_of_values_and_gradients(stage):
+    program = rewritten(mlp_step(), stage=stage, **OFFLOADED)
+    shards = sum(info.shard_numel * 4 for info in program.table)
+    moved = moved_bytes(program.gm)
+    assert (moved.to_host, moved.to_device) == (2 * shards, shards)
+
+
+def test_the_host_is_not_in_the_devices_memory():
+    program = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    alive = live_bytes(program.graph, 2)
+    before = live_bytes(rewritten(mlp_step(), stage=3, **{**OFFLOADED, "offload": None}).graph, 2)
+    largest = max(info.place.shard_numel * 4 for info in program.table)
+    assert max(alive) <= max(before) + 2 * largest
+
+
+def test_the_timeline_has_the_moves():
+    program = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    timeline = predict(program.graph, NOMINAL, program.table, 2)
+    moves = nodes_of(program, *ops.MOVES)
+    assert all(timeline.transfers[move].seconds > 0 for move in moves)
+    slow = NOMINAL.__class__(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
+    exposed = predict(program.graph, slow, program.table, 2).exposed_s
+    nbytes = moved_bytes(program.gm)
+    assert exposed == pytest.approx(nbytes.to_host + nbytes.to_device, rel=0.5)
+
+
+def test_an_update_of_whole_tensors_is_refused():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.Muon([weight])
+
+    def step(x):
+        (x @ weight).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(StepError, match="updated as a whole tensor.*Leave offload out"):
+        rewritten(capture(step, torch.randn(3, 4), world_size=2), stage=3, **OFFLOADED)
+
+
+# What the verifier sees
+
+
+@pytest.fixture(params=(1, 3), name="program")
+def program_fixture(request):
+    return clone(rewritten(mlp_step(), stage=request.param, **OFFLOADED))
+
+
+def refused(program, match):
+    program.gm.graph.lint()
+    with pytest.raises(GraphError, match=match):
+        verify(program.gm, program.table, FACTS)
+
+
+def test_the_program_is_as_it_should_be(program):
+    verify(program.gm, program.table, FACTS)
+
+
+@pytest.mark.parametrize("target", ops.MOVES)
+def test_a_deleted_wait_is_found(program, target):
+    (wait,) = nodes_of(program, target)[0].users
+    wait.replace_all_uses_with(wait.args[0])
+    program.graph.erase_node(wait)
+    refused(program, "must have one wait and no other reader")
+
+
+@pytest.mark.parametrize("target", ops.MOVES)
+def test_a_doubled_move_is_found(program, target):
+    start = nodes_of(program, target)[0]
+    with program.graph.inserting_after(start):
+        program.graph.node_copy(start)
+    refused(program, "must have one wait|moved back 2 times")
+
+
+def test_a_second_wait_is_found(program):
+    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    with program.graph.inserting_after(wait):
+        program.graph.node_copy(wait)
+    refused(program, "must have one wait")
+
+
+def test_reading_what_is_moving_is_found(program):
+    start = nodes_of(program, ops.to_device_start)[0]
+    with program.graph.inserting_after(start):
+        program.graph.call_function(aten.neg.default, (start,)).meta["val"] = start.meta["val"]
+    refused(program, "must have one wait")
+
+
+@pytest.mark.parametrize("target", ops.MOVES)
+@pytest.mark.parametrize("position", (0, 1))
+def test_a_swapped_order_of_pieces_is_found(program, target, position):
+    start = nodes_of(program, target)[position]
+    pieces, *rest = start.args
+    start.args = (pieces[::-1], *rest)
+    refused(program, "another parameter|as if it were|not computed from the average")
+
+
+def test_a_swapped_bucket_is_found(program):
+    """What leaves is of another bucket than it says: values, whose pieces are all there before."""
+    values = nodes_of(program, ops.to_host_start)[::2]
+    if any(piece.op != "placeholder" for start in values for piece in start.args[0]):
+        pytest.skip("shards of whole parameters are taken where they leave")
+    one, other, *_ = values
+    mine, its = one.args[0], other.args[0]
+    one.update_arg(0, its)
+    other.update_arg(0, mine)
+    refused(program, "from the value of another parameter|is recorded as")
+
+
+def test_gradients_of_another_bucket_are_found(program):
+    one, other, *_ = nodes_of(program, ops.to_host_start)[1::2]
+    other.update_arg(0, one.args[0])
+    refused(program, "not computed from the average")
+
+
+def test_another_buckets_return_is_found(program):
+    one, other, *_ = (
+        [piece for wait in start.users for piece in wait.users]
+        for start in nodes_of(program, ops.to_device_start)
+    )
+    for mine, its in zip(one, other, strict=True):
+        its.replace_all_uses_with(mine)
+    refused(program, "nobody reads it there|of another parameter|as if it were")
+
+
+def test_a_value_stored_in_its_neighbour_is_found():
+    program = clone(rewritten(mlp_step(), stage=3, **OFFLOADED))
+    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    stores = [store for piece in wait.users for store in piece.users]
+    first, second = (store.args for store in stores)
+    stores[0].args, stores[1].args = (first[0], second[1]), (second[0], first[1])
+    refused(program, "of another parameter|is recorded as|refuses its operands")
+
+
+def test_a_range_read_from_elsewhere_is_found(program):
+    piece = next(iter(nodes_of(program, ops.wait_move)[0].users))
+    piece.args = (piece.args[0], 0, piece.args[2] + 1, piece.args[3] + 1)
+    refused(program, "is not the range of a parameter")
+
+
+def test_a_lost_return_is_found(program):
+    """Nobody stores a new value."""
+    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    for piece in list(wait.users):
+        for user in list(piece.users):
+            if user.target is aten.copy_.default:
+                user.replace_all_uses_with(user.args[0])
+                program.graph.erase_node(user)
+    if not any(piece.users for piece in wait.users):
+        refused(program, "nobody reads it there")
+
+
+def test_a_staging_buffer_in_use_is_found(program):
+    starts = nodes_of(program, ops.to_host_start)
+    starts[1].update_arg(2, starts[0].args[2])
+    refused(program, "which .* still uses")
+
+
+def test_a_write_under_a_move_is_found():
+    program = clone(rewritten(mlp_step(), stage=3, **OFFLOADED))
+    start = nodes_of(program, ops.to_host_start)[0]
+    parameter = start.args[0][0]
+    with program.graph.inserting_after(start):
+        write = program.graph.call_function(aten.copy_.default, (parameter, parameter))
+        write.meta["val"] = parameter.meta["val"]
+    refused(program, "while .* copies it")
+
+
+def test_a_gradient_left_on_the_device_is_found(program):
+    update = nodes_of(program, ops.update)[0]
+    source = update.args[1].args[0].args[0]
+    index = source.args[1].index(update.args[3])
+    update.update_arg(1, source.args[0][index])
+    refused(program, "nobody reads it there|one operand in host memory")
+
+
+def test_a_reader_on_the_device_of_host_memory_is_found(program):
+    piece = next(iter(nodes_of(program, ops.wait_move)[0].users))
+    with program.graph.inserting_after(piece):
+        program.graph.call_function(aten.neg.default, (piece,)).meta["val"] = piece.meta["val"]
+    refused(program, "which is in host memory")

@@ -1,0 +1,689 @@
+"""``options={"offload": "optimizer"}``: states live in host memory, and nothing else changes.
+
+On a machine without a GPU what torch's CPU allocator gives stands for the device, and memory of the
+system's own for the host: every byte that moves is copied.
+"""
+
+import copy
+import gc
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
+from tests.models import features
+from tests.ranks import ranks_fixture  # noqa: F401
+from tests.test_memory import Allocations
+from zerofx import backend
+from zerofx.account import moved_bytes
+from zerofx.codegen.storage import MASTER
+from zerofx.cost import live_bytes
+from zerofx.errors import StepError
+from zerofx.options import resolve
+from zerofx.runtime import moves
+from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.moves import Mover
+from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.update import OptimizerRunner
+
+OFFLOAD = {"offload": "optimizer"}
+CLIPPED = 0.05  # under the norm of every step's gradients
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+class Tower(nn.Module):
+    """Layers, one of them used twice, and one frozen.  Odd sizes leave padding on two ranks."""
+
+    def __init__(self, width: int = 11):
+        super().__init__()
+        self.body, self.twice = nn.Linear(6, width), nn.Linear(width, width)
+        self.frozen, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.twice(torch.tanh(self.body(x)))
+        return self.head(self.frozen(torch.tanh(self.twice(x))))
+
+
+def built(dtype=torch.float32, make=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = Tower().to(dtype)
+    groups = [
+        {"params": [*model.body.parameters(), *model.twice.parameters()]},
+        {"params": [*model.frozen.parameters(), *model.head.parameters()], "lr": 3e-3},
+    ]
+    return model, make(groups, lr=1e-2)
+
+
+def plain(model, optimizer, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def clipped(model, optimizer, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    clip_grad_norm_(model.parameters(), CLIPPED)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def accumulated(model, optimizer, x, y):
+    losses = []
+    for part in zip(x.chunk(2), y.chunk(2), strict=True):
+        losses.append(F.mse_loss(model(part[0]), part[1]))
+        losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum()
+
+
+def gradients_stay(model, optimizer, x, y):
+    """The gradient outlives the step, and is added to in the next."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def read_after(model, optimizer, x, y):
+    loss = plain(model, optimizer, x, y)
+    return loss + model.twice.weight.detach().sum()
+
+
+def scaled(model, optimizer, x, y):
+    scaler = SCALERS[0]
+    loss = F.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), CLIPPED)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+SCALERS: list = []
+FORMS = (plain, clipped, accumulated, gradients_stay, read_after, scaled)
+
+
+def zero(step=plain, stage=3, **options):
+    return torch.compile(
+        step, backend="zero", options={"stage": stage, "lowering": "eager", **options}
+    )
+
+
+def run(compiled, pair, numbers):
+    dtype = next(pair[0].parameters()).dtype
+    losses = []
+    for number in numbers:
+        batch = [part.to(dtype) for part in features(number, 8)]
+        if torch.distributed.is_initialized():
+            rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            batch = [part.chunk(ranks)[rank] for part in batch]
+        losses.append(compiled(*pair, *batch).double().item())
+    return losses
+
+
+def trained(step, options, dtype=torch.float32, steps=4):
+    torch._dynamo.reset()
+    # Its scale overflows once: the third step is skipped.
+    SCALERS[:] = [torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)]
+    pair = built(dtype)
+    losses = run(zero(step, **options), pair, range(steps))
+    held = sum(map(REGISTRY.host.holds, tensors_of(pair[1])))
+    return losses, pair[0].state_dict(), pair[1].state_dict(), (held, len(tensors_of(pair[1])))
+
+
+def tensors_of(optimizer) -> list[torch.Tensor]:
+    """The optimizer's states that are there per element."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def both(step, stage, options, dtype):
+    options = {"stage": stage, **options}
+    return trained(step, options, dtype), trained(step, {**options, **OFFLOAD}, dtype)
+
+
+def check(found):
+    for without, offloaded in found:
+        assert_same(offloaded[:3], without[:3])
+        assert without[0][0] != without[0][-1]
+        held, count = offloaded[3]
+        assert held == count > 0 and without[3][0] == 0
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("step", (plain, clipped))
+def test_losses_parameters_and_states_are_bitwise_those_without_offload(
+    step, stage, world_size, ranks
+):
+    if world_size == 1:
+        check([both(step, stage, {}, torch.float32)])
+    else:
+        check(ranks(2).run(both, step, stage, {}, torch.float32))
+
+
+STAGE_3_AND_LONG_1 = (3, pytest.param(1, marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("step", FORMS[2:])
+def test_every_form_of_a_step_is_bitwise_the_same(step, stage, ranks):
+    check(ranks(2).run(both, step, stage, {}, torch.float32))
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket": False},
+        {"update_in_backward": False, "prefetch": False},
+        {"prefetch_across_steps": True},
+        {"bucket_bytes": 256, "reduce_dtype": "bfloat16"},
+        {"accumulate": "sharded"},
+    ],
+    ids=str,
+)
+def test_with_other_options_it_is_bitwise_the_same(options, stage, ranks):
+    check(ranks(2).run(both, clipped, stage, options, torch.float32))
+
+
+PRECISIONS = {
+    "masters": {"master_weights": True},
+    "rounded": {"stochastic_rounding": True},
+    "bfloat16 moments": {"moment_dtype": "bfloat16"},
+    "masters, int8 moments": {"master_weights": True, "moment_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precision_options_are_bitwise_the_same(name):
+    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+        check([both(plain, 3, PRECISIONS[name], torch.bfloat16)])
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("name", ["masters, int8 moments", "rounded"])
+def test_precision_options_are_bitwise_the_same_on_two_ranks(name, stage, ranks):
+    check(ranks(2).run(both, clipped, stage, PRECISIONS[name], torch.bfloat16))
+
+
+def train_with(options_of_ranks):
+    torch._dynamo.reset()
+    return run(zero(**options_of_ranks[torch.distributed.get_rank()]), built(), range(1))
+
+
+def test_ranks_that_disagree_hear_of_it(ranks):
+    with pytest.raises(Exception, match="offload optimizer|to_host|update"):
+        ranks(2).run(train_with, [OFFLOAD, {}])
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_other_optimizers_are_bitwise_the_same(make):
+    def losses(**options):
+        torch._dynamo.reset()
+        pair = built(make=make)
+        return run(zero(**options), pair, range(3)), pair[0].state_dict()
+
+    assert_same(losses(**OFFLOAD), losses())
+
+
+# The kernel
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4000), nn.Linear(4000, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def with_kernels(stage, **options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    joined: Counter = Counter()
+    original = OptimizerRunner._run_joined
+
+    def counted(self, members, *rest):
+        found = original(self, members, *rest)
+        joined[len(members), found] += 1
+        return found
+
+    with mock.patch.object(OptimizerRunner, "_run_joined", counted):
+        losses = run(
+            zero(clipped, stage, lowering="inductor", **options), (model, optimizer), range(3)
+        )
+    return losses, model.state_dict(), joined
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_bucket_is_one_kernel_there_too_and_bitwise_the_same(stage):
+    without, offloaded = with_kernels(stage), with_kernels(stage, **OFFLOAD)
+    assert_same(offloaded[:2], without[:2])
+    assert offloaded[2] == without[2] and all(found for _, found in offloaded[2])
+
+
+# Memory
+
+
+class Deep(nn.Module):
+    """Activations outweigh the parameters, so that a step peaks in between the two."""
+
+    def __init__(self, width=96, layers=6):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def squares(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def measured(stage, **options):
+    """What the device holds at most, over a life of a model; of a step; and what is predicted."""
+    torch._dynamo.reset()
+    gc.collect()
+    x = torch.ones(1500, 96)
+    known = set(backend.zero.functions)
+    compiled = torch.compile(
+        squares, backend="zero", options={"stage": stage, "lowering": "eager", **options}
+    )
+    with Allocations() as life:
+        torch.manual_seed(0)
+        model = Deep()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            compiled(model, optimizer, x)
+    with Allocations() as step:
+        compiled(model, optimizer, x)
+    (function,) = [function for function in backend.zero.functions if function not in known]
+    (program,) = function.programs
+    ranks = function.communicator.world_size
+    sockets = not program.options.peer_memory
+    predicted = max(live_bytes(program.gm.graph, ranks, sockets=sockets, table=program.table))
+    states = program.runtime.host_state_bytes()
+    staging = moved_bytes(program.gm).staging
+    return highest(life), highest(step), predicted, states, staging
+
+
+def highest(allocations):
+    alive = most = 0
+    for _, change in allocations.changes:
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def check_memory(without, offloaded):
+    life, step, predicted, states, staging = offloaded
+    assert states > 0 and staging > 0 and without[3] == 0
+    plan = states - (predicted - without[2])
+    assert without[0] - life == pytest.approx(plan, rel=0.05)
+    assert step == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_devices_peak_falls_by_what_the_plan_says(stage):
+    check_memory(measured(stage), measured(stage, **OFFLOAD))
+
+
+def test_on_two_ranks_too(ranks):
+    found = zip(
+        ranks(2).run(measured_there, {}), ranks(2).run(measured_there, OFFLOAD), strict=True
+    )
+    for without, offloaded in found:
+        check_memory(without, offloaded)
+
+
+def measured_there(options):
+    return measured(3, **options)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_nothing_is_allocated_on_the_host_once_it_has_trained(stage):
+    pair, compiled = built(), zero(stage=stage, **OFFLOAD)
+    run(compiled, pair, range(2))
+    before = REGISTRY.host.num_allocations, REGISTRY.host.nbytes
+    run(compiled, pair, range(2, 6))
+    assert (REGISTRY.host.num_allocations, REGISTRY.host.nbytes) == before
+
+
+def test_the_account_is_of_states_and_staging_buffers_and_of_nothing_when_they_are_gone():
+    gc.collect()
+    torch._dynamo.reset()
+    before = REGISTRY.host.nbytes
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(3))
+    (program,) = programs_of(compiled)
+    states = sum(tensor.nbytes for tensor in tensors_of(pair[1]))
+    empty = sum(not tensor.numel() for tensor in tensors_of(pair[1]))
+    staging = moved_bytes(program.gm).staging
+    assert program.runtime.host_needs == {"optimizer states": states, "staging buffers": staging}
+    assert REGISTRY.host.nbytes - before == states + staging + empty
+    assert REGISTRY.host.peak_nbytes >= REGISTRY.host.nbytes
+    del pair, compiled, program
+    torch._dynamo.reset()
+    gc.collect()
+    assert REGISTRY.host.nbytes == before
+
+
+def programs_of(compiled):
+    function = compiled._torchdynamo_orig_callable
+    return [p for f in backend.zero.functions if f.code is function.__code__ for p in f.programs][
+        -1:
+    ]
+
+
+def test_what_a_step_moves_is_what_the_program_says():
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(3))
+    (program,) = programs_of(compiled)
+    moved, mover = moved_bytes(program.gm), program.function.mover
+    assert mover.to_host_bytes == 3 * moved.to_host > 0
+    assert mover.to_device_bytes == 3 * moved.to_device > 0
+
+
+def test_explain_says_where_states_are_and_what_moves():
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(2))
+    text = zerofx.explain(compiled)
+    states = sum(tensor.nbytes for tensor in tensors_of(pair[1]))
+    assert f"optimizer states in host memory             {states / 1024:.2f} KiB" in text
+    for line in ("staging buffers in host memory", "moved per step: to the host", "place_offload"):
+        assert line in text
+    run(other := zero(read_after), built(), range(1))
+    assert "host memory" not in zerofx.explain(other)
+
+
+def test_a_memory_budget_has_room_for_what_travels(ranks):
+    for smallest, alive in ranks(2).run(least_budget):
+        assert alive <= smallest
+
+
+def least_budget():
+    torch._dynamo.reset()
+    options = {"link": "latency_s=1e-4 bytes_per_s=1e9", **OFFLOAD}
+    x = torch.ones(8, 96)
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+    least = 400_000
+    compiled = torch.compile(
+        squares,
+        backend="zero",
+        options={"lowering": "eager", "memory_budget": least, **options},
+    )
+    compiled(model, optimizer, x)
+    (program,) = programs_of(compiled)
+    return least, max(live_bytes(program.gm.graph, 2, table=program.table))
+
+
+# No room
+
+
+def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 1000)
+    pair = built()
+    before = copy.deepcopy(pair[0].state_dict())
+    with pytest.raises(StepError, match=r"needs \d+ bytes of host memory .* 1000 are available"):
+        run(zero(**OFFLOAD), pair, range(1))
+    assert_same(dict(pair[0].state_dict()), dict(before))
+    assert not pair[1].state and REGISTRY.lookup(pair[0].head.weight) is None
+
+
+def test_what_is_there_already_needs_no_more_room(monkeypatch):
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(1))
+    (program,) = programs_of(compiled)
+    staging = program.runtime.host_needs["staging buffers"]
+    torch._dynamo.reset()
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 2 * staging)
+    run(zero(clipped, **OFFLOAD), pair, range(1))
+
+
+def test_the_machine_says_what_is_available():
+    available = HostMemory().available_bytes()
+    assert available is None or available > 2**20
+
+
+# Checkpoints and the user's writes
+
+
+def save_and_resume(stage, first, then):
+    """Train, save, load into other objects with other options, and train on."""
+    torch._dynamo.reset()
+    one, other = built(), built()
+    run(zero(stage=stage, **first), one, range(3))
+    saved = [copy.deepcopy(part.state_dict()) for part in one]
+    compiled = zero(stage=stage, **then)
+    torch._dynamo.reset()
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    losses = run(compiled, other, range(3, 6))
+    return losses, other[0].state_dict(), other[1].state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("first, then", [(OFFLOAD, {}), ({}, OFFLOAD)])
+def test_checkpoints_interchange_with_runs_without_offload(first, then, stage, ranks):
+    expected = ranks(2).run(save_and_resume, stage, {}, {})
+    assert_same(ranks(2).run(save_and_resume, stage, first, then), expected)
+
+
+def switch_over(stage, options_of_steps):
+    """The same objects are trained with and without offload, in turn."""
+    torch._dynamo.reset()
+    pair = built()
+    losses, held = [], []
+    for number, options in enumerate(options_of_steps):
+        torch._dynamo.reset()
+        losses += run(zero(stage=stage, **options), pair, [number])
+        tensors = tensors_of(pair[1])
+        held.append(sum(map(REGISTRY.host.holds, tensors)) / len(tensors))
+    zerofx.unshard(*pair)
+    losses += run(plain, pair, [9])
+    return losses, dict(pair[0].state_dict()), pair[1].state_dict(), held
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+def test_states_move_there_and_back_with_the_options_and_unshard_gives_them_whole(stage, ranks):
+    expected = ranks(2).run(switch_over, stage, [{}, {}, {}])
+    found = ranks(2).run(switch_over, stage, [{}, OFFLOAD, {}])
+    assert_same([each[:3] for each in found], [each[:3] for each in expected])
+    assert all(each[3] == [0, 1, 0] for each in found)
+
+
+def write_between(stage, options):
+    torch._dynamo.reset()
+    pair, compiled = built(), zero(stage=stage, **options)
+    losses = run(compiled, pair, range(2))
+    with zerofx.full_params(pair[0]), torch.no_grad():
+        pair[0].head.weight.fill_(0.25)
+    losses += run(compiled, pair, range(2, 3))
+    state = {name: value + 0.125 for name, value in pair[0].state_dict().items()}
+    pair[0].load_state_dict(state)
+    losses += run(compiled, pair, range(3, 5))
+    saved = pair[1].state_dict()
+    for entry in saved["state"].values():
+        entry["exp_avg"].mul_(0.5)
+    pair[1].load_state_dict(saved)
+    losses += run(compiled, pair, range(5, 7))
+    return losses, pair[0].state_dict(), pair[1].state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+def test_what_the_user_writes_between_steps_is_trained_on(stage, ranks):
+    expected = ranks(2).run(write_between, stage, {})
+    assert_same(ranks(2).run(write_between, stage, OFFLOAD), expected)
+
+
+def test_masters_are_on_the_host_and_forgotten_where_the_user_writes():
+    pair, compiled = built(torch.bfloat16), zero(master_weights=True, **OFFLOAD)
+    run(compiled, pair, range(2))
+    with zerofx.full_params(pair[0]), torch.no_grad():
+        pair[0].head.bias.fill_(3.0)
+    run(compiled, pair, range(2, 3))
+    assert (pair[0].state_dict()["head.bias"].float() - 3.0).abs().max() < 0.1
+    assert all(REGISTRY.host.holds(state[MASTER]) for state in pair[1].state.values())
+
+
+def test_a_step_that_fails_leaves_the_next_one_alone():
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(1))
+    with mock.patch.object(OptimizerRunner, "run", side_effect=RuntimeError("no")):
+        with pytest.raises(RuntimeError, match="no"):
+            run(compiled, pair, range(1))
+    assert run(compiled, pair, range(1, 3))
+
+
+# Options
+
+
+def test_the_options_are_read_from_the_code_and_the_environment():
+    assert resolve({}, {}).offload is None
+    assert resolve(OFFLOAD, {}).offload == "optimizer"
+    assert resolve({}, {"ZEROFX_OFFLOAD": "optimizer"}).offload == "optimizer"
+    assert resolve(OFFLOAD, {"ZEROFX_OFFLOAD": ""}).offload is None
+    assert resolve({"offload_tier": "cpu"}, {}).offload_tier == "cpu"
+
+
+@pytest.mark.parametrize("environ", (False, True))
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("offload", "params"),
+        ("offload", "activations"),
+        ("offload", "auto"),
+        ("offload_tier", "nvme"),
+    ],
+)
+def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
+    options = ({}, {f"ZEROFX_{name.upper()}": value}) if environ else ({name: value}, {})
+    works = "optimizer" if name == "offload" else "cpu"
+    with pytest.raises(ValueError, match=f"'{value}' is planned but not .* What works: {works}"):
+        resolve(*options)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"offload": "optimiser"}, ValueError, "must be one of optimizer, not 'optimiser'"),
+        ({"offload": True}, TypeError, "must be one of optimizer"),
+        ({"offload": ["optimizer"]}, TypeError, "must be one of optimizer"),
+        ({"offload_tier": "disk"}, ValueError, "must be one of cpu, not 'disk'"),
+        ({"offload_tier": None}, TypeError, "must be one of cpu"),
+        ({"stage": 0, **OFFLOAD}, ValueError, "offload needs stage 1, 2 or 3"),
+        ({"offload_dir": "x"}, ValueError, "planned but not in this version"),
+        ({"delayed_update": True}, ValueError, "planned but not in this version"),
+    ],
+)
+def test_bad_options_are_refused_with_words(options, error, words):
+    with pytest.raises(error, match=words):
+        resolve(options, {})
+
+
+# Streams: what is asked of CUDA, in which order.  No GPU has run it.
+
+
+class Cuda:
+    """Stands for ``torch.cuda``: notes what is asked, and does nothing."""
+
+    def __init__(self):
+        self.asked = []
+        self.current = self.Stream("current")
+
+    def __call__(self, *words):
+        self.asked.append(" ".join(map(str, words)))
+
+    def Stream(self, device):  # noqa: N802
+        stream = mock.MagicMock()
+        stream.number = len(self.asked)
+        name = device if device == "current" else f"stream{sum('new' in a for a in self.asked)}"
+        if device != "current":
+            self("new", name)
+        stream.name = name
+        stream.wait_stream = lambda other: self(name, "behind", other.name)
+        stream.wait_event = lambda event: self(name, "after", event.of)
+        return stream
+
+    def Event(self):  # noqa: N802
+        event = mock.MagicMock()
+
+        def record(stream):
+            event.of = f"event of {stream.name}"
+            self("record", event.of)
+
+        event.record = record
+        event.synchronize = lambda: self("host after", event.of)
+        return event
+
+    def current_stream(self, device):
+        return self.current
+
+    def stream(self, stream):
+        return mock.MagicMock()
+
+
+def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(moves, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(moves.torch, "cuda", cuda)
+    memory = mock.MagicMock()
+    memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
+    mover = Mover(memory)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    value = torch.arange(8.0)
+    out = mover.to_host_start(list(value.split([3, 5])), 0)
+    assert torch.equal(mover.wait(out), value)
+    assert cuda.asked == [
+        "new stream0",
+        "stream0 behind current",
+        "record event of stream0",
+        "host after event of stream0",
+    ]
+    cuda.asked.clear()
+    back = mover.to_device_start(list(out.split([3, 5])), torch.device("cpu"), mock.MagicMock())
+    assert torch.equal(mover.wait(back), value)
+    assert cuda.asked[1:] == [
+        f"{cuda.asked[0].split()[1]} behind current",
+        f"record event of {cuda.asked[0].split()[1]}",
+        f"current after event of {cuda.asked[0].split()[1]}",
+    ]
+    cuda.asked.clear()
+    again = mover.to_host_start([value], 0)
+    assert again.data_ptr() == out.data_ptr()
+    assert any("after event" in asked for asked in cuda.asked[:2]), "it has not left the buffer yet"

@@ -1,0 +1,129 @@
+"""Copies between a device and the host: started on streams of their own, waited for by events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.joined import adjoin, join
+
+
+class Mover:
+    """The moves of one compiled function, and its staging buffers in host memory.
+
+    ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
+    Where there is no GPU, a move is a copy that is made as it starts.  The way over CUDA streams
+    has not been run on one.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
+        self._slots: dict[int, Tensor] = {}
+        self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+        self._read: dict[int, Any] = {}  # by address of a staging buffer: when it has left again
+
+    def to_host_start(self, pieces: Sequence[Tensor], slot: int) -> Tensor:
+        """Start copying flat tensors, one behind the other, to a staging buffer."""
+        first = pieces[0]
+        on_gpu = _on_gpu(first.device)
+        numel = sum(piece.numel() for piece in pieces)
+        buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
+        into = buffer[: numel * first.itemsize].view(first.dtype)
+        event = None
+        if on_gpu:
+            after = self._read.pop(buffer.data_ptr(), None)
+            event = self._copy_beside("to host", first.device, pieces, into, after)
+        else:
+            _copy(pieces, into)
+        self.to_host_bytes += into.nbytes
+        self._started[id(into)] = into, pieces, None, event
+        return into
+
+    def to_device_start(
+        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool
+    ) -> Tensor:
+        """Start copying flat tensors in host memory, one behind the other, to a device."""
+        numel = sum(piece.numel() for piece in pieces)
+        event = None
+        if _on_gpu(device):
+            into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
+            event = self._copy_beside("to device", device, pieces, into, None)
+            for piece in pieces:
+                self._read[piece.untyped_storage().data_ptr()] = event
+        else:
+            into = buffers.empty(numel, pieces[0])
+            _copy(pieces, into)
+        self.to_device_bytes += into.nbytes
+        self._started[id(into)] = into, pieces, device, event
+        return into
+
+    def wait(self, started: Tensor) -> Tensor:
+        """Complete a move: what is now on the host can be read, on the device by its kernels."""
+        into, _, device, event = self._started.pop(id(started))
+        if event is not None and device is None:
+            event.synchronize()
+        elif event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+        return into
+
+    def bytes_to_come(self, staging: Mapping[int, int]) -> int:
+        """What staging buffers of these sizes, by number, will take that is not there yet."""
+        there = {slot: buffer.numel() for slot, buffer in self._slots.items()}
+        return sum(max(nbytes - there.get(slot, 0), 0) for slot, nbytes in staging.items())
+
+    def abandon(self) -> None:
+        """Forget what is under way, after a step that failed."""
+        for *_, event in self._started.values():
+            if event is not None:
+                event.synchronize()
+        self._started.clear()
+
+    def _buffer(self, slot: int, nbytes: int, pinned: bool) -> Tensor:
+        """The staging buffer of this number, as large as it has ever had to be."""
+        known = self._slots.get(slot)
+        if known is None or known.numel() < nbytes or known.is_pinned() < pinned:
+            self._slots.pop(slot, None)  # before there is another
+            known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
+        return known
+
+    def _copy_beside(
+        self, way: str, device: torch.device, pieces: Sequence[Tensor], into: Tensor, after: Any
+    ) -> Any:
+        """Copy on a stream of this way's own, behind what the device has been given until now."""
+        if (device, way) not in self._streams:
+            self._streams[device, way] = torch.cuda.Stream(device)
+        stream = self._streams[device, way]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            _copy(pieces, into)
+            event = torch.cuda.Event()
+            event.record(stream)
+        if into.device.type == "cuda":
+            into.record_stream(stream)
+        return event
+
+
+def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:
+    there = [piece.detach() for piece in pieces if piece.numel()]
+    if not there:
+        return
+    if all(adjoin(one, other) for one, other in pairwise(there)):
+        there = [join(there)]
+    position = 0
+    for piece in there:
+        into[position : position + piece.numel()].copy_(piece, non_blocking=True)
+        position += piece.numel()
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
