@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.codegen.arguments import (
-    Arguments,
-    constant_attributes,
-    group_values,
-    read_arguments,
-)
+from zerofx.codegen.arguments import read_arguments
 from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.gradient_norm import squares_of, with_squares
 from zerofx.codegen.gradient_work import GradientWork
@@ -26,7 +20,7 @@ from zerofx.codegen.independence import check_independent
 from zerofx.codegen.kernels import Keep, Kernels, runs_triton
 from zerofx.codegen.rounding import BLOCK
 from zerofx.codegen.storage import NATIVE, Precision
-from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
+from zerofx.codegen.trace import Update
 from zerofx.codegen.triton_kernel import Launches
 from zerofx.codegen.whole_tensors import DividedUpdate, divide
 from zerofx.plan import ParameterInfo
@@ -34,10 +28,8 @@ from zerofx.runtime.communication import Communicator
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 from zerofx.runtime.owners import compute_on_owners
-from zerofx.runtime.stored import Draw, StateStorage, is_scale
-
-# A key that needs more traces than this has a line that makes constants of its inputs.
-_MANY_SPECIALISATIONS = 8
+from zerofx.runtime.stored import Draws, StateStorage, is_scale
+from zerofx.runtime.traces import GroupOfStep, Traces
 
 FEWEST_ELEMENTS = 8192
 """Below this, a CPU kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
@@ -59,8 +51,7 @@ class OptimizerRunner:
     somebody reads after the update; ``keep_source`` is given the kernels that are generated;
     ``precision`` is what states are kept in.  ``owned`` are the parameters whose update may need
     them whole: ``run_on_owners`` begins it and ``run`` ends it.  With ``host``, updates run on CPU
-    tensors and their states are kept there.  ``trace_count`` counts the traces of the optimizer's
-    Python.
+    tensors and their states are kept there.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
     """
@@ -90,41 +81,42 @@ class OptimizerRunner:
                 index: (reference, replace(info, device=cpu))
                 for index, (reference, info) in self._parameters.items()
             }
-        self._layouts = {
-            index: (info.shape, info.stride, info.dtype, info.device)
-            for index, (_, info) in self._parameters.items()
-        }
+        self._traces = Traces(
+            self._optimizer_name,
+            self._parameters,
+            sharded=sharded,
+            owned=owned,
+            gradients_read_later=gradients_read_later,
+            precision=precision,
+            on_host=host is not None,
+        )
         self._storage = StateStorage(precision, self._optimizer_name)
-        self._first_elements: dict[int, int] = {}
-        self._num_steps = 0
+        self._draws = Draws(precision, self._parameters, rank=rank, sharded=sharded)
         self._rank = rank
         self._sharded = sharded
-        self._gradients_read_later = gradients_read_later
         self._owned = owned
         self._divided: dict[int, DividedUpdate] = {}  # by the id of what it is made of
         self._begun: dict[int, _BegunUpdate] = {}
-        self._updates: dict[Hashable, list[Update]] = {}
         self._extensions: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
         self._kernels = Kernels(keep_source)
-        self._checked: set[Hashable] = set()
-        self._shared_keys: dict[Hashable, int] = {}
-        self._changing_integers: set[str] = set()
-        self._groups: dict[int, _GroupOfStep] | None = None
-        self._attributes: tuple = ()
-        self.trace_count = 0
+        self._groups: dict[int, GroupOfStep] | None = None
+
+    @property
+    def trace_count(self) -> int:
+        """How many traces of the optimizer's Python have been made."""
+        return self._traces.count
 
     def begin(self) -> None:
         """Start one optimizer step: look up every parameter's group as it is now."""
         optimizer = self._live_optimizer()
-        self._attributes = constant_attributes(optimizer)
+        self._traces.begin(optimizer)
         self._groups = {}
         self._begun.clear()  # what a step that failed has left
         for values in optimizer.param_groups:
-            group = _GroupOfStep(values)
+            group = GroupOfStep(values)
             for parameter in values["params"]:
                 self._groups[id(parameter)] = group
-        if self._storage.precision.draws:
-            self._number_elements(optimizer)
+        self._draws.begin(optimizer)
 
     def prepare(self, parameters: Iterable[int]) -> None:
         """Trace the first update of these parameters without running it.
@@ -147,7 +139,7 @@ class OptimizerRunner:
             if parameter in self._owned:
                 self._check_owned_precision(info)
             if group is not None and not optimizer.state.get(user_parameter):
-                update, _ = self._find(optimizer, parameter, group, nothing)
+                update, _ = self._traces.find(optimizer, parameter, group, nothing)
                 if parameter in self._owned:
                     self._divide(update, info)
         self._groups = None
@@ -169,7 +161,7 @@ class OptimizerRunner:
             state = optimizer.state.get(reference()) or {}
             there = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
             if not state and group is not None:
-                update, arguments = self._find(optimizer, parameter, group, nothing)
+                update, arguments = self._traces.find(optimizer, parameter, group, nothing)
                 few = torch.zeros(2, dtype=self._storage.precision.compute_dtype(info.dtype))
                 made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
                 per_element = self._storage.bytes_of_an_element(made, few, info)
@@ -225,8 +217,8 @@ class OptimizerRunner:
             shard_shape = tuple(data.shape) if self._sharded else None
             logical = self._storage.logical(values, info)
             state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)
-            traced, arguments = self._find(optimizer, parameter, group, state)
-            draw = self._draw(parameter, values)
+            traced, arguments = self._traces.find(optimizer, parameter, group, state)
+            draw = self._draws.of(parameter, values)
             update, tensors, numbers = self._storage.rewrite(
                 traced, values, arguments, state, data, grad.dtype, draw
             )
@@ -237,7 +229,7 @@ class OptimizerRunner:
         self._keep(user_parameter, group, values, new_state, new_group)
         return data
 
-    def _of_step(self, parameter: int) -> tuple[nn.Parameter, ParameterInfo, _GroupOfStep]:
+    def _of_step(self, parameter: int) -> tuple[nn.Parameter, ParameterInfo, GroupOfStep]:
         """The user's parameter, its layout, and its group in the step under way."""
         if self._groups is None:
             raise RuntimeError(
@@ -257,7 +249,7 @@ class OptimizerRunner:
     def _keep(
         self,
         user_parameter: nn.Parameter,
-        group: _GroupOfStep,
+        group: GroupOfStep,
         values: Mapping[str, Any],
         new_state: Mapping[str, Any],
         new_group: Mapping[str, Any],
@@ -314,7 +306,7 @@ class OptimizerRunner:
         values = optimizer.state.get(user_parameter) or {}
         self._check_shards(values, data, info)
         state = read_arguments(values, shard_shape=tuple(data.shape), inputs=values)
-        update, arguments = self._find(optimizer, parameter, group, state)
+        update, arguments = self._traces.find(optimizer, parameter, group, state)
         divided = self._divide(update, info)
         grad = grad.to(data.dtype)
         if update.clones_gradient:
@@ -453,29 +445,9 @@ class OptimizerRunner:
         last, _, parameter = piece[-1]
         if storage is torch.int8 and any(len(data) % BLOCK for data, *_ in piece):
             return False
-        return self._number_of_first(parameter) + len(last) == self._number_of_first(member[2])
-
-    def _number_elements(self, optimizer: torch.optim.Optimizer) -> None:
-        first = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._first_elements[id(parameter)] = first
-                first += parameter.numel()
-
-    def _number_of_first(self, parameter: int) -> int:
-        """Of this rank's first element of a parameter, among all elements of the optimizer."""
-        reference, info = self._parameters[parameter]
-        start = info.owned_by(self._rank)[0] if self._sharded else 0
-        return self._first_elements[id(reference())] + start
-
-    def _draw(self, parameter: int, values: Mapping[str, Any]) -> Draw | None:
-        """What this step's random numbers are drawn by, if any are."""
-        precision = self._storage.precision
-        if not precision.draws:
-            return None
-        step = values.get("step")
-        number = self._num_steps if step is None else int(step)
-        return Draw(self._number_of_first(parameter), precision.rounding_seed, number)
+        return self._draws.number_of_first(parameter) + len(last) == self._draws.number_of_first(
+            member[2]
+        )
 
     def _in_blocks(
         self, update: Update, data: Tensor, grad: Tensor
@@ -523,18 +495,18 @@ class OptimizerRunner:
         with torch.no_grad():
             logical = self._storage.logical(values, info)
             state = read_arguments(logical, shard_shape=(sum(lengths),), inputs=logical)
-            traced, arguments = self._find(optimizer, parameters[0], group, state)
-            layouts = {self._layouts[parameter]: parameter for parameter in parameters}
+            traced, arguments = self._traces.find(optimizer, parameters[0], group, state)
+            layouts = {self._traces.layouts[parameter]: parameter for parameter in parameters}
             for parameter in layouts.values():
-                other, _ = self._find(optimizer, parameter, group, state)
+                other, _ = self._traces.find(optimizer, parameter, group, state)
                 if other.computation != traced.computation:
                     return False
             if traced.writes_gradient:
                 for parameter in parameters:
-                    self._check_gradient(traced, parameter)
+                    self._traces.check_gradient(traced, parameter)
             data = join([member[0] for member in members])
             grad = join([member[1] for member in members])
-            draw = self._draw(parameters[0], values)
+            draw = self._draws.of(parameters[0], values)
             gradient_dtype = grad.dtype if work is None else work.dtype
             update, tensors, numbers = self._storage.rewrite(
                 traced, values, arguments, state, data, gradient_dtype, draw
@@ -583,7 +555,7 @@ class OptimizerRunner:
         for group in (self._groups or {}).values():
             group.values.update(group.changed)
         self._groups = None
-        self._num_steps += 1
+        self._draws.end()
         self._live_optimizer()._opt_called = True
 
     def _live_optimizer(self) -> torch.optim.Optimizer:
@@ -594,69 +566,6 @@ class OptimizerRunner:
                 "for as long as the step is called"
             )
         return optimizer
-
-    def _find(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter: int,
-        group: _GroupOfStep,
-        state: Arguments,
-    ) -> tuple[Update, Arguments]:
-        """The trace that holds for these arguments, made now if there is none."""
-        if group.arguments is None:
-            given = group_values(group.values)
-            if self._host is not None:  # a learning rate on a GPU is read there once a step
-                given = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
-            group.arguments = read_arguments(
-                given, shard_shape=None, inputs=self._changing_integers
-            )
-            # A number for the part of the key that all parameters of the group share.
-            shared = (self._attributes, group.arguments.key)
-            group.key = self._shared_keys.setdefault(shared, len(self._shared_keys))
-        arguments = group.arguments
-        key = (self._layouts[parameter], group.key, state.key)
-        known = self._updates.setdefault(key, [])
-        scalars = (*arguments.scalars, *state.scalars)
-        for update in known:
-            if update.guard is None or update.guard(scalars):
-                self._check_gradient(update, parameter)
-                return update, arguments
-        moment = (group.key, scalars)
-        if state.values and moment not in self._checked:
-            self._checked.add(moment)
-            check_independent(optimizer, state.values)
-        self.trace_count += 1
-        info = self._parameters[parameter][1]
-        info = replace(info, dtype=self._storage.precision.compute_dtype(info.dtype))
-        try:
-            # One that is divided later is whole until then.
-            sharded = self._sharded and parameter not in self._owned
-            update = trace_update(optimizer, info, group=arguments, state=state, sharded=sharded)
-        except ChangingIntegers as changing:
-            self._changing_integers |= changing.names
-            group.arguments = None
-            return self._find(optimizer, parameter, group, state)
-        self._check_gradient(update, parameter)
-        known.append(update)
-        if len(known) == _MANY_SPECIALISATIONS + 1:
-            lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]
-            warnings.warn(
-                f"{self._optimizer_name}.step has been traced {len(known)} times for parameter "
-                f"'{info.name}', because of {', '.join(lines)}: every new value of a "
-                "hyperparameter costs a trace. Keep numbers out of int() and numpy.",
-                stacklevel=2,
-            )
-        return update, arguments
-
-    def _check_gradient(self, update: Update, parameter: int) -> None:
-        if update.writes_gradient and parameter in self._gradients_read_later:
-            name = self._parameters[parameter][1].name
-            raise UpdateError(
-                f"{self._optimizer_name}.step writes to p.grad, and the gradient of '{name}' is "
-                "read after it, in the step or as p.grad once the step is over: zerofx's update "
-                "works on a copy. Write `grad = p.grad.clone()` in the optimizer, or call "
-                "optimizer.zero_grad() right after optimizer.step()."
-            )
 
     def _check_shards(self, values: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
         """Refuse a state that is neither this rank's shard nor a number."""
@@ -687,13 +596,3 @@ class _BegunUpdate:
         """Run the part between the two, on the rank that owns the parameter."""
         assert self.divided.core is not None
         return self.divided.core(whole, *self.numbers)
-
-
-class _GroupOfStep:
-    """A parameter group during one step: read once, changed at its end."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.arguments: Arguments | None = None
-        self.key = -1
-        self.changed: dict[str, Any] = {}
