@@ -34,6 +34,7 @@ from torch import fx, nn
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.buffers import in_huge_pages
 from zerofx.runtime.update import OptimizerRunner
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -76,7 +77,7 @@ CLIPPED = {"zerofx clipped": ADAMW_BYTES, "zerofx clipped apart": ADAMW_BYTES + 
 
 def zerofx(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
     dtype, precision, num_bytes = PRECISIONS.get(name) or (*PRECISIONS["zerofx"][:2], CLIPPED[name])
-    parameter = nn.Parameter(start.to(dtype, copy=True))
+    parameter = nn.Parameter(in_huge_pages(start.to(dtype, copy=True)))  # as a compiled step's are
     optimizer = torch.optim.AdamW([parameter], **HYPERPARAMETERS)
     info = ParameterInfo(
         index=0,

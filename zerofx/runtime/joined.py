@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.rounding import num_blocks
 from zerofx.codegen.storage import NATIVE
-from zerofx.runtime.buffers import prefer_huge_pages
+from zerofx.runtime.buffers import in_huge_pages, prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, without_base
 from zerofx.runtime.stored import is_scale
 
@@ -69,7 +69,7 @@ def keep_state(
         parts = blocks_of(lengths) if is_scale(name, native) else lengths
         if isinstance(value, Tensor) and value.shape == (sum(parts),):
             if value is not joined.get(name):
-                _divide(name, value, states, parts)
+                _divide(name, in_huge_pages(value), states, parts)
         elif isinstance(value, Tensor):
             for state in states:
                 if not isinstance(state.get(name), Tensor):
