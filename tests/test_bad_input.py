@@ -573,7 +573,8 @@ def test_bad_options_are_refused_where_they_are_written(arguments, error, says):
     [
         ("ZEROFX_STAGE", "4", "ZEROFX_STAGE must be one of 0, 1, 2, 3, not '4'"),
         ("ZEROFX_PREFECH", "0", "did you mean 'ZEROFX_PREFETCH'"),
-        ("ZEROFX_OFFLOAD", "1", "planned but not in this version"),
+        ("ZEROFX_OFFLOAD", "params", "planned but not in this version"),
+        ("ZEROFX_OFFLOAD", "1", "must be one of"),
     ],
 )
 def test_bad_variables_are_refused_at_the_first_call(monkeypatch, variable, value, says):
