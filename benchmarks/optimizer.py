@@ -34,7 +34,7 @@ from torch import fx, nn
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.plan import ParameterInfo
-from zerofx.runtime.buffers import in_huge_pages
+from zerofx.runtime.pages import in_huge_pages
 from zerofx.runtime.update import OptimizerRunner
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}

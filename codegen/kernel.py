@@ -54,8 +54,9 @@ class UpdateKernel:
 
     def __init__(self, update: Update, split: _Split, is_compiled: bool = True) -> None:
         self._numbers, self._elements, self._plan = split
-        compiled = compat.compile_for_any_length(self._elements) if is_compiled else self._elements
-        self._run: Callable = compiled
+        self._run: Callable = self._elements
+        if is_compiled:
+            self._run = compat.compile_for_any_length(self._elements)
         self._update = update
         # Where the step's numbers are written for the kernel to read: the same memory each time.
         num_numbers = self._plan.num_numbers
@@ -201,11 +202,9 @@ def _split(
         return None  # the numbers are all computed before the elements: it would be too new
     for node in needed:
         inside[node] = elements.placeholder(node.name)
-    weights = dict.fromkeys(
-        _weights(n for n in gm.graph.nodes if n in elementwise)
-        if numbers_as_tensors and not any_weight
-        else ()
-    )
+    weights: dict[fx.Node, None] = {}
+    if numbers_as_tensors and not any_weight:
+        weights = dict.fromkeys(_weights(node for node in gm.graph.nodes if node in elementwise))
     root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is
     if update.clones_gradient:  # in the kernel: no memory that holds a copy
         gradient = placeholders[1]

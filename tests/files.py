@@ -5,9 +5,10 @@ import os
 import threading
 import time
 
+import pytest
 import torch
 
-from zerofx.runtime.files import BucketLayout, Field
+from zerofx.runtime.files import BucketLayout, Field, FileStore
 from zerofx.runtime.files.layout import ALIGNMENT
 from zerofx.runtime.files.system import O_DIRECT, SystemCalls
 
@@ -174,3 +175,43 @@ class Buffered(Watched):
 
 class BufferedShort(Buffered, Short):
     """Both."""
+
+
+BIG = layout("big", shard=5 * BLOCK // 4 + 7, exp_avg=(torch.bfloat16, 3), empty=0)
+
+
+@pytest.fixture(name="open_store")
+def open_store_fixture(tmp_path):
+    """Open stores on so many directories; closed after the test."""
+    opened = []
+
+    def open_one(layouts=(BIG,), num_directories=1, **options):
+        directories = [tmp_path / f"disk{index}" for index in range(num_directories)]
+        for directory in directories:
+            directory.mkdir(exist_ok=True)
+        options = {"block_bytes": BLOCK, "depth": 8, **options}
+        opened.append(FileStore(directories, layouts, **options))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def write(store, bucket, values):
+    store.wait(store.start_write(bucket, values))
+
+
+def read(store, bucket):
+    values = empty_values(store.layout(bucket))
+    store.wait(store.start_read(bucket, values))
+    return values
+
+
+def files_of(store):
+    return sorted(
+        os.path.join(folder, name)
+        for folder in store.folders
+        for name in os.listdir(folder)
+        if name.startswith("bucket-")
+    )

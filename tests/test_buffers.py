@@ -2,7 +2,8 @@
 
 import torch
 
-from zerofx.runtime.buffers import HUGE_PAGE_BYTES, BufferPool
+from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.pages import HUGE_PAGE_BYTES
 
 LIKE = torch.empty(0)
 

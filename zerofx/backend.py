@@ -32,10 +32,10 @@ from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.plan import KeptGathered
 from zerofx.runtime.agreement import Agreement, AgreementError
-from zerofx.runtime.buffers import return_freed_memory
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.link import measured
 from zerofx.runtime.moves import Mover
+from zerofx.runtime.pages import return_freed_memory
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.step import StepRuntime

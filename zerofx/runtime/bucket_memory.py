@@ -10,8 +10,8 @@ from torch import nn
 
 from zerofx import compat
 from zerofx.plan import ParameterInfo
-from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, whole_from_flat
+from zerofx.runtime.pages import prefer_huge_pages
 
 
 class BucketMemory:

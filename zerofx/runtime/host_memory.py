@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import StepError
-from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, without_base
+from zerofx.runtime.pages import aligned_empty
 
 
 class HostMemory:
@@ -63,8 +62,7 @@ class HostMemory:
             if pinned:
                 memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
-                memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
-                prefer_huge_pages(memory)
+                memory = aligned_empty(nbytes)
         self._count(memory, nbytes)
         return without_base(memory[: numel * dtype.itemsize].view(dtype))
 
@@ -124,10 +122,3 @@ class HostMemory:
                 if isinstance(value, Tensor) and value.dim() and self.holds(value):
                     with ordinary_tensors():
                         state[name] = value.detach().to(device, copy=True)
-
-
-def _pages(nbytes: int) -> mmap.mmap:
-    """Pages of the system that no allocator knows of."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

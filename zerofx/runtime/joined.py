@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zerofx.codegen.rounding import num_blocks
 from zerofx.codegen.storage import NATIVE
-from zerofx.runtime.buffers import in_huge_pages, prefer_huge_pages
 from zerofx.runtime.flat import ordinary_tensors, without_base
+from zerofx.runtime.pages import in_huge_pages, prefer_huge_pages
 from zerofx.runtime.stored import is_scale
 
 

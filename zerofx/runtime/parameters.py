@@ -20,7 +20,6 @@ from torch import nn
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
-from zerofx.runtime.buffers import prefer_huge_pages
 from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.flat import (
     make_equal,
@@ -36,6 +35,7 @@ from zerofx.runtime.guarded import (
     guarded_class,
 )
 from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.pages import prefer_huge_pages
 
 
 class ParameterRegistry:

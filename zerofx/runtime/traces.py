@@ -40,7 +40,8 @@ class Traces:
 
     ``owned`` are the parameters whose update is traced whole, to be divided later;
     ``gradients_read_later`` are those whose gradient somebody reads after the update.  With
-    ``on_host``, a group's tensors are read on the CPU.  ``count`` is how many have been made.
+    ``on_host``, a group's tensors are read on the CPU.  ``layouts`` are what a trace depends on of
+    each parameter, ``count`` is how many have been made.
     """
 
     def __init__(

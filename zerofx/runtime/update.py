@@ -25,10 +25,11 @@ from zerofx.codegen.triton_kernel import Launches
 from zerofx.codegen.whole_tensors import DividedUpdate, divide
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.communication import Communicator
+from zerofx.runtime.draws import Draws
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 from zerofx.runtime.owners import compute_on_owners
-from zerofx.runtime.stored import Draws, StateStorage, is_scale
+from zerofx.runtime.stored import StateStorage, is_scale
 from zerofx.runtime.traces import GroupOfStep, Traces
 
 FEWEST_ELEMENTS = 8192

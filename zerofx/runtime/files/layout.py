@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-ALIGNMENT = max(4096, mmap.PAGESIZE)
+from zerofx.runtime.pages import PAGE_BYTES
+
+ALIGNMENT = PAGE_BYTES
 """What positions, lengths and addresses are multiples of, in bytes: direct I/O asks for it."""
 
 

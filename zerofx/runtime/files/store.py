@@ -11,10 +11,10 @@ import torch
 
 from zerofx.errors import FileTierError
 from zerofx.runtime.files.layout import ALIGNMENT, BucketLayout, Field, round_up
-from zerofx.runtime.files.memory import aligned_empty, bytes_of
 from zerofx.runtime.files.stripes import Stripes
 from zerofx.runtime.files.system import SystemCalls
-from zerofx.runtime.files.transfers import Operation, Piece, Transfers
+from zerofx.runtime.files.transfers import Operation, Piece, Transfers, bytes_of
+from zerofx.runtime.pages import aligned_empty
 
 MIN_BLOCK_BYTES = 512 * 1024
 

@@ -19,9 +19,9 @@ import torch
 
 from zerofx.errors import FileTierError
 from zerofx.runtime.files.layout import ALIGNMENT, round_up
-from zerofx.runtime.files.memory import aligned_empty, bytes_of
 from zerofx.runtime.files.stripes import StripeFile
 from zerofx.runtime.files.system import SystemCalls
+from zerofx.runtime.pages import aligned_empty
 
 MAX_STALLS = 8
 """How often a call may end without progress before it is taken for a failure."""
@@ -301,3 +301,10 @@ def _failure(operation: Operation, piece: Piece, error: OSError) -> FileTierErro
         offset=piece.offset,
         errno=error.errno,
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A dense CPU tensor's memory, writable.  The caller keeps the tensor alive."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

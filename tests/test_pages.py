@@ -1,0 +1,61 @@
+"""Memory from the system begins at a page, holds what it should, and goes back to it."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+
+from zerofx.runtime.pages import HUGE_PAGE_BYTES, PAGE_BYTES, aligned_empty, in_huge_pages
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_BYTES, 2**21 - 1, 2**21, 2**21 + 1])
+def test_memory_begins_at_a_page_and_outlives_its_maker(nbytes):
+    memory = aligned_empty(nbytes)
+    assert memory.data_ptr() % PAGE_BYTES == 0 and memory.nbytes == nbytes
+    view = memory[nbytes // 2 :].fill_(7)
+    del memory
+    gc.collect()
+    assert (view == 7).all()
+
+
+def test_pinned_memory_is_let_go_of_before_it_is_unmapped(monkeypatch):
+    calls = []
+
+    class Cudart:
+        """What CUDA would be told."""
+
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            calls.append(("register", address, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            calls.append(("unregister", address, ctypes.string_at(address, 1)))  # still there
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    memory = aligned_empty(3 * PAGE_BYTES + 1, pinned=True).fill_(7)
+    address, view = memory.data_ptr(), memory[5:]
+    del memory
+    gc.collect()
+    assert calls == [("register", address, 3 * PAGE_BYTES + 1)]
+    del view
+    gc.collect()
+    assert calls[1:] == [("unregister", address, b"\x07")]
+
+
+def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch):
+    class Cudart:
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    with pytest.raises(RuntimeError, match=f"pin {PAGE_BYTES} bytes.*error 2.*ulimit -l"):
+        aligned_empty(PAGE_BYTES, pinned=True)
+
+
+def test_what_is_large_enough_is_copied_to_huge_pages_and_nothing_else():
+    large = torch.arange(2 * HUGE_PAGE_BYTES // 4 + 7, dtype=torch.int32)
+    moved = in_huge_pages(large)
+    assert moved.equal(large) and moved.data_ptr() != large.data_ptr()
+    small = large[: 2 * HUGE_PAGE_BYTES // 4 - 1]
+    assert in_huge_pages(small) is small
