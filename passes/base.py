@@ -46,8 +46,8 @@ class Pass:
 
     ``requires`` and ``provides`` are facts about the program, checked over the pipeline.
     An ``optional`` pass is switched by the option of its name.  One that
-    ``preserves_numerics`` leaves every result bitwise the same at two ranks.  One with an
-    ``option`` runs if that is given.
+    ``preserves_numerics`` leaves every result bitwise the same at two ranks.  One that
+    ``offloads`` some targets runs if the option ``offload`` names one of them.
     """
 
     name: str
@@ -57,4 +57,4 @@ class Pass:
     optional: bool = False
     preserves_numerics: bool = True
     smallest_stage: int = 0
-    option: str = ""
+    offloads: frozenset[str] = frozenset()

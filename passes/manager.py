@@ -73,8 +73,8 @@ def run_pipeline(
 def _why_skipped(step: Pass, ctx: PassContext) -> str:
     if ctx.options.stage < step.smallest_stage:
         return f"stage {ctx.options.stage} (needs {step.smallest_stage})"
-    if step.option and not getattr(ctx.options, step.option):
-        return f"no {step.option}"
+    if step.offloads and step.offloads.isdisjoint(ctx.options.offload):
+        return "no offload"
     if step.optional and not ctx.options.enabled(step.name):
         return "turned off"
     return ""

@@ -577,10 +577,12 @@ def test_a_step_that_fails_leaves_the_next_one_alone():
 
 
 def test_the_options_are_read_from_the_code_and_the_environment():
-    assert resolve({}, {}).offload is None
-    assert resolve(OFFLOAD, {}).offload == "optimizer"
-    assert resolve({}, {"ZEROFX_OFFLOAD": "optimizer"}).offload == "optimizer"
-    assert resolve(OFFLOAD, {"ZEROFX_OFFLOAD": ""}).offload is None
+    assert resolve({}, {}).offload == ()
+    for given in ("optimizer", ["optimizer"], ("optimizer",), {"optimizer"}):
+        assert resolve({"offload": given}, {}).offload == ("optimizer",)
+    assert resolve({}, {"ZEROFX_OFFLOAD": "optimizer"}).offload == ("optimizer",)
+    assert resolve(OFFLOAD, {"ZEROFX_OFFLOAD": ""}).offload == ()
+    assert resolve({"offload": None}, {}).offload == resolve({"offload": []}, {}).offload == ()
     assert resolve({"offload_tier": "cpu"}, {}).offload_tier == "cpu"
 
 
@@ -605,8 +607,10 @@ def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
     "options, error, words",
     [
         ({"offload": "optimiser"}, ValueError, "must be one of optimizer, not 'optimiser'"),
-        ({"offload": True}, TypeError, "must be one of optimizer"),
-        ({"offload": ["optimizer"]}, TypeError, "must be one of optimizer"),
+        ({"offload": True}, TypeError, "words like 'optimizer', or a list of them"),
+        ({"offload": ["optimizer", 3]}, TypeError, "must be one of optimizer"),
+        ({"offload": "optimizer, optimiser"}, ValueError, "not 'optimiser'"),
+        ({"offload": ""}, ValueError, "must be one of optimizer, not ''"),
         ({"offload_tier": "disk"}, ValueError, "must be one of cpu, not 'disk'"),
         ({"offload_tier": None}, TypeError, "must be one of cpu"),
         ({"stage": 0, **OFFLOAD}, ValueError, "offload needs stage 1, 2 or 3"),

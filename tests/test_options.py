@@ -38,7 +38,7 @@ def test_defaults_are_the_contracts():
         "bucket_bytes": None,
         "memory_budget": None,
         "link": None,
-        "offload": None,
+        "offload": (),
         "offload_tier": "cpu",
         "dump": None,
         "recompute": True,

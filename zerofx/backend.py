@@ -239,7 +239,7 @@ class Program:
         self.schedule = (
             *schedule(self.gm, step.table, options.stage),
             *_precision(options).description,
-            *([f"offload {options.offload}"] if options.offload else []),
+            *([f"offload {', '.join(options.offload)}"] if options.offload else []),
         )
         self.runtime: StepRuntime | None = None
 
@@ -281,6 +281,7 @@ class Program:
                 keep_source=self.dump.write_kernel if self.dump else None,
                 precision=_precision(options),
                 mover=self.function.mover if options.offload else None,
+                states_on_host="optimizer" in options.offload,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

@@ -58,8 +58,8 @@ class Options:
     """What plans are made with; None measures the group's own when it first compiles."""
     memory_budget: int | None = None
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
-    offload: str | None = None
-    """``optimizer``: its states live in host memory and updates run there.  None: on the device."""
+    offload: tuple[str, ...] = ()
+    """What does not stay on the device.  ``optimizer``: states, and updates run on the host."""
     offload_tier: str = "cpu"
     """Where to: host memory."""
     dump: str | None = None
@@ -213,6 +213,34 @@ class _Choice:
 
     def _allowed(self) -> str:
         return ", ".join(str(choice) for choice in self.choices)
+
+
+class _Several:
+    """Some of a few words, one after the other with commas or in a list; none of them for None.
+
+    ``planned`` are words to come, and what to do until then.
+    """
+
+    def __init__(self, choices: tuple[str, ...], planned: Mapping[object, str]) -> None:
+        self.one = _Choice(choices, planned=planned)
+
+    def from_object(self, name: str, value: object) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple | set | frozenset):
+            raise TypeError(
+                f"{name} must be words like {', '.join(map(repr, self.one.choices))}, or a list of"
+                f" them, not {_kind_of(value)}"
+            )
+        chosen = {
+            self.one.from_object(name, word.strip() if isinstance(word, str) else word)
+            for word in words
+        }
+        return tuple(word for word in map(str, self.one.choices) if word in chosen)
+
+    def from_text(self, name: str, text: str) -> tuple[str, ...]:
+        return self.from_object(name, text) if text else ()
 
 
 class _Switch:
@@ -371,7 +399,7 @@ class _Group:
         )
 
 
-_Accepted = _Choice | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Group
+_Accepted = _Choice | _Several | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Group
 
 _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
@@ -382,9 +410,8 @@ _ACCEPTED: dict[str, _Accepted] = {
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
     "link": _Link(),
-    "offload": _Choice(
+    "offload": _Several(
         ("optimizer",),
-        optional=True,
         planned={
             "params": "stage 3 keeps 1/N of them on each rank",
             "activations": "torch.utils.checkpoint recomputes them instead",

@@ -57,8 +57,9 @@ class StepRuntime:
     are the (optimizer, parameter) pairs that it updates.  With ``moves_whole`` whole
     parameters live in their bucket's memory; ``in_place`` are the buckets, as their parameters'
     indices, that the program may write to before its last copies do.  ``keep_source`` is given
-    the name and the text of each kernel that is generated for an update.  With a ``mover`` updates
-    run on the host, whose ``host_needs`` are the bytes that they will take there, by what for.
+    the name and the text of each kernel that is generated for an update.  A ``mover`` makes
+    the program's moves; with ``states_on_host`` optimizer states live there, and updates run there.
+    ``host_needs`` are the bytes that all this will take there, by what for.
 
     Raises: UpdateError if an optimizer's update cannot be compiled, StepError if the host has no
     room for it; nothing has changed then.
@@ -80,6 +81,7 @@ class StepRuntime:
         keep_source: Callable[[str, str], None] | None = None,
         precision: Precision = PLAIN,
         mover: Mover | None = None,
+        states_on_host: bool = False,
     ):
         self.communicator = communicator
         self.table = table
@@ -126,6 +128,7 @@ class StepRuntime:
         parameters = {info.index: (tensors[info.index], info) for info in table}
         updates = list(updates)
         self.mover = mover
+        self.states_on_host = states_on_host
         self.moved_out = _moved_out(graph)
         read_later = _gradients_read_after_update(graph)
         owned = _owned_parameters(graph)
@@ -139,7 +142,7 @@ class StepRuntime:
                 keep_source=keep_source,
                 precision=precision,
                 owned=owned.get(handle, frozenset()),
-                host=REGISTRY.host if mover is not None else None,
+                host=REGISTRY.host if states_on_host else None,
             )
             for handle, optimizer in optimizers.items()
         }
@@ -507,10 +510,10 @@ class StepRuntime:
     def _states_of(self, optimizer: int, parameters: list[int]) -> Iterator[OptimizerRunner]:
         """The optimizer's runner, with these parameters' states where they are to be."""
         runner = self._runner(optimizer, parameters)
-        if self.mover is not None or not REGISTRY.host.is_empty:
+        if self.states_on_host or not REGISTRY.host.is_empty:
             runner.place_states(parameters, REGISTRY.host)
         yield runner
-        if self.mover is not None:
+        if self.states_on_host:
             runner.place_states(parameters, REGISTRY.host)  # those it has made
 
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
