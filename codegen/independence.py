@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerofx.codegen.arguments import group_values
 from zerofx.codegen.elementwise import UpdateError
+from zerofx.codegen.shadow import own_copy, shadow_of
 
 _SHAPE = (4, 4)
 _PER_GROUP = 2
@@ -64,7 +62,7 @@ def _train(
         parameters[group, place] = torch.nn.Parameter(torch.randn(_SHAPE, generator=generator))
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(seed)
-        shadow = _copy_over(optimizer, parameters)
+        shadow = shadow_of(optimizer, parameters)
         for parameter in parameters.values() if state else ():
             shadow.state[parameter] = {name: _like(value) for name, value in (state or {}).items()}
         for number in range(_STEPS):
@@ -76,38 +74,8 @@ def _train(
     return {member: parameter.detach() for member, parameter in parameters.items()}
 
 
-def _copy_over(
-    optimizer: torch.optim.Optimizer, parameters: dict[tuple[int, int], torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """A copy without state, of only the groups that have members."""
-    shadow: Any = object.__new__(type(optimizer))
-    for name, value in optimizer.__dict__.items():
-        if name in ("state", "param_groups", "step"):
-            continue
-        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-        shadow.__dict__[name] = {} if is_hooks else _own_copy(value)
-    shadow.state = defaultdict(dict)
-    shadow.param_groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        members = [p for (owner, _), p in parameters.items() if owner == number]
-        if members:
-            values = {name: _own_copy(value) for name, value in group_values(group).items()}
-            # Groups must differ for a step that reads another's to show itself.
-            if isinstance(values.get("lr"), float):
-                values["lr"] *= 1 + number / 8
-            shadow.param_groups.append({"params": members, **values})
-    return shadow
-
-
 def _like(value: Any) -> Any:
     """A small state for a large one; a number is kept."""
     if isinstance(value, torch.Tensor) and value.dim():
         return torch.full(_SHAPE, 0.5).to(value.dtype)
-    return _own_copy(value)
-
-
-def _own_copy(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
+    return own_copy(value)

@@ -9,10 +9,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from tests import models
 from tests.models import Mlp, squared_loss
+from zerofx.errors import StepError
 
 BATCH = models.features(0, 4)
 STAGES = (0, 1, 2, 3)
@@ -116,9 +117,42 @@ def test_more_models_than_torch_compiles_for_are_refused_with_a_remedy():
     held = [Mlp() for _ in range(torch._dynamo.config.recompile_limit + 1)]
     for model in held[:-1]:
         compiled(model, *BATCH)
-    with pytest.raises(Unsupported) as caught:
+    with pytest.raises(FailOnRecompileLimitHit) as caught:
         compiled(held[-1], *BATCH)
     assert "once per model" in "".join(caught.value.__notes__)
+
+
+def test_more_functions_of_one_code_than_torch_compiles_are_refused_and_not_run_eagerly():
+    """Each ``torch.compile`` call is new to torch, which then forgets that breaks are errors."""
+
+    def compiled():
+        model = Mlp()
+
+        def step(x, y):
+            loss = squared_loss(model, x, y)
+            loss.backward()
+            return loss
+
+        return model, zero(step, stage=1)
+
+    held = [compiled() for _ in range(torch._dynamo.config.recompile_limit + 1)]
+    for _, run in held[:-1]:
+        run(*BATCH)
+    model, run = held[-1]
+    with pytest.raises(FailOnRecompileLimitHit) as caught:
+        run(*BATCH)
+    assert "once per model" in "".join(caught.value.__notes__)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_function_of_which_torch_compiles_nothing_is_an_error():
+    with pytest.raises(StepError, match="compiled nothing of this function"):
+        zero(lambda x: 3)(*BATCH[:1])
+    try:
+        raise ValueError("that somebody handles")
+    except ValueError:
+        with pytest.raises(StepError, match="compiled nothing of this function"):
+            zero(lambda x: 3)(*BATCH[:1])
 
 
 @pytest.mark.parametrize("stage", (0, 3))

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -54,10 +55,16 @@ GRAPH_BREAK = (
     "operations: log after the call, from what the step returns."
 )
 
+RAN_EAGERLY = (
+    "torch has compiled nothing of this function and run it eagerly: it is marked with "
+    "torch.compiler.disable, or does nothing with tensors. Gradients were not averaged over the "
+    "ranks, and what it has updated is this rank's own. Remove the mark, and start again."
+)
+
 RECOMPILE_LIMIT = (
-    "A zerofx program is for one model and the shapes that torch takes for static. Call "
-    "torch.compile(step, backend='zero') once per model, or raise "
-    "torch._dynamo.config.recompile_limit."
+    "A zerofx program is for one model and the shapes that torch takes for static, and torch "
+    "compiles one function's code torch._dynamo.config.recompile_limit times at most, for all its "
+    "models and torch.compile calls together. Raise that, or define the step once per model."
 )
 
 OUTGROWN = (
@@ -97,10 +104,15 @@ class CompiledFunction:
                 "a step does."
             )
         previous, self.backend.active.function = self.backend.function, self
+        handled = sys.exc_info()[1]  # by who calls, if it does so
+        self.backend.active.has_run = False
         REGISTRY.enter_call()
         try:
             with compat.whole_step_tracing(self.backend, traced.SUBSTITUTES):
                 yield
+            # Dynamo leaves a context as if nothing had been raised, whatever has.
+            if not self.backend.active.has_run and sys.exc_info()[1] is handled:
+                raise StepError(RAN_EAGERLY)
         finally:
             REGISTRY.exit_call()
             self.backend.active.function = previous
@@ -311,6 +323,7 @@ class Program:
         return runtime
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
             return self.runtime(inputs)
         self.runtime = self._make_ready()

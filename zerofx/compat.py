@@ -117,8 +117,8 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
-    break is an error.  Everything is put back when a compilation ends, so that other backends see
-    torch as it is.
+    break is an error, as are more compilations than torch allows.  Everything is put back when a
+    compilation ends, so that other backends see torch as it is.
 
     Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
     a backend may choose options for the functions it compiles.
@@ -154,7 +154,9 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     handler.start_callbacks.append(on_start)
     handler.end_callbacks.append(on_end)
     try:
-        with torch._dynamo.error_on_graph_break(True):
+        # The first applies once something has been traced, the second before.
+        limit = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        with torch._dynamo.error_on_graph_break(True), limit:
             yield
     finally:
         handler.start_callbacks.remove(on_start)
@@ -623,12 +625,15 @@ def pass_through_dynamo(error: Exception) -> Exception:
 def explain_refusal(graph_break: str, recompile_limit: str) -> None:
     """Add words to Dynamo's refusal on its way to the user, if there is one.
 
-    ``Unsupported`` is for 2.11 to 2.15; can go when a backend may word Dynamo's refusals.
+    Its exceptions are for 2.11 to 2.15; they can go when a backend may word Dynamo's refusals.
     """
     error = sys.exc_info()[1]
-    if not isinstance(error, torch._dynamo.exc.Unsupported):
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        words = recompile_limit
+    elif isinstance(error, torch._dynamo.exc.Unsupported):
+        words = graph_break
+    else:
         return
-    words = recompile_limit if "recompile_limit" in str(error) else graph_break
     if words not in getattr(error, "__notes__", ()):
         error.add_note(words)
 

@@ -1,0 +1,75 @@
+"""How many bytes an optimizer keeps of each parameter, before it keeps any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx import compat
+from zerofx.codegen.shadow import shadow_of
+from zerofx.codegen.storage import MASTER, NATIVE, Precision
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.stored import StateStorage
+
+_SHAPE = (4, 4)
+
+
+def bytes_of_states(
+    optimizer: torch.optim.Optimizer,
+    infos: Mapping[int, ParameterInfo],
+    precision: Precision,
+) -> dict[int, float]:
+    """What the optimizer keeps per element, by the ``id`` of the parameter.  Units: bytes.
+
+    ``infos`` are the parameters that count, by ``id`` too.  States that there are decide; else the
+    optimizer's own step runs once on a copy with one small tensor for each group and dtype.
+    Parameters are left out for which that step fails.
+    """
+    storage = StateStorage(precision, type(optimizer).__name__)
+    made: dict[tuple[int, torch.dtype], Mapping[str, Any] | None] = {}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            info = infos.get(id(parameter))
+            if info is None:
+                continue
+            kept = optimizer.state.get(parameter, {})
+            tensors = [v for v in kept.values() if isinstance(v, Tensor) and v.numel() > 1]
+            if tensors:
+                longest = max(tensors, key=Tensor.numel)
+                if NATIVE in kept or MASTER in kept:  # as it is to be kept
+                    found[id(parameter)] = sum(v.nbytes for v in tensors) / longest.numel()
+                else:
+                    found[id(parameter)] = storage.bytes_of_an_element(kept, longest, info)
+                continue
+            compute = precision.compute_dtype(info.dtype)
+            if (number, compute) not in made:
+                made[number, compute] = _tried(optimizer, number, compute)
+            states = made[number, compute]
+            if states is not None:
+                like = torch.empty(_SHAPE, device="meta")
+                found[id(parameter)] = storage.bytes_of_an_element(states, like, info)
+    return found
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype
+) -> Mapping[str, Any] | None:
+    """The states that one step makes of a small parameter; None if it fails."""
+    with (
+        compat.real_tensors(),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        parameter = torch.nn.Parameter(torch.ones(_SHAPE, dtype=dtype))
+        parameter.grad = torch.ones(_SHAPE, dtype=dtype)
+        try:
+            shadow = shadow_of(optimizer, {(group, 0): parameter})
+            type(shadow).step(shadow)
+        except Exception:
+            return None
+        return dict(shadow.state[parameter])
