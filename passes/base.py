@@ -22,7 +22,8 @@ class PassContext:
     by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
     agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
     are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
-    as (optimizer, parameter), and the floating point operations of each.
+    as (optimizer, parameter), and the floating point operations of each; ``state_bytes`` is what
+    updates keep per element, where that is known and needed.
     """
 
     options: Options
@@ -34,6 +35,7 @@ class PassContext:
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
     figures: Figures = NOMINAL
     whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def bucket_bytes(self) -> int:

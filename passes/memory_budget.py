@@ -18,8 +18,9 @@ from torch import fx
 from zerofx import ops
 from zerofx.cost import live_bytes
 from zerofx.errors import StepError
-from zerofx.graph import program_order, set_kept_gathered
+from zerofx.graph import program_order, set_kept_gathered, set_resident
 from zerofx.passes.base import PassContext
+from zerofx.passes.residency import stay_on_device
 from zerofx.plan import KeptGathered
 
 if TYPE_CHECKING:  # which imports this module
@@ -49,11 +50,16 @@ def keep_within_budget(
         sockets=not ctx.options.peer_memory,
         table=ctx.table,
     )
-    if ctx.options.offload:
-        alive = _with_moves(graph, order, alive, ctx)
-    ahead, carried_from = ctx.options.prefetch and ctx.figures.overlaps, None
+    carried_from = None
     if ctx.options.prefetch_across_steps:
         carried_from = _end_of_reductions(graph, order)
+    if ctx.options.offload:
+        alive = with_moves(graph, order, alive, ctx)
+        least = check_fits(_peak(planned, alive, False, carried_from), budget)
+        there = stay_on_device(graph, ctx, budget - least)
+        set_resident(graph, there)
+        alive = [nbytes + there.nbytes for nbytes in alive]
+    ahead = ctx.options.prefetch and ctx.figures.overlaps
     before = {unit: list(spans) for unit, spans in planned.items()}
     gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in before.items())
     agreed = ctx.kept_gathered.get(gathers)
@@ -77,16 +83,29 @@ def keep_within_budget(
     return _count(before) - _count(planned)
 
 
-def _with_moves(
+def check_fits(least: int, budget: int) -> int:
+    """Return what a step allocates at least.  Raises: StepError if that is more than the budget."""
+    if least > budget:
+        raise StepError(
+            f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
+            "with nothing kept gathered: give it that much (the most that any rank says), or a "
+            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+        )
+    return least
+
+
+def with_moves(
     graph: fx.Graph, order: dict[fx.Node, int], alive: list[int], ctx: PassContext
 ) -> list[int]:
     """What ``place_offload`` will have on the device too, from the first reduction on.
 
-    New values on their way back, and gradients that leave while the next ones are made.
+    New values on their way back, and gradients that leave while the next ones are made; at
+    stages 1 and 2 one bucket more that is being gathered.
     """
     reductions = [order[node] for node in graph.nodes if node.target is ops.reduce_scatter_start]
     shards = (info.place.shard_numel * info.dtype.itemsize for info in ctx.table)
-    extra, first = 2 * max(shards, default=0), min(reductions, default=len(alive))
+    number = 2 if ctx.options.stage == 3 else 2 + ctx.world_size
+    extra, first = number * max(shards, default=0), min(reductions, default=len(alive))
     return alive[:first] + [nbytes + extra for nbytes in alive[first:]]
 
 
@@ -134,13 +153,7 @@ def keep_gathered(
 
     Raises: StepError if the program does not fit with nothing kept.
     """
-    smallest = _peak(planned, alive, False, carried_from)
-    if smallest > budget:
-        raise StepError(
-            f"memory_budget is {budget} bytes, and this step allocates {smallest} on this rank "
-            "with nothing kept gathered: give it that much (the most that any rank says), or a "
-            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
-        )
+    check_fits(_peak(planned, alive, False, carried_from), budget)
     gaps = [
         ((after.first - before.last) * unit.nbytes / transfer_s(unit.nbytes), index, unit)
         for index, unit in enumerate(planned)

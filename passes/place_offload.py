@@ -10,16 +10,21 @@ import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.cost import live_bytes
 from zerofx.errors import StepError
 from zerofx.graph import (
     Builder,
     is_owned,
     memory_of,
     program_order,
+    resident,
     staged_until,
     writers,
 )
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.memory_budget import check_fits, with_moves
+from zerofx.passes.residency import stay_on_device
+from zerofx.plan import Resident
 
 aten = torch.ops.aten
 
@@ -50,11 +55,19 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     values are read; so at most two are on their way out and one on its way back, while backward
     goes on.  Staging buffers in host memory are numbered, and used again once what was in them has
     been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
     Raises: StepError for updates that need whole tensors.
     """
-    updates = [node for node in gm.graph.nodes if node.target is ops.update]
+    there = resident(gm.graph)
+    if there is None:
+        there = _fitting(gm.graph, ctx)
+    updates = [
+        node
+        for node in gm.graph.nodes
+        if node.target is ops.update and node.args[2:4] not in there.states
+    ]
     for update in updates:
         if is_owned(update):
             raise StepError(
@@ -76,6 +89,16 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         gm.graph.erase_node(group.ready)
     num_slots = _assign_slots(gm.graph)
     return {"moves": 3 * len(groups), "updates": len(updates), "staging buffers": num_slots}
+
+
+def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
+    """What fits ``memory_budget`` where nothing is gathered within it; nothing without one."""
+    budget = ctx.options.memory_budget
+    if budget is None:
+        return Resident()
+    alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
+    least = check_fits(max(with_moves(graph, program_order(graph), alive, ctx)), budget)
+    return stay_on_device(graph, ctx, budget - least)
 
 
 def _mark() -> None:

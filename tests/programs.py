@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat, ops, traced
-from zerofx.backend import whole_updates
+from zerofx.backend import state_bytes, whole_updates
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.figures import NOMINAL
 from zerofx.graph import gradient_outputs, input_role, placeholders, provenance
@@ -156,6 +156,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         captured.num_backwards,
         figures=resolved.link or NOMINAL,
         whole_updates=whole_updates(captured),
+        state_bytes=state_bytes(captured, resolved),
     )
 
 

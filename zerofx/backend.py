@@ -39,6 +39,7 @@ from zerofx.runtime.moves import Mover
 from zerofx.runtime.pages import return_freed_memory
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
+from zerofx.runtime.state_bytes import bytes_of_states
 from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
@@ -178,7 +179,11 @@ class CompiledFunction:
         if self.options is not None:
             return
         self.options = resolve(self.user_options)
-        if self.options.memory_budget is not None and self.options.stage < 3:
+        if (
+            self.options.memory_budget is not None
+            and self.options.stage < 3
+            and not self.options.offload
+        ):
             logger.warning(
                 "memory_budget decides what stays gathered at stage 3; stage %d ignores it.",
                 self.options.stage,
@@ -239,6 +244,7 @@ class Program:
             function.kept_gathered,
             self.figures,
             whole_updates(step),
+            state_bytes(step, options),
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
@@ -340,6 +346,22 @@ def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:
         (handle, parameter): flops[handle][id(step.tensors[parameter])]
         for handle, parameter in updates(step.gm.graph)
         if id(step.tensors[parameter]) in flops.get(handle, ())
+    }
+
+
+def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], float]:
+    """What each update, as (optimizer, parameter), keeps per element, if a plan is made with it."""
+    if "optimizer" not in options.offload or options.memory_budget is None:
+        return {}
+    infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
+    kept = {
+        handle: bytes_of_states(traced.optimizer_of(handle), infos, _precision(options))
+        for handle in step.optimizers
+    }
+    return {
+        (handle, parameter): kept[handle][id(step.tensors[parameter])]
+        for handle, parameter in updates(step.gm.graph)
+        if id(step.tensors[parameter]) in kept[handle]
     }
 
 

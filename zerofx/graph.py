@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerofx import compat, ops
-from zerofx.plan import KeptGathered, ParameterTable
+from zerofx.plan import KeptGathered, ParameterTable, Resident
 
 aten = torch.ops.aten
 
@@ -100,6 +100,16 @@ def set_kept_gathered(graph: fx.Graph, kept: KeptGathered) -> None:
 def kept_gathered(graph: fx.Graph) -> KeptGathered | None:
     """What the program keeps gathered within its budget; None if it has none or needs none."""
     return graph.output_node().meta.get("zerofx_kept_gathered")
+
+
+def set_resident(graph: fx.Graph, resident: Resident) -> None:
+    """Record what stays on the device of what the program could offload."""
+    graph.output_node().meta["zerofx_resident"] = resident
+
+
+def resident(graph: fx.Graph) -> Resident | None:
+    """What stays on the device of what the program could offload; None if nobody has decided."""
+    return graph.output_node().meta.get("zerofx_resident")
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:

@@ -192,6 +192,18 @@ class KeptGathered:
         return replace(self, cuts=cuts)
 
 
+@dataclass(frozen=True)
+class Resident:
+    """What of the targets of ``offload`` stays on the device.
+
+    ``states`` are the updates, as (optimizer, parameter), whose states do; ``nbytes`` is what they
+    take there on the rank whose shard is largest.
+    """
+
+    states: frozenset[tuple[int, int]] = frozenset()
+    nbytes: int = 0
+
+
 @dataclass
 class ParameterTable:
     """Every parameter of one step, in order of first appearance among its inputs."""
