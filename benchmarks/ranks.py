@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,11 +28,12 @@ def on_ranks(
     num_ranks: int,
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
+    timeout_s: float = math.inf,
 ) -> list[Any]:
     """Return what ``worker(rank, num_ranks, *arguments)`` returned on every rank, by rank.
 
     The worker runs in an initialised process group.  ``environment`` is there before torch is
-    imported; "{rank}" in a value is replaced.  Exits if a rank dies.
+    imported; "{rank}" in a value is replaced.  Exits if a rank dies or takes longer.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -42,16 +45,18 @@ def on_ranks(
         with _environment(environment or {}, rank):
             workers[-1].start()
     found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
     while len(found) < num_ranks:
         try:
             rank, answer = answers.get(timeout=1.0)
             found[rank] = answer
         except queue.Empty:
             failed = [worker.exitcode for worker in workers if worker.exitcode]
-            if failed:
+            if failed or time.monotonic() > deadline:
                 for process in workers:
                     process.kill()
-                sys.exit(f"{worker.__name__}{arguments}: a rank ended with exit code {failed[0]}")
+                why = f"ended with exit code {failed[0]}" if failed else f"took over {timeout_s} s"
+                sys.exit(f"{worker.__name__}{arguments}: a rank {why}")
     for process in workers:
         process.join()
     return [found[rank] for rank in range(num_ranks)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,13 +78,15 @@ def with_zero_redundancy(model: nn.Module) -> Step:
     return conventional(wrapped, optimizer.step, optimizer.zero_grad)
 
 
-def with_fsdp2(*, compiled: bool) -> Build:
+def with_fsdp2(*, compiled: bool, offloaded: bool = False) -> Build:
     def build(model: nn.Module) -> Step:
+        pins = torch.cuda.is_available()
+        policy = CPUOffloadPolicy(pin_memory=pins) if offloaded else OffloadPolicy()
         for block in model.blocks:
             if compiled:
                 block.compile()
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         return conventional(model, optimizer.step, optimizer.zero_grad)
 
@@ -103,21 +105,30 @@ def with_simple_fsdp(model: nn.Module) -> Step:
     return conventional(wrapped, optimizer.step, optimizer.zero_grad)
 
 
-def with_deepspeed(model: nn.Module) -> Step:
-    import deepspeed
+def with_deepspeed(*, offloaded: bool = False) -> Build:
+    def build(model: nn.Module) -> Step:
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # all ranks are on this machine
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # all ranks are on this machine
+        zero: dict[str, object] = {"stage": 3}
+        if offloaded:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+            optimizer: object = DeepSpeedCPUAdam(model.parameters(), lr=LR)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
 
-    return step
+        return step
+
+    return build
 
 
 ZEROFX: dict[str, Build] = {
@@ -128,6 +139,8 @@ ZEROFX: dict[str, Build] = {
         for lowering in ("eager", "inductor")
     },
     "zerofx 3 gathered once": with_zerofx(stage=3, memory_budget=2**40),
+    "zerofx 3 offload": with_zerofx(stage=3, offload="optimizer"),
+    "zerofx 2 offload": with_zerofx(stage=2, offload="optimizer"),
 }
 PEERS: dict[str, Build] = {
     "FSDP2 + compile": with_fsdp2(compiled=True),
@@ -135,15 +148,17 @@ PEERS: dict[str, Build] = {
     "DDP + compile": with_ddp(compiled=True),
     "DDP": with_ddp(compiled=False),
     "DDP + compile + ZeroRedundancyOptimizer": with_zero_redundancy,
+    "FSDP2 + compile + CPUOffloadPolicy": with_fsdp2(compiled=True, offloaded=True),
 }
 if find_spec("deepspeed"):
-    PEERS["DeepSpeed ZeRO-3"] = with_deepspeed
+    PEERS["DeepSpeed ZeRO-3"] = with_deepspeed()
+    PEERS["DeepSpeed ZeRO-3 + offload"] = with_deepspeed(offloaded=True)
 if find_spec("torchtitan"):
     PEERS["SimpleFSDP"] = with_simple_fsdp
 
 COMPILED_UPDATE = "DDP + compile + compiled AdamW"
 SYSTEMS = {**ZEROFX, **PEERS, COMPILED_UPDATE: with_ddp_and_compiled_update}
-DEFAULT = ["zerofx 3", *PEERS]
+DEFAULT = ["zerofx 3", *(name for name in PEERS if "ffload" not in name)]
 
 
 def reference_of(names: list[str]) -> str:
