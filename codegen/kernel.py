@@ -83,9 +83,22 @@ class UpdateKernel:
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns."""
-        run, inputs, known = self._prepare(values)
+        return self.ready(*values)()
+
+    def ready(self, *values: Any) -> Callable[[], list[Any]]:
+        """Do all of an update but its elements: return what does these, in any thread.
+
+        Where that has to be compiled, it is now.  What two calls return must not run at once.
+        """
+        run, write_numbers, inputs, known = self._prepare(values)
         shards = [values[position] for position in self._plan.shards]
-        return self._collect(known, shards, run(*shards, *inputs))
+        run = compat.ready_to_run(run, [*shards, *inputs])
+
+        def run_elements() -> list[Any]:
+            write_numbers()
+            return self._collect(known, shards, run(*shards, *inputs))
+
+        return run_elements
 
     def in_blocks(self, *values: Any) -> list[Any]:
         """Run an update whose tensors it takes in rows, each a block with a scale of its own.
@@ -94,10 +107,14 @@ class UpdateKernel:
         are what is one number per block.  The kernel takes two turns over what it is given, to
         find the scales and to use them: little enough at once for the second to find it in cache.
         """
-        run, inputs, known = self._prepare(values)
+        return self.ready_in_blocks(*values)()
+
+    def ready_in_blocks(self, *values: Any) -> Callable[[], list[Any]]:
+        """``ready``, for ``in_blocks``."""
+        run, write_numbers, inputs, known = self._prepare(values)
         plan = self._plan
         shards = [values[position] for position in plan.shards]
-        parts = []
+        calls = []
         for rows, blocks in in_blocks(len(shards[0]), BLOCKS_AT_ONCE) or [_NOTHING]:
             own = list(inputs)
             if plan.offset is not None:
@@ -107,22 +124,39 @@ class UpdateKernel:
                 shard[blocks] if index in plan.scales else _in_rows(shard[rows], num_rows)
                 for index, shard in enumerate(shards)
             ]
-            parts.append(run(*pieces, *own))
-        computed = [torch.cat([piece.reshape(-1) for piece in p]) for p in zip(*parts, strict=True)]
-        return self._collect(known, shards, computed)
+            calls.append([*pieces, *own])
+        run = compat.ready_to_run(run, calls[0])
 
-    def _prepare(self, values: Sequence[Any]) -> tuple[Callable, list[Any], list[Any]]:
-        """What runs, its inputs beside the shards, and the results that are numbers."""
+        def run_elements() -> list[Any]:
+            write_numbers()
+            parts = [run(*call) for call in calls]
+            pieces = zip(*parts, strict=True)
+            computed = [torch.cat([piece.reshape(-1) for piece in p]) for p in pieces]
+            return self._collect(known, shards, computed)
+
+        return run_elements
+
+    def _prepare(
+        self, values: Sequence[Any]
+    ) -> tuple[Callable, Callable[[], None], list[Any], list[Any]]:
+        """What runs, what writes its numbers, its inputs beside shards, and results of numbers."""
         plan = self._plan
         numbers = self._numbers(*(values[position] for position in plan.numbers))
         inputs = list(self._inputs)
+        written: dict[int, Any] = {}
         for position, number in enumerate(numbers[plan.num_results :]):
             if isinstance(number, Tensor) or not self._is_compiled:
                 inputs[position] = number
             else:
+                written[position] = number
+        is_near = all(abs(written.get(position, 0.0)) < 0.5 for position in plan.near_weights)
+
+        def write_numbers() -> None:
+            for position, number in written.items():
                 self._memory[position] = number
-        is_near = all(abs(self._memory[position]) < 0.5 for position in plan.near_weights)
-        return self._run if is_near else self._run_far, inputs, numbers[: plan.num_results]
+
+        run = self._run if is_near else self._run_far
+        return run, write_numbers, inputs, numbers[: plan.num_results]
 
     @cached_property
     def _run_far(self) -> Callable:

@@ -28,12 +28,14 @@ Keep = Callable[[str, str], None]
 class Choice:
     """What runs an update as one kernel, and the dtype that it takes the gradient in.
 
-    ``may_wait``: it takes ``launches=``, and then runs when they do.
+    ``may_wait``: it takes ``launches=``, and then runs when they do.  ``ready`` takes what ``run``
+    does, and returns what runs it in any thread; None for what runs on a GPU.
     """
 
     run: Callable[..., Sequence[Any]]
     gradient_dtype: torch.dtype
     may_wait: bool
+    ready: Callable[..., Callable[[], Sequence[Any]]] | None = None
 
 
 class Kernels:
@@ -70,8 +72,10 @@ class Kernels:
             return None
         if is_compiled:
             self._write(update, kernel.readable())
-        run = kernel.in_blocks if update.scales else kernel
-        return Choice(run, update.gradient_dtype or data.dtype, may_wait=False)
+        gradient_dtype = update.gradient_dtype or data.dtype
+        if update.scales:
+            return Choice(kernel.in_blocks, gradient_dtype, False, kernel.ready_in_blocks)
+        return Choice(kernel, gradient_dtype, False, kernel.ready)
 
     def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonUpdate | None:
         try:

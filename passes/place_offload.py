@@ -28,6 +28,9 @@ from zerofx.plan import Resident
 
 aten = torch.ops.aten
 
+UPDATES_UNDER_WAY = 2
+"""How many buckets' updates have started and are not waited for: the host is never idle then."""
+
 
 def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """Run every update in host memory, and move what it reads there and what it writes back.
@@ -44,17 +47,19 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         dx = mm(dy, w);  ...
         values_1 = zerofx.to_host_start([r], [2], 2);  grads_1 = zerofx.to_host_start([i], [2], 3)
         v = zerofx.wait_move(values);  w = zerofx.wait_move(grads)
-        s = zerofx.update(v[0:n], w[0:n], 1, 0);  t = zerofx.update(v[n:m], w[n:m], 1, 1)
-        back = zerofx.to_device_start([s, t], [0, 1], "cuda")
+        update = zerofx.update_on_host_start(v, w, 1, [0, 1])
+        ...
+        back = zerofx.to_device_start([zerofx.wait_update(update)], [0, 1], "cuda")
         ...
         new = zerofx.wait_move(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
 
     A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
-    host memory too, where one kernel takes them.  It is updated when the next bucket's gradients
-    have started to leave, and is back when the next bucket has been updated or where its new
-    values are read; so at most two are on their way out and one on its way back, while backward
-    goes on.  Staging buffers in host memory are numbered, and used again once what was in them has
-    been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    host memory too, where one kernel takes them.  Its update starts when the next bucket's
+    gradients have started to leave, and goes on beside backward and behind the updates before it.
+    It is waited for when so many more have started that ``UPDATES_UNDER_WAY`` would be exceeded,
+    or its new values are read; so at most two buckets are on their way out and one on its way back,
+    however deep the model is.  Staging buffers in host memory are numbered, and used again once
+    what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
     With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
@@ -111,7 +116,8 @@ class _Group:
 
     ``ready`` stands where all their gradients are there, ``needed`` is the first node that reads
     what they have made.  ``targets`` are what they updated, ``values`` and ``gradients`` the moves
-    to the host, ``back`` the move to the device; ``origin`` is the provenance of all these.
+    to the host, ``updating`` the update there, ``back`` the move to the device; ``origin`` is the
+    provenance of all these.
     """
 
     updates: list[fx.Node] = field(default_factory=list)
@@ -120,6 +126,7 @@ class _Group:
     targets: list[fx.Node] = field(default_factory=list)
     values: Any = None
     gradients: Any = None
+    updating: Any = None
     back: Any = None
     origin: dict[str, Any] = field(default_factory=dict)
 
@@ -170,12 +177,13 @@ def _find_readers(groups: Sequence[_Group], output: fx.Node) -> None:
 
 
 class _Moving:
-    """The groups under way, first in first out: on the host or on their way there, and back."""
+    """The groups under way, first in first out: on their way to the host, there, and back."""
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self.graph, self.table = gm.graph, ctx.table
         self.builder = Builder(gm, "place_offload", ctx.table)
         self.leaving: list[_Group] = []
+        self.updating: list[_Group] = []
         self.returning: list[_Group] = []
 
     def begin(self, group: _Group) -> None:
@@ -195,6 +203,8 @@ class _Moving:
         self.leaving.append(group)
         while len(self.leaving) > 1:
             self._update(group.ready)
+        while len(self.updating) > UPDATES_UNDER_WAY:
+            self._send_back(group.ready)
 
     def _to_host(self, group: _Group, pieces: list[fx.Node], role: str) -> fx.Node:
         unassigned = -1
@@ -204,31 +214,47 @@ class _Moving:
 
     def settle_before(self, here: fx.Node | None) -> None:
         """Have back on the device, where it is needed, what is needed up to ``here`` or at all."""
-        while under_way := self.returning + self.leaving:
+        while under_way := self.returning + self.updating + self.leaving:
             due = min(under_way, key=lambda group: group.needed)
             if here is not None and here < due.needed:
                 return
-            while due in self.leaving:
+            while self.leaving and (here is None or due in self.leaving):
                 self._update(due.needed)
+            while due in self.updating:
+                self._send_back(due.needed)
             while due in self.returning:
                 self._land(due.needed)
 
     def _update(self, here: fx.Node) -> None:
-        """Update the oldest group that has left; land what has come back, then send it back."""
+        """Start to update the oldest group that has left."""
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
-            values = self._pieces(group.values, group, "value_on_host")
-            gradients = self._pieces(group.gradients, group, "gradient_on_host")
-        for update, value, gradient in zip(group.updates, values, gradients, strict=True):
-            here.prepend(update)
-            update.args = (value, gradient, *update.args[2:])
-            self.builder.refresh(update)
+            values = self._wait(ops.wait_move, group.values, group, "values_on_host")
+            gradients = self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
+            _, _, optimizer, _, *found_inf = group.updates[0].args
+            group.updating = self.builder.call(
+                ops.update_on_host_start,
+                values,
+                gradients,
+                optimizer,
+                group.indices,
+                *found_inf,
+                role="update",
+                **group.origin,
+            )
+        self.updating.append(group)
+
+    def _send_back(self, here: fx.Node) -> None:
+        """Wait for the oldest update; land what has come back, then send its new values back."""
+        group = self.updating.pop(0)
+        with self.graph.inserting_before(here):
+            updated = self._wait(ops.wait_update, group.updating, group, "updated_on_host")
         while self.returning:
             self._land(here)
         with self.graph.inserting_before(here):
             group.back = self.builder.call(
                 ops.to_device_start,
-                list(group.updates),
+                [updated],
                 group.indices,
                 self.table[group.indices[0]].device,
                 role="values_to_device",
@@ -243,7 +269,8 @@ class _Moving:
         """
         group = self.returning.pop(0)
         with self.graph.inserting_before(here):
-            pieces = self._pieces(group.back, group, "updated_value")
+            arrived = self._wait(ops.wait_move, group.back, group, "updated_value")
+            pieces = self._pieces(arrived, group, "updated_value")
             for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
                 renewed = piece
                 if any(source.op == "placeholder" for source in memory_of(target)):
@@ -255,13 +282,17 @@ class _Moving:
                         parameter=update.args[3],
                         like=update,
                     )
-                update.replace_all_uses_with(renewed, delete_user_cb=lambda u: u is not group.back)
-                for other in (*self.leaving, *self.returning):
+                update.replace_all_uses_with(renewed)
+                for other in (*self.leaving, *self.updating, *self.returning):
                     other.targets = [renewed if t is update else t for t in other.targets]
+        for update in group.updates:
+            self.graph.erase_node(update)
 
-    def _pieces(self, start: fx.Node, group: _Group, role: str) -> list[fx.Node]:
-        """Wait for a move, and take apart what has arrived."""
-        arrived = self.builder.call(ops.wait_move, start, role=role, **group.origin)
+    def _wait(self, target: Any, start: fx.Node, group: _Group, role: str) -> fx.Node:
+        return self.builder.call(target, start, role=role, **group.origin)
+
+    def _pieces(self, arrived: fx.Node, group: _Group, role: str) -> list[fx.Node]:
+        """Take apart what has arrived."""
         pieces, position = [], 0
         for index in group.indices:
             length = self.table[index].shard_numel

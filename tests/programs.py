@@ -300,7 +300,7 @@ def listing(captured: Captured) -> str:
             lines.append(f"return {show(node.args[0])}")
         else:
             arguments = [show(argument) for argument in node.args]
-            if node.target in (ops.optimizer_step, ops.on_owners, ops.update):
+            if node.target in (*_UPDATES, ops.on_owners):
                 arguments[2] = type(traced.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
@@ -466,6 +466,9 @@ def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
+_UPDATES = (ops.optimizer_step, ops.update, ops.update_on_host_start)
+
+
 def _poison(dtype: torch.dtype) -> float:
     """What memory holds that no correct program looks at: freed, or still in flight."""
     if dtype.is_floating_point:
@@ -489,6 +492,7 @@ class _Machine:
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
         self.carried: list[Row] = []
+        self.reading: dict[Row, list[torch.Tensor]] = {}
         self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
@@ -508,8 +512,7 @@ class _Machine:
         }
 
     def _handles(self) -> set[int]:
-        targets = (ops.optimizer_step, ops.update)
-        return {node.args[2] for node in nodes_of(self.captured, *targets)}
+        return {node.args[2] for node in nodes_of(self.captured, *_UPDATES)}
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> Execution:
         entries = [row for row in self.rows if row[0].op == "placeholder"]
@@ -577,6 +580,8 @@ class _Machine:
             ops.to_host_start: self._move_start,
             ops.to_device_start: self._move_start,
             ops.wait_move: self._wait_move,
+            ops.update_on_host_start: self._update_on_host_start,
+            ops.wait_update: self._wait_update,
         }
         if target in special:
             return special[target](row)
@@ -767,6 +772,31 @@ class _Machine:
                 continue
             self._step(rank, handle, [index], [values], [gradient], found_inf)
             results.append(values)
+        return results
+
+    def _update_on_host_start(self, row: Row) -> list[torch.Tensor]:
+        """Poison until the wait.  Values and gradients belong to the update until there."""
+        updated = []
+        for rank, node in enumerate(row):
+            values, gradients, handle, indices, *rest = self._argument(rank, node.args)
+            updated.append(values.clone())
+            lengths = [self._info(rank, index).shard_numel for index in indices]
+            pieces = (updated[rank].split(lengths), gradients.split(lengths))
+            for index, value, gradient in zip(indices, *pieces, strict=True):
+                self._step(rank, handle, [index], [value], [gradient], rest[0] if rest else None)
+            values.fill_(_poison(values.dtype))
+        self.started[row] = updated
+        self.reading[row] = [gradient.clone() for gradient in self._operands(row, 1)]
+        return self._operands(row)
+
+    def _wait_update(self, row: Row) -> list[torch.Tensor]:
+        start = tuple(node.args[0] for node in row)
+        results = self._operands(row)
+        for rank, gradient in enumerate(self._operands(start, 1)):
+            message = f"what {start[rank].name} reads changed before {row[rank].name}"
+            assert_bitwise(gradient, self.reading[start][rank], message)
+            assert results[rank].isnan().all(), f"{results[rank]} changed before {row[rank].name}"
+            results[rank].copy_(self.started[start][rank])
         return results
 
     def _step(self, rank, handle, indices, values, gradients, found_inf) -> None:

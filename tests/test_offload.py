@@ -7,6 +7,8 @@ system's own for the host: every byte that moves is copied.
 import copy
 import gc
 import re
+import threading
+import time
 from collections import Counter
 from unittest import mock
 
@@ -24,6 +26,7 @@ from tests.test_memory import Allocations
 from zerofx import backend
 from zerofx.account import moved_bytes
 from zerofx.codegen.storage import MASTER
+from zerofx.codegen.trace import Update
 from zerofx.cost import live_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
@@ -31,6 +34,7 @@ from zerofx.runtime import moves
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.update import OptimizerRunner
 
 OFFLOAD = {"offload": "optimizer"}
@@ -269,14 +273,14 @@ def with_kernels(stage, **options):
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     joined: Counter = Counter()
-    original = OptimizerRunner._run_joined
+    original = OptimizerRunner._joined
 
     def counted(self, members, *rest):
         found = original(self, members, *rest)
-        joined[len(members), found] += 1
+        joined[len(members), found is not None] += 1
         return found
 
-    with mock.patch.object(OptimizerRunner, "_run_joined", counted):
+    with mock.patch.object(OptimizerRunner, "_joined", counted):
         losses = run(
             zero(clipped, stage, lowering="inductor", **options), (model, optimizer), range(3)
         )
@@ -564,10 +568,95 @@ def test_masters_are_on_the_host_and_forgotten_where_the_user_writes():
     assert all(REGISTRY.host.holds(state[MASTER]) for state in pair[1].state.values())
 
 
+# Beside the step
+
+
+class Watched:
+    """Counts the runs of updates' elements by thread, and fails at one of them."""
+
+    def __init__(self, fails_at: int = 0, error: BaseException | None = None):
+        self.threads: list[str] = []
+        self.fails_at, self.error = fails_at, error
+
+    def __enter__(self):
+        original = Update.__call__
+
+        def call(update, *arguments):
+            self.threads.append(threading.current_thread().name)
+            if len(self.threads) == self.fails_at:
+                raise self.error
+            return original(update, *arguments)
+
+        self.patch = mock.patch.object(Update, "__call__", call)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self.patch.stop()
+
+
+def test_updates_run_in_a_thread_of_their_own_and_are_prepared_in_the_steps():
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(1))
+    with Watched() as watched:
+        run(compiled, pair, range(1, 3))
+    assert watched.threads and all("zerofx updates" in name for name in watched.threads)
+    torch._dynamo.reset()
+    with Watched() as watched:
+        run(zero(clipped, stage=2), built(), range(1))
+    assert set(watched.threads) == {threading.current_thread().name}
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails_at", (1, 4))
+def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fails_at):
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(1))
+    mover = program_of(compiled).function.mover
+    error = Broken("no")
+    with Watched(fails_at, error) as watched:
+        with pytest.raises(Broken) as raised:
+            run(compiled, pair, range(1))
+    assert raised.value is error
+    lines = [entry.name for entry in raised.traceback]
+    assert "wait_update" in lines and lines[-1] == "call", "where it happened"
+    assert all(future.done() for future in mover.updates._started)
+    count = len(watched.threads)
+    assert run(compiled, pair, range(1, 3)) and len(watched.threads) == count
+
+
+def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
+    pair, compiled = built(), zero(**OFFLOAD)
+    run(compiled, pair, range(1))
+    mover = program_of(compiled).function.mover
+    original = Update.__call__
+    ended = []
+
+    def slow(update, *arguments):
+        time.sleep(0.1)
+        original(update, *arguments)
+        ended.append(update)
+        return original(update, *arguments)
+
+    with mock.patch.object(Update, "__call__", slow):
+        with mock.patch.object(Mover, "to_device_start", side_effect=Broken("no")):
+            with mock.patch.object(StepRuntime, "wait_update", lambda self, started: started):
+                with pytest.raises(Broken, match="no"):
+                    run(compiled, pair, range(1))
+        count = len(ended)
+        assert count and not mover.updates._started
+        time.sleep(0.3)
+        assert len(ended) == count
+    assert run(compiled, pair, range(1, 3))
+
+
 def test_a_step_that_fails_leaves_the_next_one_alone():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
-    with mock.patch.object(OptimizerRunner, "run", side_effect=RuntimeError("no")):
+    with mock.patch.object(OptimizerRunner, "ready", side_effect=RuntimeError("no")):
         with pytest.raises(RuntimeError, match="no"):
             run(compiled, pair, range(1))
     assert run(compiled, pair, range(1, 3))

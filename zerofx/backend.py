@@ -283,6 +283,7 @@ class Program:
         options, communicator = self.options, self.function.communicator
         (step,) = self.captured
         in_place = buckets_updated_in_place(self.gm.graph, self.table) if options.bucket else []
+        fuses = options.fuse_optimizer and options.lowering == "inductor" and options.stage > 0
         try:
             runtime = StepRuntime(
                 communicator,
@@ -300,13 +301,13 @@ class Program:
                 precision=_precision(options),
                 mover=self.function.mover if options.offload else None,
                 states_on_host="optimizer" in options.offload,
+                joins_updates=fuses,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
             raise
         self.function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
         runtime.bind()
-        fuses = options.fuse_optimizer and options.lowering == "inductor" and options.stage > 0
         runtime.program = lower(
             self.gm,
             runtime.kernels(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import logging
 import operator
@@ -928,32 +929,53 @@ def _donating(donated: Sequence[int]) -> dict[str, Any]:
 
 
 def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
-    """Compile a graph over tensors of one shape, and of its length, for all shapes.
+    """Compile a graph over tensors of one shape, and of its length, when it is first called."""
+    return CompiledForAnyLength(gm)
+
+
+def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
+    """What runs such inputs without compiling anything, in any thread."""
+    if isinstance(function, CompiledForAnyLength):
+        return function.ready(*inputs)
+    return function
+
+
+class CompiledForAnyLength:
+    """A graph over tensors of one shape, and of its length, compiled by Inductor for all shapes.
 
     Tensors are 0-dim, or flat and of one length; or of two dimensions, and flat ones then have as
     many elements as those have rows.  Lengths of 0 and 1 are no other program.  The first call
     with other dtypes or devices compiles, in a thread of its own and by ``compile_fx`` for the
     reasons above; through ``torch.compile`` a length of 1 is compiled apart, and every call checks
-    guards.  The symbolic contexts are for 2.11 to 2.15; can go with ``compile_with_inductor``.
+    guards.  On a CPU, what is compiled runs without Python's lock.  The symbolic contexts are for
+    2.11 to 2.15; can go with ``compile_with_inductor``.
     """
-    compiled: dict[tuple, Callable] = {}
 
-    def compile_now(inputs: Sequence[Any]) -> Callable:
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self._gm = gm
+        self._compiled: dict[tuple, Callable] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.ready(*inputs)(*inputs)
+
+    def ready(self, *inputs: Any) -> Callable:
+        """What runs inputs of these dtypes, devices and dimensions: compiled now, if it is new."""
+        kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
+        if kinds not in self._compiled:
+            compile_now = functools.partial(self._compile, inputs)
+            self._compiled[kinds] = _in_thread_of_its_own(compile_now)
+        return self._compiled[kinds]
+
+    def _compile(self, inputs: Sequence[Any]) -> Callable:
         from torch._inductor.compile_fx import compile_fx
 
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         in_rows = any(tensor.dim() == 2 for tensor in inputs)
-        with torch.no_grad(), tracing(TracingContext(fakes)):
+        # What AOTAutograd finds in its cache meets no inner compiler, which has a cache too.
+        uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+        with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
             examples = [_of_any_length(tensor, in_rows, fakes) for tensor in inputs]
-            return compile_fx(gm, examples, inner_compile=_compile_sums_last)
-
-    def run(*inputs: Any) -> Any:
-        kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
-        if kinds not in compiled:
-            compiled[kinds] = _in_thread_of_its_own(functools.partial(compile_now, inputs))
-        return compiled[kinds](*inputs)
-
-    return run
+            return compile_fx(self._gm, examples, inner_compile=_compile_sums_last)
 
 
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}
@@ -975,7 +997,44 @@ def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **option
         if node.op != "output":
             gm.graph.output_node().prepend(node)
     gm.recompile()
-    return compile_fx_inner(gm, inputs, **options)
+    compiled = compile_fx_inner(gm, inputs, **options)
+    _let_go_of_the_lock(compiled)
+    return compiled
+
+
+def _let_go_of_the_lock(compiled: Any) -> None:
+    """Have the C++ kernels of a graph that Inductor has compiled run without Python's lock.
+
+    Its own bindings hold it.  A kernel is ``extern "C"``, so ``ctypes`` can call it in the same
+    library, and that lets go of the lock.  Python's threads then run beside a kernel, which takes
+    milliseconds.  For 2.11 to 2.15; can go when Inductor's bindings release the lock.
+    """
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    call = runner.call if runner is not None else compiled.current_callable
+    names = getattr(call, "__func__", call).__globals__
+    for name, kernel in list(names.items()):
+        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
+        if library is not None and getattr(kernel, "__name__", "") == "kernel":
+            names[name] = _WithoutLock(kernel, library)
+
+
+class _WithoutLock:
+    """A kernel as Inductor's binding of it: takes tensors, for their memory, and integers."""
+
+    def __init__(self, binding: Callable, library: str) -> None:
+        self._binding = binding
+        self._kernel = ctypes.CDLL(library).kernel
+        self._kernel.restype = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._kernel.argtypes is None:
+            known = {torch.Tensor: ctypes.c_void_p, int: ctypes.c_int64}
+            kinds = [known.get(type(argument)) for argument in arguments]
+            if None in kinds:  # a float, of a width that only its C++ says
+                return self._binding(*arguments)
+            self._kernel.argtypes = kinds
+        self._kernel(*(a if type(a) is int else a.data_ptr() for a in arguments))
+        return None
 
 
 def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat, ops
 from zerofx.figures import Figures
-from zerofx.graph import aliased_inputs, input_role, is_on_host, mutated_inputs, role
+from zerofx.graph import aliased_inputs, input_role, mutated_inputs, role
 from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ def live_bytes(
             temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
             changes[order[node]] += temporary
             changes[order[node] + 1] -= temporary
-        if node.target is ops.update and not is_on_host(node):
+        if node.target is ops.update:
             value = node.args[0].meta["val"]
             nbytes = _bytes_of(value)
             if table is not None and value.dim() == 1:
@@ -181,8 +181,7 @@ def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
         info = table[node.args[3]]
         nbytes = UPDATE_STREAMS * info.nbytes
         sharded = node.args[0].meta["val"].shape != info.shape
-        speed = figures.host_bytes_per_s if is_on_host(node) else figures.memory_bytes_per_s
-        return nbytes / (info.world_size if sharded else 1) / speed
+        return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
     if node.target is ops.flatten_bucket:
         return 2 * _bytes_in(node) / figures.memory_bytes_per_s
     if node.target is ops.on_owners:
@@ -191,6 +190,12 @@ def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
         return 0.0
     nbytes = sum(_bytes_in(operand) for operand in node.all_input_nodes) + _bytes_in(node)
     return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
+
+
+def host_update_s(start: fx.Node, figures: Figures, table: ParameterTable) -> float:
+    """What the updates of equal shares take on the host, by its memory.  Units: seconds."""
+    infos = [table[index] for index in start.args[3]]
+    return sum(UPDATE_STREAMS * i.nbytes / i.world_size for i in infos) / figures.host_bytes_per_s
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:

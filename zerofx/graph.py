@@ -19,7 +19,7 @@ from zerofx.plan import KeptGathered, ParameterTable, Resident
 aten = torch.ops.aten
 
 # Operators whose result shares its first argument's memory though their schema does not say so.
-_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait, ops.wait_move}
+_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait, ops.wait_move, ops.wait_update}
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,8 @@ def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """How often the program updates what: (optimizer, parameter) -> count."""
     found: Counter[tuple[int, int]] = Counter()
     for node in graph.nodes:
-        if node.target is ops.update:
-            found[node.args[2], node.args[3]] += 1
-        elif node.target is ops.optimizer_step:
+        found.update((node.args[2], update.parameter) for update in operands_of_updates(node))
+        if node.target is ops.optimizer_step:
             found.update((node.args[2], parameter) for parameter in node.args[4])
     return found
 
@@ -228,7 +227,8 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        stem = f"{role}_start" if target in (*ops.STARTS, *ops.MOVES) else role
+        starts = (*ops.STARTS, *ops.MOVES, ops.update_on_host_start)
+        stem = f"{role}_start" if target in starts else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
@@ -332,22 +332,31 @@ def memory_of(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def is_on_host(node: fx.Node) -> bool:
-    """Whether a node's memory is what a program stages in the host's."""
-    return any(source.target is ops.to_host_start for source in memory_of(node))
+@dataclass(frozen=True)
+class UpdateOperands:
+    """What one parameter's update reads: the nodes that hold its value and gradient.
 
-
-def moved_from(node: fx.Node) -> fx.Node | None:
-    """What on the device a piece of a move to the host is a copy of; None if it is no such piece.
-
-    Which piece it is, its provenance says: the one of its parameter.
+    Of an update on the host, those on the device that have been moved there.
     """
-    if node.target is not aten.slice.Tensor or node.args[0].target is not ops.wait_move:
-        return None
-    start = node.args[0].args[0]
-    if start.target is not ops.to_host_start or parameter_of(node) not in start.args[1]:
-        return None
-    return start.args[0][start.args[1].index(parameter_of(node))]
+
+    parameter: int
+    value: fx.Node
+    gradient: fx.Node
+
+
+def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
+    """What the updates that a node runs read, by parameter; none for what is no update."""
+    if node.target is ops.update:
+        return [UpdateOperands(node.args[3], *node.args[:2])]
+    if node.target is not ops.update_on_host_start:
+        return []
+    pieces = zip(*map(moved_from, node.args[:2]), strict=True)
+    return [UpdateOperands(at, *p) for at, p in zip(node.args[3], pieces, strict=True)]
+
+
+def moved_from(arrived: fx.Node) -> list[fx.Node]:
+    """The pieces on the device that what has arrived in host memory is a copy of."""
+    return list(arrived.args[0].args[0])
 
 
 def staging_bytes(graph: fx.Graph) -> dict[int, int]:
@@ -362,13 +371,13 @@ def staging_bytes(graph: fx.Graph) -> dict[int, int]:
 def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
     """Where the staging buffer of a move to the host has been read for the last time.
 
-    A move back to the device reads it until its wait.
+    What is started reads it until its wait.
     """
     readers = [user for alias in aliases(start) for user in alias.users]
     last = [order[start]]
     for reader in readers:
-        is_move = reader.target is ops.to_device_start
-        last += [order[wait] for wait in reader.users] if is_move else [order[reader]]
+        is_start = reader.target in (*ops.MOVES, ops.update_on_host_start)
+        last += [order[wait] for wait in reader.users] if is_start else [order[reader]]
     return max(last)
 
 

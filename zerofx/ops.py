@@ -175,6 +175,24 @@ def wait_move(started):
     return torch.empty_like(started)
 
 
+@_define(
+    "update_on_host_start(Tensor(a!) values, Tensor grads, int optimizer, int[] parameters,"
+    " Tensor? found_inf=None) -> Tensor(a!)"
+)
+def update_on_host_start(values, grads, optimizer, parameters, found_inf=None):
+    """Start the updates of neighbouring shards in host memory, in place, beside the step.
+
+    Both tensors are flat, with a part for each of ``parameters``, one behind the other.
+    """
+    return torch.empty_like(values)
+
+
+@_define("wait_update(Tensor started) -> Tensor")
+def wait_update(started):
+    """The new values that ``update_on_host_start`` has made; its argument's memory."""
+    return torch.empty_like(started)
+
+
 MOVES = (to_host_start, to_device_start)
 """What copies between a device and the host, on this rank alone."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import role, served, value_bytes
+from zerofx.graph import operands_of_updates, role, served, value_bytes
 from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
@@ -32,8 +32,9 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             names = (table[index].name for index in node.args[3])
             owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
             lines.append(f"updates of whole {', '.join(owners)}")
-        elif node.target is ops.update:
-            lines.append(f"update {table[node.args[3]].name}")
+        else:
+            names = (table[update.parameter].name for update in operands_of_updates(node))
+            lines += [f"update {name}" for name in names]
     lines += _numbers_in_gradients(gm.graph)
     return tuple(lines)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.cost import owned_bytes, seconds
+from zerofx.cost import host_update_s, owned_bytes, seconds
 from zerofx.figures import Figures
 from zerofx.graph import role, value_bytes
 from zerofx.plan import ParameterTable, shard_numel
@@ -64,9 +64,9 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
     at the wait.  What the call before has carried over has arrived, and what this one carries
     over is waited for by the next.  Copies to and from the host have a lane of their own each way.
-    An update on the host counts as compute, which goes on behind it.
+    So have updates on the host.
     """
-    compute_s = link_s = idle_s = 0.0
+    compute_s = link_s = idle_s = updated_s = 0.0
     copied_s = dict.fromkeys(ops.MOVES, 0.0)
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
@@ -83,7 +83,11 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
             travels_s = shared_bytes(node, table) / figures.copy_bytes_per_s
             transfers[node] = Transfer(travels_s, 0.0)
             copied_s[node.target] = done[node] = max(copied_s[node.target], now) + travels_s
-        elif node.target is ops.wait_move:
+        elif node.target is ops.update_on_host_start:
+            updates_s = host_update_s(node, figures, table)
+            transfers[node] = Transfer(updates_s, 0.0)
+            updated_s = done[node] = max(updated_s, now) + updates_s
+        elif node.target in (ops.wait_move, ops.wait_update):
             start = node.args[0]
             late_s = max(done[start] - now, 0.0)
             travels_s = transfers[start].seconds

@@ -21,11 +21,10 @@ from zerofx.graph import (
     gradient_of,
     gradient_outputs,
     input_role,
-    is_on_host,
     layout_text,
     memory_of,
-    moved_from,
     mutated_inputs,
+    operands_of_updates,
     parameter_of,
     placeholders,
     program_order,
@@ -163,28 +162,41 @@ def _nothing_is_written_later(graph: fx.Graph, carry: fx.Node, order: dict[fx.No
                 )
 
 
+_WAITS = {
+    ops.to_host_start: ops.wait_move,
+    ops.to_device_start: ops.wait_move,
+    ops.update_on_host_start: ops.wait_update,
+}
+"""What completes each operator that goes on beside the step."""
+
+
 def _moves_are_waited_once(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.target in ops.MOVES:
-            if [user.target for user in node.users] != [ops.wait_move]:
+        if node.target in _WAITS:
+            if [user.target for user in node.users] != [_WAITS[node.target]]:
                 readers = ", ".join(user.name for user in node.users) or "nobody"
+                what = "move" if node.target in ops.MOVES else "update"
                 raise _broken(
                     node,
-                    f"a started move must have one wait and no other reader; it has {readers}.",
+                    f"a started {what} must have one wait and no other reader; it has {readers}.",
                 )
-        elif node.target is ops.wait_move and node.args[0].target not in ops.MOVES:
-            raise _broken(node, "waits for a move that was never started.")
+        elif node.target in _WAITS.values():
+            if _WAITS.get(node.args[0].target) is not node.target:
+                raise _broken(node, "waits for something that was never started.")
 
 
 def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """What a move copies, and a started update reads, nobody overwrites before its wait."""
     for start in graph.nodes:
-        if start.target not in ops.MOVES:
+        if start.target not in _WAITS:
             continue
         (wait,) = start.users
-        for piece in start.args[0]:
+        is_move = start.target in ops.MOVES
+        for piece in start.args[0] if is_move else start.args[:2]:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
                 if order[start] < order[writer] < order[wait]:
-                    raise _broken(writer, f"overwrites {piece.name} while {start.name} copies it.")
+                    what = "copies" if is_move else "reads"
+                    raise _broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
 
 
 def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -204,28 +216,33 @@ def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> Non
 def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
     """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
     for node in graph.nodes:
-        if node.target in ops.MOVES:
-            pieces, indices = node.args[:2]
+        if node.target in _WAITS:
+            indices = node.args[1] if node.target in ops.MOVES else node.args[3]
             infos = [table[index] for index in indices]
             offsets = [info.place.offset for info in infos]
-            if len({info.place.bucket for info in infos}) > 1 or len(pieces) != len(infos):
-                raise _broken(node, "does not move parts of one bucket, one for each parameter.")
+            if len({info.place.bucket for info in infos}) > 1:
+                raise _broken(node, "is not of parts of one bucket.")
             if offsets != sorted(offsets) or len(set(indices)) != len(indices):
-                raise _broken(node, "does not move a bucket's parts in the order of the bucket.")
-            _pieces_are_read_where_they_lie(node, infos)
-        if node.target is ops.to_device_start:
-            for piece, index in zip(*node.args[:2], strict=True):
-                if piece.target is not ops.update or piece.args[3] != index:
-                    raise _broken(
-                        node,
-                        f"moves {piece.name} as if it were the update of {table[index].name!r}.",
-                    )
+                raise _broken(node, "does not take a bucket's parts in the order of the bucket.")
         if node.target is ops.to_host_start:
+            if len(node.args[0]) != len(indices):
+                raise _broken(node, "does not move one part for each parameter.")
             _host_memory_is_for_updates(node)
-        if node.target is ops.update and any(map(is_on_host, node.args[:2])):
-            _is_update_on_host(node, table)
+        if node.target is ops.to_device_start:
+            _pieces_are_read_where_they_lie(node, infos)
+            _is_return_of_an_update(node, table)
+        if node.target is ops.update_on_host_start:
+            _is_update_of_what_has_arrived(node, table)
         if role(node) == "store" and _shard_of(node.args[0]) != parameter_of(node.args[1]):
             raise _broken(node, f"stores {node.args[1].name}, which is of another parameter.")
+
+
+def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:
+    for piece in move.args[0]:
+        start = piece.args[0] if piece.target is ops.wait_update else None
+        if len(move.args[0]) > 1 or start is None or start.args[3] != move.args[1]:
+            names = ", ".join(table[index].name for index in move.args[1])
+            raise _broken(move, f"moves {piece.name} as if it were the update of {names}.")
 
 
 def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) -> None:
@@ -249,27 +266,27 @@ def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) 
 def _host_memory_is_for_updates(start: fx.Node) -> None:
     for alias in aliases(start):
         for reader in alias.users:
-            if reader.target not in (ops.wait_move, aten.slice.Tensor, ops.update):
-                if reader.target is not ops.to_device_start:
-                    raise _broken(reader, f"reads {alias.name}, which is in host memory.")
+            if reader.target not in (*_WAITS, *_WAITS.values()):
+                raise _broken(reader, f"reads {alias.name}, which is in host memory.")
 
 
-def _is_update_on_host(update: fx.Node, table: ParameterTable) -> None:
+def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> None:
     """Whether an update reads what has been moved for it, and what it makes is moved back, once."""
-    index = update.args[3]
-    name = table[index].name
-    value, gradient = map(moved_from, update.args[:2])
-    if value is None or gradient is None:
-        raise _broken(update, "reads one operand in host memory and the other on the device.")
-    if any(parameter_of(operand) != index for operand in update.args[:2]):
-        raise _broken(update, f"updates {name!r} with what has been moved for another parameter.")
-    is_a_shard = value.op == "placeholder" or role(value) is not None
-    if is_a_shard and _shard_of(value) not in (index, -1):
-        raise _broken(update, f"updates {name!r} from the value of another parameter.")
-    if [user.target for user in update.users] != [ops.to_device_start]:
-        raise _broken(
-            update, f"what it makes of {name!r} is moved back {len(update.users)} times, not once."
-        )
+    indices = update.args[3]
+    for operand in update.args[:2]:
+        start = operand.args[0] if operand.target is ops.wait_move else None
+        if start is None or start.target is not ops.to_host_start:
+            raise _broken(update, f"reads {operand.name}, which has not been moved to the host.")
+        if list(start.args[1]) != list(indices):
+            raise _broken(update, f"reads {operand.name}, which is of another parameter.")
+    for operands in operands_of_updates(update):
+        name = table[operands.parameter].name
+        is_a_shard = operands.value.op == "placeholder" or role(operands.value) is not None
+        if is_a_shard and _shard_of(operands.value) not in (operands.parameter, -1):
+            raise _broken(update, f"updates {name!r} from the value of another parameter.")
+    (wait,) = update.users
+    if [user.target for user in wait.users] != [ops.to_device_start]:
+        raise _broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -461,17 +478,15 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
     for node in graph.nodes:
         if node.target is ops.gradient:
             raise _broken(node, "is a gradient that nobody averages over the ranks.")
-        if node.target is ops.update:
-            operands = [(node.args[1], node.args[3])]
+        if node.target is ops.optimizer_step:
+            operands = list(zip(node.args[1], node.args[4], strict=True))
+        else:
+            operands = [(update.gradient, update.parameter) for update in operands_of_updates(node)]
+        if node.target in (ops.update, ops.update_on_host_start):
             if node.args[0] in written:
                 raise _broken(node, f"updates what {written[node.args[0]].name} has updated.")
             written[node.args[0]] = node
-        elif node.target is ops.optimizer_step:
-            operands = list(zip(node.args[1], node.args[4], strict=True))
-        else:
-            continue
-        for operand, parameter in operands:
-            gradient = moved_from(operand) or operand
+        for gradient, parameter in operands:
             if not _is_average_of(gradient, table[parameter]):
                 raise _broken(
                     node,

@@ -1,6 +1,8 @@
 """One kernel per update is as exact as torch's own, for every optimizer and any length."""
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -341,3 +343,37 @@ def test_a_learning_rate_that_is_nan_makes_everything_nan(uncompiled):
     assert run.data.isnan().all() and run.single.isnan().all()
     with pytest.raises(ValueError, match="Invalid beta"):  # torch checks what its class is given
         torch.optim.AdamW([run.parameter], betas=(float("nan"), 0.9))
+
+
+def test_other_threads_of_python_run_beside_a_kernel(monkeypatch):
+    """Inductor's own binding of a kernel holds Python's lock, and nobody else comes to a turn."""
+    calls: list[tuple[float, float]] = []
+    original = compat._WithoutLock.__call__
+
+    def timed(self, *arguments):
+        begun = time.perf_counter()
+        original(self, *arguments)
+        calls.append((begun, time.perf_counter()))
+
+    monkeypatch.setattr(compat._WithoutLock, "__call__", timed)
+    trained = Trained(lambda parameters: torch.optim.AdamW(parameters), 2**25)
+    turns: list[float] = []
+    is_over = threading.Event()
+
+    def take_turns():
+        while not is_over.wait(0.001):
+            turns.append(time.perf_counter())
+
+    thread = threading.Thread(target=take_turns)
+    gradient = torch.ones(2**25)
+    for number in range(4):
+        if number == 1:  # it has been compiled
+            calls.clear()
+            thread.start()
+        trained.runner.begin()
+        trained.runner.run_together([trained.data], [gradient], [0])
+        trained.runner.end()
+    is_over.set()
+    thread.join()
+    assert len(calls) == 3
+    assert max(sum(begun < turn < ended for turn in turns) for begun, ended in calls) >= 3

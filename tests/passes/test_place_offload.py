@@ -23,8 +23,9 @@ from tests.programs import (
 from zerofx import GraphError, StepError, ops
 from zerofx.account import moved_bytes
 from zerofx.cost import live_bytes
-from zerofx.figures import NOMINAL
-from zerofx.graph import is_on_host, program_order
+from zerofx.figures import NOMINAL, Figures
+from zerofx.graph import operands_of_updates, program_order, updates
+from zerofx.passes.place_offload import UPDATES_UNDER_WAY
 from zerofx.timeline import predict
 from zerofx.verify import verify
 
@@ -89,14 +90,13 @@ def test_rewrites_the_smallest_program():
         to_host_start = zerofx.to_host_start([w], [0], 0)
         to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
         wait_move = zerofx.wait_move(to_host_start)
-        slice = slice(wait_move, 0, 0, 4)
         wait_move_1 = zerofx.wait_move(to_host_start_1)
-        slice_1 = slice(wait_move_1, 0, 0, 4)
-        update = zerofx.update(slice, slice_1, SGD, 0, None)
-        to_device_start = zerofx.to_device_start([update], [0], device(type='cpu'))
+        update_on_host_start = zerofx.update_on_host_start(wait_move, wait_move_1, SGD, [0], None)
+        wait_update = zerofx.wait_update(update_on_host_start)
+        to_device_start = zerofx.to_device_start([wait_update], [0], device(type='cpu'))
         wait_move_2 = zerofx.wait_move(to_device_start)
-        slice_2 = slice(wait_move_2, 0, 0, 4)
-        copy_ = copy_(w, slice_2)
+        slice = slice(wait_move_2, 0, 0, 4)
+        copy_ = copy_(w, slice)
         return []
         """,
     )
@@ -128,8 +128,23 @@ def test_computes_bitwise_what_it_did(name, stage, world_size):
 @pytest.mark.parametrize("name", STEPS)
 def test_every_update_runs_on_the_host(name, stage):
     program = rewritten(STEPS[name](), stage=stage, **OFFLOADED)
-    for update in nodes_of(program, ops.update):
-        assert is_on_host(update)
+    before = rewritten(STEPS[name](), stage=stage)
+    assert not nodes_of(program, ops.update) and updates(program.graph) == updates(before.graph)
+    for start in nodes_of(program, ops.update_on_host_start):
+        for operands in operands_of_updates(start):
+            assert operands.parameter in start.args[3]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_an_update_goes_on_while_backward_does_and_the_next_has_started(stage):
+    program = rewritten(mlp_step(8), stage=stage, **OFFLOADED)
+    order = program_order(program.graph)
+    starts = nodes_of(program, ops.update_on_host_start)
+    for start, following in zip(starts[:-3], starts[1:], strict=False):
+        (wait,) = start.users
+        products = [order[product] for product in nodes_of(program, aten.mm.default)]
+        assert any(order[start] < product < order[wait] for product in products)
+        assert order[start] < order[following] < order[wait]
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
@@ -153,20 +168,21 @@ def test_gradients_leave_while_backward_goes_on():
 
 
 def test_the_copy_back_travels_while_backward_goes_on():
-    program = rewritten(mlp_step(5), stage=3, **OFFLOADED)
+    program = rewritten(mlp_step(8), stage=3, **OFFLOADED)
     order = program_order(program.graph)
-    for start in nodes_of(program, ops.to_device_start)[:-3]:
+    for start in nodes_of(program, ops.to_device_start)[:-5]:
         (wait,) = start.users
         between = [n for n in nodes_of(program, aten.mm.default) if order[start] < order[n]]
         assert any(order[node] < order[wait] for node in between)
 
 
-@pytest.mark.parametrize("num_layers", (3, 8))
+@pytest.mark.parametrize("num_layers", (6, 10))
 @pytest.mark.parametrize("stage", (1, 3))
 def test_staging_buffers_are_as_many_whatever_the_depth(num_layers, stage):
     program = rewritten(mlp_step(num_layers), stage=stage, **OFFLOADED)
     slots = {start.args[2] for start in nodes_of(program, ops.to_host_start)}
-    assert len(slots) == 5
+    # Two on their way out, the updates under way, and values on their way back.
+    assert len(slots) == 2 * 2 + 2 * UPDATES_UNDER_WAY + 1
 
 
 def test_at_most_one_bucket_is_on_its_way_back():
@@ -201,7 +217,7 @@ def test_the_timeline_has_the_moves():
     timeline = predict(program.graph, NOMINAL, program.table, 2)
     moves = nodes_of(program, *ops.MOVES)
     assert all(timeline.transfers[move].seconds > 0 for move in moves)
-    slow = NOMINAL.__class__(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
+    slow = Figures(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
     exposed = predict(program.graph, slow, program.table, 2).exposed_s
     nbytes = moved_bytes(program.gm)
     assert exposed == pytest.approx(nbytes.to_host + nbytes.to_device, rel=0.5)
@@ -239,7 +255,10 @@ def test_the_program_is_as_it_should_be(program):
     verify(program.gm, program.table, FACTS)
 
 
-@pytest.mark.parametrize("target", ops.MOVES)
+STARTED = (*ops.MOVES, ops.update_on_host_start)
+
+
+@pytest.mark.parametrize("target", STARTED)
 def test_a_deleted_wait_is_found(program, target):
     (wait,) = nodes_of(program, target)[0].users
     wait.replace_all_uses_with(wait.args[0])
@@ -247,16 +266,17 @@ def test_a_deleted_wait_is_found(program, target):
     refused(program, "must have one wait and no other reader")
 
 
-@pytest.mark.parametrize("target", ops.MOVES)
-def test_a_doubled_move_is_found(program, target):
+@pytest.mark.parametrize("target", STARTED)
+def test_a_doubled_start_is_found(program, target):
     start = nodes_of(program, target)[0]
     with program.graph.inserting_after(start):
         program.graph.node_copy(start)
-    refused(program, "must have one wait|moved back 2 times")
+    refused(program, "must have one wait|overwrites .* while")
 
 
-def test_a_second_wait_is_found(program):
-    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+@pytest.mark.parametrize("target", STARTED)
+def test_a_second_wait_is_found(program, target):
+    (wait,) = nodes_of(program, target)[0].users
     with program.graph.inserting_after(wait):
         program.graph.node_copy(wait)
     refused(program, "must have one wait")
@@ -269,10 +289,9 @@ def test_reading_what_is_moving_is_found(program):
     refused(program, "must have one wait")
 
 
-@pytest.mark.parametrize("target", ops.MOVES)
 @pytest.mark.parametrize("position", (0, 1))
-def test_a_swapped_order_of_pieces_is_found(program, target, position):
-    start = nodes_of(program, target)[position]
+def test_a_swapped_order_of_pieces_is_found(program, position):
+    start = nodes_of(program, ops.to_host_start)[position]
     pieces, *rest = start.args
     start.args = (pieces[::-1], *rest)
     refused(program, "another parameter|as if it were|not computed from the average")
@@ -315,7 +334,8 @@ def test_a_value_stored_in_its_neighbour_is_found():
 
 
 def test_a_range_read_from_elsewhere_is_found(program):
-    piece = next(iter(nodes_of(program, ops.wait_move)[0].users))
+    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    piece = next(iter(wait.users))
     piece.args = (piece.args[0], 0, piece.args[2] + 1, piece.args[3] + 1)
     refused(program, "is not the range of a parameter")
 
@@ -348,16 +368,48 @@ def test_a_write_under_a_move_is_found():
     refused(program, "while .* copies it")
 
 
+def test_a_write_under_an_update_is_found(program):
+    start = nodes_of(program, ops.update_on_host_start)[0]
+    with program.graph.inserting_after(start):
+        write = program.graph.call_function(aten.copy_.default, (start.args[1], start.args[1]))
+        write.meta["val"] = start.args[1].meta["val"]
+    refused(program, "while .* reads it|which is in host memory")
+
+
 def test_a_gradient_left_on_the_device_is_found(program):
-    update = nodes_of(program, ops.update)[0]
-    source = update.args[1].args[0].args[0]
-    index = source.args[1].index(update.args[3])
-    update.update_arg(1, source.args[0][index])
-    refused(program, "nobody reads it there|one operand in host memory")
+    start = nodes_of(program, ops.update_on_host_start)[0]
+    start.update_arg(1, start.args[1].args[0].args[0][0])
+    refused(program, "has not been moved to the host|moves what is of|is not the same")
+
+
+def test_what_is_still_on_its_way_out_is_found(program):
+    start = nodes_of(program, ops.update_on_host_start)[0]
+    start.update_arg(1, start.args[1].args[0])
+    refused(program, "must have one wait")
+
+
+def test_an_update_of_other_parameters_than_have_arrived_is_found(program):
+    one, other, *_ = nodes_of(program, ops.update_on_host_start)
+    mine, its = one.args[3], other.args[3]
+    one.update_arg(3, its)
+    other.update_arg(3, mine)
+    refused(program, "which is of another parameter")
+
+
+def test_the_same_gradients_twice_are_found(program):
+    one, other, *_ = nodes_of(program, ops.update_on_host_start)
+    other.update_arg(1, one.args[1])
+    refused(program, "which is of another parameter")
+
+
+def test_what_an_update_makes_must_come_back(program):
+    start = nodes_of(program, ops.to_device_start)[0]
+    start.update_arg(0, [start.args[0][0].args[0]])
+    refused(program, "must have one wait")
 
 
 def test_a_reader_on_the_device_of_host_memory_is_found(program):
-    piece = next(iter(nodes_of(program, ops.wait_move)[0].users))
-    with program.graph.inserting_after(piece):
-        program.graph.call_function(aten.neg.default, (piece,)).meta["val"] = piece.meta["val"]
+    wait = nodes_of(program, ops.wait_update)[0]
+    with program.graph.inserting_after(wait):
+        program.graph.call_function(aten.neg.default, (wait,)).meta["val"] = wait.meta["val"]
     refused(program, "which is in host memory")

@@ -12,10 +12,11 @@ from torch import Tensor
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join
+from zerofx.runtime.lanes import Lane
 
 
 class Mover:
-    """The moves of one compiled function, and its staging buffers in host memory.
+    """The moves of one compiled function, its staging buffers and its updates in host memory.
 
     ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
     Where there is no GPU, a move is a copy that is made as it starts.  The way over CUDA streams
@@ -24,6 +25,7 @@ class Mover:
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
+        self.updates = Lane("updates")
         self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
         self._slots: dict[int, Tensor] = {}
         self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
@@ -81,6 +83,7 @@ class Mover:
 
     def abandon(self) -> None:
         """Forget what is under way, after a step that failed."""
+        self.updates.abandon()
         for *_, event in self._started.values():
             if event is not None:
                 event.synchronize()

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from zerofx.graph import (
     aliases,
     gradient_outputs,
     input_role,
-    moved_from,
+    operands_of_updates,
     placeholders,
     sharded_results,
     staging_bytes,
@@ -58,8 +59,9 @@ class StepRuntime:
     parameters live in their bucket's memory; ``in_place`` are the buckets, as their parameters'
     indices, that the program may write to before its last copies do.  ``keep_source`` is given
     the name and the text of each kernel that is generated for an update.  A ``mover`` makes
-    the program's moves; with ``states_on_host`` optimizer states live there, and updates run there.
-    ``host_needs`` are the bytes that all this will take there, by what for.
+    the program's moves; with ``states_on_host`` optimizer states live there, and updates run there,
+    those of a bucket as one with ``joins_updates``.  ``host_needs`` are the bytes that all this
+    will take there, by what for.
 
     Raises: UpdateError if an optimizer's update cannot be compiled, StepError if the host has no
     room for it; nothing has changed then.
@@ -82,6 +84,7 @@ class StepRuntime:
         precision: Precision = PLAIN,
         mover: Mover | None = None,
         states_on_host: bool = False,
+        joins_updates: bool = False,
     ):
         self.communicator = communicator
         self.table = table
@@ -129,6 +132,7 @@ class StepRuntime:
         updates = list(updates)
         self.mover = mover
         self.states_on_host = states_on_host
+        self.joins_updates = joins_updates
         self.moved_out = _moved_out(graph)
         read_later = _gradients_read_after_update(graph)
         owned = _owned_parameters(graph)
@@ -158,6 +162,7 @@ class StepRuntime:
         self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
         self._carried: list[tuple[Key, torch.Tensor]] = []
         self._updated: dict[int, set[int]] = {}
+        self._updating: dict[int, _HostUpdate] = {}  # by the id of what it writes
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
         self._parameter_storages: set[int] = set()
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
@@ -218,6 +223,8 @@ class StepRuntime:
             ops.to_host_start: self.to_host_start,
             ops.to_device_start: self.to_device_start,
             ops.wait_move: self.wait_move,
+            ops.update_on_host_start: self.update_on_host_start,
+            ops.wait_update: self.wait_update,
         }
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -276,6 +283,7 @@ class StepRuntime:
                 self.communicator.settle()
         except BaseException:
             REGISTRY.carried.step_failed(self.communicator, self.resumed)
+            self._updating.clear()
             if self.mover is not None:
                 self.mover.abandon()
             if self.communicates:
@@ -464,6 +472,50 @@ class StepRuntime:
         assert self.mover is not None
         return self.mover.wait(started)
 
+    def update_on_host_start(
+        self,
+        values: torch.Tensor,
+        grads: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Prepare updates here, and have their elements computed beside the step.
+
+        What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
+        step's thread: here, or where they are waited for.
+        """
+        if found_inf is not None and self._is_set(found_inf):
+            self._updating[id(values)] = _HostUpdate(values, None)
+            return values
+        assert self.mover is not None
+        runner = self._runner(optimizer, parameters)
+        lengths = [self.table[index].shard_numel for index in parameters]
+        data, pieces = values.detach().split(lengths), grads.split(lengths)
+        runner.place_states(parameters, REGISTRY.host)
+        if self.joins_updates:
+            ready = runner.ready_together(data, pieces, parameters)
+        else:
+            ready = [runner.ready(*one) for one in zip(data, pieces, parameters, strict=True)]
+
+        def compute() -> list[Any]:
+            with torch.no_grad():
+                return [update.compute() for update in ready]
+
+        def finish(results: list[Any]) -> None:
+            for update, result in zip(ready, results, strict=True):
+                update.finish(result)
+            runner.place_states(parameters, REGISTRY.host)  # those it has made
+
+        computing = self.mover.updates.start(compute)
+        self._updating[id(values)] = _HostUpdate(values, computing, finish, optimizer)
+        return values
+
+    def wait_update(self, started: torch.Tensor) -> torch.Tensor:
+        update = self._updating.pop(id(started))
+        update.complete()
+        return update.values
+
     def update(
         self,
         values: torch.Tensor,
@@ -524,6 +576,9 @@ class StepRuntime:
         updated = self._updated.get(optimizer)
         if updated is None or not updated.isdisjoint(parameters):  # a second step of it
             if updated is not None:
+                for update in self._updating.values():
+                    if update.optimizer == optimizer:
+                        update.complete()
                 runner.end()
             runner.begin()
             updated = self._updated[optimizer] = set()
@@ -539,6 +594,32 @@ class StepRuntime:
     def _finish_updates(self) -> None:
         for optimizer in self._updated:
             self.runners[optimizer].end()
+
+
+class _HostUpdate:
+    """An update that goes on beside the step, and what is left to do with what it returns.
+
+    ``computing`` is None where there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        computing: Future | None,
+        finish: Callable[[list[Any]], None] | None = None,
+        optimizer: int = -1,
+    ) -> None:
+        self.values, self.optimizer = values, optimizer
+        self._computing, self._finish = computing, finish
+
+    def complete(self) -> None:
+        """Wait for it and keep its states.  Raises: what it has raised."""
+        if self._computing is not None:
+            computing, self._computing = self._computing, None
+            results = computing.result()
+            assert self._finish is not None
+            with torch.no_grad():
+                self._finish(results)
 
 
 def _written_shards(graph: fx.Graph) -> set[int]:
@@ -578,10 +659,10 @@ def _alive(reference: weakref.ref) -> Any:
 def _gradients_read_after_update(graph: fx.Graph) -> set[int]:
     """The parameters whose gradient has a reader behind the update that reads it."""
     return {
-        node.args[3]
+        update.parameter
         for node in graph.nodes
-        if node.target is ops.update
-        for alias in aliases(moved_from(node.args[1]) or node.args[1])
+        for update in operands_of_updates(node)
+        for alias in aliases(update.gradient)
         if any(reader > node for reader in alias.users)
     }
 

@@ -17,7 +17,7 @@ from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.gradient_norm import squares_of, with_squares
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.independence import check_independent
-from zerofx.codegen.kernels import Keep, Kernels, runs_triton
+from zerofx.codegen.kernels import Choice, Keep, Kernels, runs_triton
 from zerofx.codegen.rounding import BLOCK
 from zerofx.codegen.storage import NATIVE, Precision
 from zerofx.codegen.trace import Update
@@ -54,7 +54,8 @@ class OptimizerRunner:
     them whole: ``run_on_owners`` begins it and ``run`` ends it.  With ``host``, updates run on CPU
     tensors and their states are kept there.
 
-    A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.
+    A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.  For ``run``,
+    ``ready`` may do all but the elements, which another thread can do, and ``finish`` the rest.
     """
 
     def __init__(
@@ -208,6 +209,11 @@ class OptimizerRunner:
         """
         if self.has_begun(parameter):
             return self._finish(data, grad, parameter)
+        self.ready(data, grad, parameter).run()
+        return data
+
+    def ready(self, data: Tensor, grad: Tensor, parameter: int) -> ReadyUpdate:
+        """Do of ``run`` what only the step's thread may: trace, compile and read numbers."""
         optimizer = self._live_optimizer()
         user_parameter, info, group = self._of_step(parameter)
         with torch.no_grad():
@@ -223,12 +229,18 @@ class OptimizerRunner:
             update, tensors, numbers = self._storage.rewrite(
                 traced, values, arguments, state, data, grad.dtype, draw
             )
-            grad = grad.to(update.gradient_dtype or data.dtype)  # eager's is the parameter's
             run = self._in_blocks(update, data, grad) if update.scales else None
-            new_state, new_group = update(data, grad, tensors, numbers, run)
+
+        def compute() -> Any:
+            converted = grad.to(update.gradient_dtype or data.dtype)  # eager's is the parameter's
+            return update(data, converted, tensors, numbers, run)
+
+        def finish(found: Any) -> None:
+            new_state, new_group = found
             self._storage.settle(new_state, values, data, info, draw)
-        self._keep(user_parameter, group, values, new_state, new_group)
-        return data
+            self._keep(user_parameter, group, values, new_state, new_group)
+
+        return ReadyUpdate(compute, finish)
 
     def _of_step(self, parameter: int) -> tuple[nn.Parameter, ParameterInfo, GroupOfStep]:
         """The user's parameter, its layout, and its group in the step under way."""
@@ -361,6 +373,19 @@ class OptimizerRunner:
         self._run_pieces(data, grads, parameters, work, coefficients, None)
         return list(data)
 
+    def ready_together(
+        self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
+    ) -> list[ReadyUpdate]:
+        """Do of ``run_together``, on a CPU, what only the step's thread may."""
+        found = []
+        for members in self._neighbours(data, grads, parameters):
+            joined = self._joined(members)
+            if joined is None:
+                found += [self.ready(*member) for member in members]
+            else:
+                found.append(joined.ready())
+        return found
+
     def run_together_and_sum(
         self,
         data: Sequence[Tensor],
@@ -477,6 +502,22 @@ class OptimizerRunner:
         On a GPU the kernel waits for ``launches``, and goes with those of other pieces.  The sum of
         the gradient's squares goes to ``squares``, or comes from ``launches``.
         """
+        joined = self._joined(members, work, coefficients, squares is not None)
+        if joined is None:
+            return False
+        results = joined.run(launches)
+        if squares is not None and results[-1] is not None:  # it does not wait
+            squares.append(results[-1].sum())
+        return True
+
+    def _joined(
+        self,
+        members: list[tuple[Tensor, Tensor, int]],
+        work: GradientWork | None = None,
+        coefficients: Sequence[Tensor] = (),
+        gives_squares: bool = False,
+    ) -> _JoinedUpdate | None:
+        """One kernel's call for shards that are one piece of memory; None if that cannot be."""
         optimizer = self._live_optimizer()
         parameters = tuple(parameter for *_, parameter in members)
         users = [self._parameters[parameter][0]() for parameter in parameters]
@@ -487,12 +528,12 @@ class OptimizerRunner:
         lengths = [member[0].numel() for member in members]
         is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(members[0][0].device)
         if group is None or is_short:
-            return False
+            return None
         for state, (data, *_) in zip(states, members, strict=True):
             self._storage.adopt(state, data, info)
         values = joined_state(states, lengths)
         if values is None:
-            return False
+            return None
         with torch.no_grad():
             logical = self._storage.logical(values, info)
             state = read_arguments(logical, shard_shape=(sum(lengths),), inputs=logical)
@@ -501,7 +542,7 @@ class OptimizerRunner:
             for parameter in layouts.values():
                 other, _ = self._traces.find(optimizer, parameter, group, state)
                 if other.computation != traced.computation:
-                    return False
+                    return None
             if traced.writes_gradient:
                 for parameter in parameters:
                     self._traces.check_gradient(traced, parameter)
@@ -512,26 +553,25 @@ class OptimizerRunner:
             update, tensors, numbers = self._storage.rewrite(
                 traced, values, arguments, state, data, gradient_dtype, draw
             )
-            update = self._extended(update, work, data.dtype, squares is not None)
+            update = self._extended(update, work, data.dtype, gives_squares)
             if work is not None:
                 numbers += coefficients
             kernel = self._kernels.find(update, data, grad)
             if kernel is None:
-                return False
+                return None
             # New states are settled below, and rounded: what makes them cannot wait.
             is_settled = draw is None or all(name in values for name, _ in update.state)
-            waits = kernel.may_wait and is_settled
-            run = partial(kernel.run, launches=launches) if waits else kernel.run
-            grad = grad.to(kernel.gradient_dtype)
-            results = run(data, grad, *tensors, *numbers)
-            if squares is not None and results[-1] is not None:  # it does not wait
-                squares.append(results[-1].sum())
+            inputs = [data, grad.to(kernel.gradient_dtype), *tensors, *numbers]
+
+        def finish(results: Sequence[Any]) -> None:
             new_state, new_group = update.filled(results)
             self._storage.settle(new_state, values, data, info, draw)
-        group.changed.update(new_group)
-        if new_state:
-            keep_state(new_state, values, [optimizer.state[user] for user in users], lengths)
-        return True
+            group.changed.update(new_group)
+            if new_state:
+                live = self._live_optimizer().state
+                keep_state(new_state, values, [live[user] for user in users], lengths)
+
+        return _JoinedUpdate(kernel, inputs, kernel.may_wait and is_settled, finish)
 
     def _extended(
         self,
@@ -581,6 +621,43 @@ class OptimizerRunner:
                     "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
                     f"of the parameter's shape {info.shape}."
                 )
+
+
+@dataclass(frozen=True)
+class ReadyUpdate:
+    """An update of which the elements are left to ``compute``, in any thread.
+
+    ``finish`` takes what that returns, and keeps new states; in the step's thread.
+    """
+
+    compute: Callable[[], Any]
+    finish: Callable[[Any], None]
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self.finish(self.compute())
+
+
+@dataclass(frozen=True)
+class _JoinedUpdate:
+    """The call of a kernel that updates neighbours; it ``waits`` for others to launch with."""
+
+    kernel: Choice
+    inputs: Sequence[Any]
+    waits: bool
+    finish: Callable[[Sequence[Any]], None]
+
+    def run(self, launches: Launches) -> Sequence[Any]:
+        with torch.no_grad():
+            run = partial(self.kernel.run, launches=launches) if self.waits else self.kernel.run
+            results = run(*self.inputs)
+            self.finish(results)
+        return results
+
+    def ready(self) -> ReadyUpdate:
+        assert self.kernel.ready is not None, "updates on the host run on its CPU"
+        with torch.no_grad():
+            return ReadyUpdate(self.kernel.ready(*self.inputs), self.finish)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""A thread beside the step's: in order, errors to who waits, nothing left when it is abandoned."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from zerofx.runtime.lanes import Lane
+
+
+def test_it_does_one_thing_after_another_in_one_thread():
+    lane, done = Lane("test"), []
+    futures = [lane.start(lambda n=n: done.append((n, threading.get_ident()))) for n in range(20)]
+    for future in futures:
+        future.result()
+    assert [number for number, _ in done] == list(range(20))
+    threads = {thread for _, thread in done}
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_an_error_comes_out_where_it_is_waited_for_and_the_next_goes_on():
+    lane, error = Lane("test"), ValueError("no")
+
+    def fail():
+        raise error
+
+    failed, after = lane.start(fail), lane.start(lambda: 7)
+    with pytest.raises(ValueError) as raised:
+        failed.result()
+    assert raised.value is error and "fail" in [entry.name for entry in raised.traceback]
+    assert after.result() == 7
+
+
+def test_what_is_abandoned_has_ended_or_never_begins():
+    lane, begun, ended = Lane("test"), threading.Event(), []
+
+    def slow():
+        begun.set()
+        time.sleep(0.2)
+        ended.append("slow")
+
+    lane.start(slow)
+    lane.start(lambda: ended.append("never"))
+    begun.wait()
+    lane.abandon()
+    assert ended == ["slow"]
+    assert lane.start(lambda: 1).result() == 1 and ended == ["slow"]
+
+
+def test_its_thread_goes_with_it():
+    before = threading.active_count()
+    lane = Lane("test")
+    lane.start(lambda: None).result()
+    assert threading.active_count() == before + 1
+    del lane
+    gc.collect()
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.02)
+    assert threading.active_count() == before
+
+
+IN_A_FORK = """
+import os, sys, time
+from zerofx.runtime.lanes import Lane
+lane = Lane("test")
+assert lane.start(lambda: 1).result() == 1
+pending = lane.start(lambda: time.sleep(0.3))
+child = os.fork()
+if child == 0:
+    lane.abandon()  # what its parent has started is its parent's
+    assert lane.start(os.getpid).result() == os.getpid()
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+pending.result()
+assert lane.start(lambda: 2).result() == 2
+lane.start(lambda: time.sleep(0.2) or print("ended"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows forks nothing")
+def test_a_fork_has_a_thread_of_its_own_and_exits_are_clean():
+    """At the interpreter's exit, what is under way ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
