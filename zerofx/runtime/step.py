@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -136,25 +135,32 @@ class StepRuntime:
         self.moved_out = _moved_out(graph)
         read_later = _gradients_read_after_update(graph)
         owned = _owned_parameters(graph)
-        self.runners = {
-            handle: OptimizerRunner(
-                optimizer,
-                parameters,
-                rank=communicator.rank,
-                sharded=stage > 0,
-                gradients_read_later=read_later,
-                keep_source=keep_source,
-                precision=precision,
-                owned=owned.get(handle, frozenset()),
-                host=REGISTRY.host if states_on_host else None,
-            )
-            for handle, optimizer in optimizers.items()
-        }
+
+        def runners(on_host: bool) -> dict[int, OptimizerRunner]:
+            return {
+                handle: OptimizerRunner(
+                    optimizer,
+                    parameters,
+                    rank=communicator.rank,
+                    sharded=stage > 0,
+                    gradients_read_later=read_later,
+                    keep_source=keep_source,
+                    precision=precision,
+                    owned=owned.get(handle, frozenset()),
+                    host=REGISTRY.host if on_host else None,
+                )
+                for handle, optimizer in optimizers.items()
+            }
+
+        self.runners, self.host_runners = runners(False), runners(True) if states_on_host else {}
+        on_host = _updated_on_host(graph)
         for handle, runner in self.runners.items():
-            runner.prepare(parameter for optimizer, parameter in updates if optimizer == handle)
+            runner.prepare(p for h, p in updates if h == handle and (h, p) not in on_host)
+        for handle, runner in self.host_runners.items():
+            runner.prepare(p for h, p in on_host if h == handle)
         self.host_needs: dict[str, int] = {}
         if mover is not None:
-            self._check_room_on_host(graph, updates)
+            self._check_room_on_host(graph, on_host)
         # Weakly too: a bucket's memory goes with its parameters.
         self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
         self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
@@ -171,7 +177,9 @@ class StepRuntime:
         mine: dict[int, list[int]] = {}
         for handle, parameter in dict.fromkeys(updates):
             mine.setdefault(handle, []).append(parameter)
-        states = sum(self.runners[handle].host_bytes_to_come(of) for handle, of in mine.items())
+        states = sum(
+            self.host_runners[handle].host_bytes_to_come(of) for handle, of in mine.items()
+        )
         assert self.mover is not None
         staging = self.mover.bytes_to_come(staging_bytes(graph))
         self.host_needs = {"optimizer states": states, "staging buffers": staging}
@@ -179,7 +187,7 @@ class StepRuntime:
 
     def host_state_bytes(self) -> int:
         """Bytes of optimizer states in host memory, of the parameters that this program updates."""
-        return sum(runner.host_bytes() for runner in self.runners.values())
+        return sum(runner.host_bytes() for runner in self.host_runners.values())
 
     def bind(self) -> None:
         """Take charge of the parameters, and of the optimizers' states."""
@@ -489,7 +497,8 @@ class StepRuntime:
             self._updating[id(values)] = _HostUpdate(values, None)
             return values
         assert self.mover is not None
-        runner = self._runner(optimizer, parameters)
+        self._runner(optimizer, parameters)  # in the same step as this one
+        runner = self.host_runners[optimizer]
         lengths = [self.table[index].shard_numel for index in parameters]
         data, pieces = values.detach().split(lengths), grads.split(lengths)
         runner.place_states(parameters, REGISTRY.host)
@@ -526,8 +535,8 @@ class StepRuntime:
     ) -> torch.Tensor:
         if found_inf is not None and self._is_set(found_inf):
             return values
-        with self._states_of(optimizer, [parameter]) as runner:
-            return runner.run(values.detach(), grad, parameter)
+        runner = self._with_states_of(optimizer, [parameter])
+        return runner.run(values.detach(), grad, parameter)
 
     def update_together(
         self,
@@ -551,22 +560,19 @@ class StepRuntime:
             done = grads if work is None else [work(grad, *coefficients) for grad in grads]
             return [*values, *map(squares_of, done)]
         data = [value.detach() for value in values]
-        with self._states_of(optimizer, parameters) as runner:
-            if norm is None:
-                return runner.run_together(data, grads, parameters, work, coefficients)
-            squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
+        runner = self._with_states_of(optimizer, parameters)
+        if norm is None:
+            return runner.run_together(data, grads, parameters, work, coefficients)
+        squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
         nothing = torch.zeros_like(squares)
         return [*data, squares, *[nothing] * (len(data) - 1)]
 
-    @contextlib.contextmanager
-    def _states_of(self, optimizer: int, parameters: list[int]) -> Iterator[OptimizerRunner]:
-        """The optimizer's runner, with these parameters' states where they are to be."""
+    def _with_states_of(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
+        """The optimizer's runner, with these parameters' states on the device."""
         runner = self._runner(optimizer, parameters)
-        if self.states_on_host or not REGISTRY.host.is_empty:
+        if not REGISTRY.host.is_empty:
             runner.place_states(parameters, REGISTRY.host)
-        yield runner
-        if self.states_on_host:
-            runner.place_states(parameters, REGISTRY.host)  # those it has made
+        return runner
 
     def _runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
@@ -579,8 +585,9 @@ class StepRuntime:
                 for update in self._updating.values():
                     if update.optimizer == optimizer:
                         update.complete()
-                runner.end()
-            runner.begin()
+                self._end(optimizer)
+            for one in self._runners_of(optimizer):
+                one.begin()
             updated = self._updated[optimizer] = set()
         updated.update(parameters)
         return runner
@@ -591,9 +598,18 @@ class StepRuntime:
             known = self._found_inf[id(found_inf)] = (found_inf, bool(found_inf.item()))
         return known[1]
 
+    def _runners_of(self, optimizer: int) -> list[OptimizerRunner]:
+        """The device's and the host's, which step together."""
+        every = (self.runners, self.host_runners)
+        return [runners[optimizer] for runners in every if optimizer in runners]
+
+    def _end(self, optimizer: int) -> None:
+        for runner in self._runners_of(optimizer):
+            runner.end()
+
     def _finish_updates(self) -> None:
         for optimizer in self._updated:
-            self.runners[optimizer].end()
+            self._end(optimizer)
 
 
 class _HostUpdate:
@@ -620,6 +636,14 @@ class _HostUpdate:
             assert self._finish is not None
             with torch.no_grad():
                 self._finish(results)
+
+
+def _updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:
+    """The updates, as (optimizer, parameter), that the program runs in host memory."""
+    starts = [node for node in graph.nodes if node.target is ops.update_on_host_start]
+    return list(
+        dict.fromkeys((start.args[2], index) for start in starts for index in start.args[3])
+    )
 
 
 def _written_shards(graph: fx.Graph) -> set[int]:
