@@ -18,6 +18,7 @@ from zerofx.graph import (
     memory_of,
     program_order,
     resident,
+    set_resident,
     staged_until,
     writers,
 )
@@ -68,6 +69,7 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     there = resident(gm.graph)
     if there is None:
         there = _fitting(gm.graph, ctx)
+        set_resident(gm.graph, there)
     updates = [
         node
         for node in gm.graph.nodes

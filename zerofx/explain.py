@@ -10,7 +10,7 @@ from zerofx import ops
 from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
-from zerofx.graph import served, value_bytes
+from zerofx.graph import resident, served, value_bytes
 from zerofx.timeline import predict
 
 
@@ -84,8 +84,11 @@ def _offload(program: Program) -> list[tuple[str, str]]:
         return []
     moved = moved_bytes(program.gm)
     states = program.runtime.host_state_bytes() if program.runtime is not None else 0
+    there = resident(program.gm.graph)
+    stays = [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
     return [
         ("optimizer states in host memory", _size(states)),
+        *stays,
         ("staging buffers in host memory", _size(moved.staging)),
         ("moved per step: to the host", _size(moved.to_host)),
         ("moved per step: to the device", _size(moved.to_device)),
