@@ -23,7 +23,8 @@ class PassContext:
     agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
     are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
     as (optimizer, parameter), and the floating point operations of each; ``state_bytes`` is what
-    updates keep per element, where that is known and needed.
+    updates keep per element, where that is known and needed.  ``host_parameters`` are the
+    parameters, by index, whose shards are kept in host memory.
     """
 
     options: Options
@@ -36,10 +37,17 @@ class PassContext:
     figures: Figures = NOMINAL
     whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
     state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    host_parameters: frozenset[int] = frozenset()
 
     @property
     def bucket_bytes(self) -> int:
         return self.options.bucket_bytes or self.figures.bucket_bytes(self.world_size)
+
+    @property
+    def offloads(self) -> frozenset[str]:
+        """What this program keeps off the device: by its options, or as it finds parameters."""
+        found = {"params"} if self.host_parameters else set()
+        return frozenset({*self.options.offload, *found})
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def run_pipeline(
 def _why_skipped(step: Pass, ctx: PassContext) -> str:
     if ctx.options.stage < step.smallest_stage:
         return f"stage {ctx.options.stage} (needs {step.smallest_stage})"
-    if step.offloads and step.offloads.isdisjoint(ctx.options.offload):
+    if step.offloads and step.offloads.isdisjoint(ctx.offloads):
         return "no offload"
     if step.optional and not ctx.options.enabled(step.name):
         return "turned off"

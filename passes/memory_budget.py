@@ -53,7 +53,7 @@ def keep_within_budget(
     carried_from = None
     if ctx.options.prefetch_across_steps:
         carried_from = _end_of_reductions(graph, order)
-    if ctx.options.offload:
+    if ctx.offloads:
         alive = with_moves(graph, order, alive, ctx)
         least = check_fits(_peak(planned, alive, False, carried_from), budget)
         there = stay_on_device(graph, ctx, budget - least)
@@ -97,16 +97,26 @@ def check_fits(least: int, budget: int) -> int:
 def with_moves(
     graph: fx.Graph, order: dict[fx.Node, int], alive: list[int], ctx: PassContext
 ) -> list[int]:
-    """What ``place_offload`` will have on the device too, from the first reduction on.
+    """What ``place_offload`` will have on the device too.
 
-    New values on their way back, and gradients that leave while the next ones are made; at
-    stages 1 and 2 one bucket more that is being gathered.
+    From the first reduction on, new values on their way back, and gradients that leave while the
+    next ones are made; or two buckets' values that are updated on the device, and what they become;
+    at stages 1 and 2 one bucket more that is being gathered.
+    Of parameters that are kept on the host, always a shard that is about to be gathered.
     """
     reductions = [order[node] for node in graph.nodes if node.target is ops.reduce_scatter_start]
     shards = (info.place.shard_numel * info.dtype.itemsize for info in ctx.table)
-    number = 2 if ctx.options.stage == 3 else 2 + ctx.world_size
-    extra, first = number * max(shards, default=0), min(reductions, default=len(alive))
-    return alive[:first] + [nbytes + extra for nbytes in alive[first:]]
+    largest, first = max(shards, default=0), min(reductions, default=len(alive))
+    updates = 0
+    if "optimizer" in ctx.options.offload:
+        updates = 2 if ctx.options.stage == 3 else 2 + ctx.world_size
+    if ctx.host_parameters and ("optimizer" not in ctx.options.offload or ctx.state_bytes):
+        updates = 3
+    always = largest if ctx.host_parameters else 0
+    return [
+        nbytes + always + (updates * largest if position >= first else 0)
+        for position, nbytes in enumerate(alive)
+    ]
 
 
 def _count(planned: Planned) -> int:

@@ -74,7 +74,7 @@ PIPELINE = (
         place_offload,
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
-        offloads=frozenset({"optimizer"}),
+        offloads=frozenset({"optimizer", "params"}),
     ),
     Pass(
         "prefetch",

@@ -1,7 +1,8 @@
-"""Keep the optimizer's states in host memory: updates run there, and what they need travels."""
+"""Keep optimizer states and parameters in host memory: what is needed elsewhere travels."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from zerofx.cost import live_bytes
 from zerofx.errors import StepError
 from zerofx.graph import (
     Builder,
+    is_kept_on_host,
     is_owned,
     memory_of,
     program_order,
@@ -24,6 +26,7 @@ from zerofx.graph import (
 )
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory_budget import check_fits, with_moves
+from zerofx.passes.place_parameters import keep_on_host, place_parameters
 from zerofx.passes.residency import stay_on_device
 from zerofx.plan import Resident
 
@@ -59,13 +62,16 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     gradients have started to leave, and goes on beside backward and behind the updates before it.
     It is waited for when so many more have started that ``UPDATES_UNDER_WAY`` would be exceeded,
     or its new values are read; so at most two buckets are on their way out and one on its way back,
-    however deep the model is.  Staging buffers in host memory are numbered, and used again once
-    what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    however deep the model is.  Where parameters are kept on the host too, values neither leave nor
+    come back: what moves then, ``place_parameters`` says.  Staging buffers in host memory are
+    numbered, and used again once what was in them has been read.  At stages 1 and 2 the new shards
+    are gathered as they arrive.
     With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
     Raises: StepError for updates that need whole tensors.
     """
+    keep_on_host(gm, ctx)
     there = resident(gm.graph)
     if there is None:
         there = _fitting(gm.graph, ctx)
@@ -73,7 +79,9 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     updates = [
         node
         for node in gm.graph.nodes
-        if node.target is ops.update and node.args[2:4] not in there.states
+        if "optimizer" in ctx.options.offload
+        and node.target is ops.update
+        and node.args[2:4] not in there.states
     ]
     for update in updates:
         if is_owned(update):
@@ -95,7 +103,9 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     for group in groups:
         gm.graph.erase_node(group.ready)
     num_slots = _assign_slots(gm.graph)
-    return {"moves": 3 * len(groups), "updates": len(updates), "staging buffers": num_slots}
+    brought = place_parameters(gm, ctx)
+    moves = len([node for node in gm.graph.nodes if node.target in ops.MOVES])
+    return {"moves": moves, "updates": len(updates), "staging buffers": num_slots, **brought}
 
 
 def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
@@ -199,7 +209,8 @@ class _Moving:
         else:
             group.origin["parameter"] = first.index
         with self.graph.inserting_before(group.ready):
-            group.values = self._to_host(group, group.targets, "values_to_host")
+            if not all(map(is_kept_on_host, group.targets)):
+                group.values = self._to_host(group, group.targets, "values_to_host")
             gradients = [update.args[1] for update in group.updates]
             group.gradients = self._to_host(group, gradients, "gradients_to_host")
         self.leaving.append(group)
@@ -231,11 +242,14 @@ class _Moving:
         """Start to update the oldest group that has left."""
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
-            values = self._wait(ops.wait_move, group.values, group, "values_on_host")
             gradients = self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
+            start, values = ops.update_kept_start, group.targets
+            if group.values is not None:
+                start = ops.update_on_host_start
+                values = self._wait(ops.wait_move, group.values, group, "values_on_host")
             _, _, optimizer, _, *found_inf = group.updates[0].args
             group.updating = self.builder.call(
-                ops.update_on_host_start,
+                start,
                 values,
                 gradients,
                 optimizer,
@@ -249,6 +263,9 @@ class _Moving:
     def _send_back(self, here: fx.Node) -> None:
         """Wait for the oldest update; land what has come back, then send its new values back."""
         group = self.updating.pop(0)
+        if group.values is None:
+            self._keep(group, here)
+            return
         with self.graph.inserting_before(here):
             updated = self._wait(ops.wait_update, group.updating, group, "updated_on_host")
         while self.returning:
@@ -284,6 +301,25 @@ class _Moving:
                         parameter=update.args[3],
                         like=update,
                     )
+                update.replace_all_uses_with(renewed)
+                for other in (*self.leaving, *self.updating, *self.returning):
+                    other.targets = [renewed if t is update else t for t in other.targets]
+        for update in group.updates:
+            self.graph.erase_node(update)
+
+    def _keep(self, group: _Group, here: fx.Node) -> None:
+        """Wait for an update of shards that are kept on the host: who reads them now reads it."""
+        with self.graph.inserting_before(here):
+            updated = self._wait(ops.wait_store, group.updating, group, "updated_on_host")
+            for position, update in enumerate(group.updates):
+                renewed = self.builder.call(
+                    operator.getitem,
+                    updated,
+                    position,
+                    role="updated_value",
+                    parameter=update.args[3],
+                    like=update,
+                )
                 update.replace_all_uses_with(renewed)
                 for other in (*self.leaving, *self.updating, *self.returning):
                     other.targets = [renewed if t is update else t for t in other.targets]

@@ -11,6 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import aliases, provenance
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.move_times import start_moves_ahead
 from zerofx.passes.start_times import ENOUGH, chain_of, start_within_budget
 from zerofx.timeline import predict
 
@@ -31,6 +32,7 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         y = mm(x, a)
         b = zerofx.wait(start);  z = mm(y, b)
 
+    What comes from the host for a gather starts one gather earlier still (passes/move_times.py).
     At most one gather is in flight ahead of the parameter in use, unless a ``memory_budget`` says
     how much may be: then each starts as late as hides it (passes/start_times.py).  At stages 1
     and 2, where all that is gathered is parameters' new values, each starts behind its update,
@@ -57,22 +59,30 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         moved = _start_behind_updates(waits)
         why = dict.fromkeys(waits, "as soon as it can be")
     elif budget is None:
-        moved = _start_one_ahead(waits)
+        moved = _start_one_ahead(waits, ctx.world_size)
         why = {wait: "one gather ahead" for wait in waits[1:]}
     elif ctx.figures.overlaps:
         why = start_within_budget(gm.graph, ctx, waits, budget)
         moved = sum(wait.prev is not wait.args[0] for wait in waits)
     else:
         moved, why = 0, dict.fromkeys(waits, "where it is waited for, as it is read only then")
+    if waits and ctx.host_parameters:
+        start_moves_ahead(gm.graph, ctx, waits)
     _explain(gm.graph, ctx, why)
     return {"prefetched": moved}
 
 
-def _start_one_ahead(waits: list[fx.Node]) -> int:
-    """Start each gather behind the arrival of the one before; return how many."""
+def _start_one_ahead(waits: list[fx.Node], world_size: int) -> int:
+    """Start each gather behind the arrival of the one before; return how many.
+
+    In a world of one nothing is gathered, and what comes from the host is waited for where it
+    is used.
+    """
     moved = 0
     for previous, wait in itertools.pairwise(waits):
         chain = chain_of(wait)
+        if world_size == 1 and chain[-1].target in ops.MOVES:
+            continue
         anchor = max(previous, *chain[-1].all_input_nodes)
         if not anchor < chain[-1]:
             continue

@@ -23,13 +23,19 @@ for memory that is left over.
 
 ENOUGH = "as late as hides it"
 
+PREPARING = ("gather_cast", "pack", "shard_on_device", "shard_to_device")
+"""The roles of what stands between a shard and its gather."""
+
 
 def chain_of(wait: fx.Node) -> list[fx.Node]:
     """The start of a gather and what prepares its input, last node first."""
-    chain = [wait.args[0]]
-    while role(chain[-1].all_input_nodes[0]) in ("gather_cast", "pack"):
-        chain.append(chain[-1].all_input_nodes[0])
-    return chain
+    chain, pending = {wait.args[0]}, [wait.args[0]]
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if role(operand) in PREPARING and operand not in chain:
+                chain.add(operand)
+                pending.append(operand)
+    return sorted(chain, reverse=True)
 
 
 def start_within_budget(
@@ -53,7 +59,7 @@ def start_within_budget(
     before, anchor = -1, None
     for wait in waits:
         start = chains[wait][0]
-        extra = sum(map(value_bytes, chains[wait])) - _packed_bytes(chains[wait])
+        extra = sum(map(value_bytes, chains[wait])) - _viewed_bytes(chains[wait])
         at = stop = position[wait] - 1
         lowest = max(wanted[wait], before)
         while at > lowest and alive[at] + extra <= budget:
@@ -90,9 +96,9 @@ def _alive(
     return [alive[order[node]] for node in fixed]
 
 
-def _packed_bytes(chain: list[fx.Node]) -> int:
-    """What of a chain is memory that exists anyway: the shards of a bucket."""
-    return sum(value_bytes(node) for node in chain if role(node) == "pack")
+def _viewed_bytes(chain: list[fx.Node]) -> int:
+    """What of a chain is memory that exists anyway: a bucket's shards, and what has arrived."""
+    return sum(value_bytes(node) for node in chain if role(node) in ("pack", "shard_on_device"))
 
 
 def _earliest(

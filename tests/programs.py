@@ -157,6 +157,9 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         figures=resolved.link or NOMINAL,
         whole_updates=whole_updates(captured),
         state_bytes=state_bytes(captured, resolved),
+        host_parameters=frozenset(
+            info.index for info in captured.table if "params" in resolved.offload
+        ),
     )
 
 
@@ -581,7 +584,10 @@ class _Machine:
             ops.to_device_start: self._move_start,
             ops.wait_move: self._wait_move,
             ops.update_on_host_start: self._update_on_host_start,
+            ops.update_kept_start: self._update_kept_start,
             ops.wait_update: self._wait_update,
+            ops.store_start: self._store_start,
+            ops.wait_store: self._wait_store,
         }
         if target in special:
             return special[target](row)
@@ -733,6 +739,28 @@ class _Machine:
             results[rank].copy_(self.started[start][rank])
         return results
 
+    def _store_start(self, row: Row) -> list[list[torch.Tensor]]:
+        """Poison in the shards until the wait."""
+        self.started[row] = [[p.clone() for p in pieces] for pieces in self._operands(row)]
+        results = self._operands(row, 2)
+        for shards in results:
+            for shard in shards:
+                shard.fill_(_poison(shard.dtype))
+        return results
+
+    def _wait_store(self, row: Row) -> list[list[torch.Tensor]]:
+        start = tuple(node.args[0] for node in row)
+        results = self._operands(row)
+        if start in self.reading:  # an update
+            return self._wait_kept(start, row)
+        for rank, pieces in enumerate(self._operands(start)):
+            for piece, stored, shard in zip(
+                pieces, self.started[start][rank], results[rank], strict=True
+            ):
+                assert_bitwise(piece, stored, f"a piece of {start[rank].name} changed")
+                shard.copy_(stored)
+        return results
+
     def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
         updated = []
         for rank, node in enumerate(row):
@@ -789,6 +817,21 @@ class _Machine:
         self.reading[row] = [gradient.clone() for gradient in self._operands(row, 1)]
         return self._operands(row)
 
+    def _update_kept_start(self, row: Row) -> list[list[torch.Tensor]]:
+        """The same, for shards that each are a tensor."""
+        updated = []
+        for rank, node in enumerate(row):
+            shards, gradients, handle, indices, *rest = self._argument(rank, node.args)
+            updated.append([shard.clone() for shard in shards])
+            pieces = gradients.split([len(shard) for shard in shards])
+            for index, value, gradient in zip(indices, updated[rank], pieces, strict=True):
+                self._step(rank, handle, [index], [value], [gradient], rest[0] if rest else None)
+            for shard in shards:
+                shard.fill_(_poison(shard.dtype))
+        self.started[row] = updated
+        self.reading[row] = [gradient.clone() for gradient in self._operands(row, 1)]
+        return self._operands(row)
+
     def _wait_update(self, row: Row) -> list[torch.Tensor]:
         start = tuple(node.args[0] for node in row)
         results = self._operands(row)
@@ -797,6 +840,16 @@ class _Machine:
             assert_bitwise(gradient, self.reading[start][rank], message)
             assert results[rank].isnan().all(), f"{results[rank]} changed before {row[rank].name}"
             results[rank].copy_(self.started[start][rank])
+        return results
+
+    def _wait_kept(self, start: Row, row: Row) -> list[list[torch.Tensor]]:
+        results = self._operands(row)
+        for rank, gradient in enumerate(self._operands(start, 1)):
+            message = f"what {start[rank].name} reads changed before {row[rank].name}"
+            assert_bitwise(gradient, self.reading[start][rank], message)
+            for shard, new in zip(results[rank], self.started[start][rank], strict=True):
+                assert shard.isnan().all(), f"a shard changed before {row[rank].name}"
+                shard.copy_(new)
         return results
 
     def _step(self, rank, handle, indices, values, gradients, found_inf) -> None:

@@ -679,7 +679,6 @@ def test_the_options_are_read_from_the_code_and_the_environment():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("offload", "params"),
         ("offload", "activations"),
         ("offload", "auto"),
         ("offload_tier", "nvme"),
@@ -695,11 +694,11 @@ def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"offload": "optimiser"}, ValueError, "must be one of optimizer, not 'optimiser'"),
-        ({"offload": True}, TypeError, "words like 'optimizer', or a list of them"),
+        ({"offload": "optimiser"}, ValueError, "must be one of optimizer, params, not 'optimiser'"),
+        ({"offload": True}, TypeError, "words like 'optimizer', 'params', or a list of them"),
         ({"offload": ["optimizer", 3]}, TypeError, "must be one of optimizer"),
         ({"offload": "optimizer, optimiser"}, ValueError, "not 'optimiser'"),
-        ({"offload": ""}, ValueError, "must be one of optimizer, not ''"),
+        ({"offload": ""}, ValueError, "must be one of optimizer, params, not ''"),
         ({"offload_tier": "disk"}, ValueError, "must be one of cpu, not 'disk'"),
         ({"offload_tier": None}, TypeError, "must be one of cpu"),
         ({"stage": 0, **OFFLOAD}, ValueError, "offload needs stage 1, 2 or 3"),

@@ -8,7 +8,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.cost import owned_bytes
-from zerofx.graph import role, served, staging_bytes, value_bytes
+from zerofx.graph import moved_bytes_of, role, served, staging_bytes, value_bytes
 from zerofx.plan import ParameterTable
 
 
@@ -95,7 +95,8 @@ class MovedBytes:
 
 def moved_bytes(gm: fx.GraphModule) -> MovedBytes:
     """Count what one step moves.  Units: bytes."""
-    out = [node for node in gm.graph.nodes if node.target is ops.to_host_start]
-    back = [node for node in gm.graph.nodes if node.target is ops.to_device_start]
+    moves = [node for node in gm.graph.nodes if node.target in ops.MOVES]
+    back = [node for node in moves if node.target is ops.to_device_start]
+    out = [node for node in moves if node not in back]
     staging = sum(staging_bytes(gm.graph).values())
-    return MovedBytes(sum(map(value_bytes, out)), sum(map(value_bytes, back)), staging)
+    return MovedBytes(sum(map(moved_bytes_of, out)), sum(map(moved_bytes_of, back)), staging)

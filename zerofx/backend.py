@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat, traced
+from zerofx import compat, ops, traced
 from zerofx.account import wire_bytes
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
@@ -245,6 +245,7 @@ class Program:
             self.figures,
             whole_updates(step),
             state_bytes(step, options),
+            _kept_on_host(options, step),
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
@@ -299,7 +300,7 @@ class Program:
                 in_place=[bucket.parameters for bucket in in_place],
                 keep_source=self.dump.write_kernel if self.dump else None,
                 precision=_precision(options),
-                mover=self.function.mover if options.offload else None,
+                mover=self.function.mover if _moves(self.gm.graph) else None,
                 states_on_host="optimizer" in options.offload,
                 joins_updates=fuses,
             )
@@ -364,6 +365,24 @@ def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], f
         for handle, parameter in updates(step.gm.graph)
         if id(step.tensors[parameter]) in kept[handle]
     }
+
+
+def _kept_on_host(options: Options, step: CapturedStep) -> frozenset[int]:
+    """The parameters whose shards the program is to find in host memory, by index.
+
+    What updates nothing, an evaluation, takes shards from where they are: they need not move for
+    it, nor fit the device.
+    """
+    if "params" in options.offload:
+        return frozenset(info.index for info in step.table)
+    if options.stage < 3 or updates(step.gm.graph):
+        return frozenset()
+    bounds = map(REGISTRY.lookup, step.tensors)
+    return frozenset(i for i, bound in enumerate(bounds) if bound and bound.host is not None)
+
+
+def _moves(graph: fx.Graph) -> bool:
+    return any(node.target in ops.MOVES for node in graph.nodes)
 
 
 def _precision(options: Options) -> Precision:

@@ -10,7 +10,7 @@ from zerofx import ops
 from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
-from zerofx.graph import resident, served, value_bytes
+from zerofx.graph import input_role, placeholders, resident, served, value_bytes
 from zerofx.timeline import predict
 
 
@@ -79,14 +79,17 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
 
 
 def _offload(program: Program) -> list[tuple[str, str]]:
-    """What a step keeps in host memory, and moves there and back; nothing without ``offload``."""
-    if not program.options.offload:
-        return []
+    """What a step keeps in host memory, and moves there and back; nothing without offload."""
     moved = moved_bytes(program.gm)
+    if not (program.options.offload or moved.to_device):
+        return []
     states = program.runtime.host_state_bytes() if program.runtime is not None else 0
     there = resident(program.gm.graph)
-    stays = [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
+    stays = (
+        [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
+    )
     return [
+        ("parameters in host memory", _size(_on_host(program))),
         ("optimizer states in host memory", _size(states)),
         *stays,
         ("staging buffers in host memory", _size(moved.staging)),
@@ -96,10 +99,18 @@ def _offload(program: Program) -> list[tuple[str, str]]:
 
 
 def _kept(program: Program, stage: int, ranks: int) -> int:
-    """Bytes of parameters that this rank keeps; its optimizer states come on top."""
+    """Bytes of parameters that this rank keeps on its device; optimizer states come on top."""
     if stage < 3:
         return sum(info.nbytes for info in program.table)
-    return sum(info.shard_numel * info.dtype.itemsize for info in program.table)
+    shards = sum(info.shard_numel * info.dtype.itemsize for info in program.table)
+    return shards - _on_host(program)
+
+
+def _on_host(program: Program) -> int:
+    """Bytes of parameters that this rank keeps in host memory."""
+    roles = map(input_role, placeholders(program.gm.graph, "parameter"))
+    infos = (program.table[role.parameter] for role in roles if role.on_host)
+    return sum(info.shard_numel * info.dtype.itemsize for info in infos)
 
 
 def _carried(program: Program) -> str:

@@ -46,13 +46,15 @@ class InputRole:
 
     ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
     other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
-    ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks.
+    ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks,
+    ``on_host`` that it is a shard in host memory.
     """
 
     kind: str
     parameter: int = -1
     sharded: bool = False
     unreduced: bool = False
+    on_host: bool = False
 
 
 def input_role(node: fx.Node) -> InputRole:
@@ -227,7 +229,7 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        starts = (*ops.STARTS, *ops.MOVES, ops.update_on_host_start)
+        starts = (*ops.STARTS, *ops.MOVES, *ops.HOST_UPDATES)
         stem = f"{role}_start" if target in starts else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
@@ -260,6 +262,8 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return []
     if node.target is ops.pack:
         return list(node.args[0])
+    if node.target is operator.getitem and node.args[0].target is ops.wait_store:
+        return [node.args[0].args[0].args[2][node.args[1]]]  # and not those stored with it
     if node.target is operator.getitem or node.target in _UNDECLARED_ALIASES:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -332,11 +336,28 @@ def memory_of(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def is_kept_on_host(node: fx.Node) -> bool:
+    """Whether a node's memory is that of a parameter's shard which is kept in host memory."""
+    return any(
+        source.op == "placeholder" and input_role(source).on_host for source in memory_of(node)
+    )
+
+
+def shard_of(node: fx.Node) -> int:
+    """Index of the parameter that a flat shard is of, or is laid out like; -1 for none."""
+    if node.target is aten.copy_.default:
+        return shard_of(node.args[0])
+    if node.op == "placeholder":
+        return input_role(node).parameter if input_role(node).sharded else -1
+    return parameter_of(node)
+
+
 @dataclass(frozen=True)
 class UpdateOperands:
     """What one parameter's update reads: the nodes that hold its value and gradient.
 
-    Of an update on the host, those on the device that have been moved there.
+    Of an update on the host, those on the device that have been moved there, but for a value that
+    is kept there.
     """
 
     parameter: int
@@ -348,15 +369,33 @@ def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
     """What the updates that a node runs read, by parameter; none for what is no update."""
     if node.target is ops.update:
         return [UpdateOperands(node.args[3], *node.args[:2])]
-    if node.target is not ops.update_on_host_start:
+    if node.target not in ops.HOST_UPDATES:
         return []
-    pieces = zip(*map(moved_from, node.args[:2]), strict=True)
-    return [UpdateOperands(at, *p) for at, p in zip(node.args[3], pieces, strict=True)]
+    is_kept = node.target is ops.update_kept_start
+    values = node.args[0] if is_kept else moved_from(node.args[0])
+    pieces = zip(node.args[3], values, moved_from(node.args[1]), strict=True)
+    return [UpdateOperands(*piece) for piece in pieces]
 
 
 def moved_from(arrived: fx.Node) -> list[fx.Node]:
-    """The pieces on the device that what has arrived in host memory is a copy of."""
+    """The pieces that what has arrived, on the host or the device, is a copy of."""
     return list(arrived.args[0].args[0])
+
+
+def brought_from(node: fx.Node) -> fx.Node | None:
+    """The shard in host memory that a node on the device is a moved copy of; None for others."""
+    if node.target is not aten.slice.Tensor or node.args[0].target is not ops.wait_move:
+        return None
+    start, index = node.args[0].args[0], parameter_of(node)
+    if start.target is not ops.to_device_start or index not in start.args[1]:
+        return None
+    shard = start.args[0][start.args[1].index(index)] if is_kept_on_host(start.args[0][0]) else None
+    return shard
+
+
+def moved_bytes_of(move: fx.Node) -> int:
+    """Bytes that one move copies.  Units: bytes."""
+    return sum(map(value_bytes, move.args[0]))
 
 
 def staging_bytes(graph: fx.Graph) -> dict[int, int]:
@@ -376,7 +415,7 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
     readers = [user for alias in aliases(start) for user in alias.users]
     last = [order[start]]
     for reader in readers:
-        is_start = reader.target in (*ops.MOVES, ops.update_on_host_start)
+        is_start = reader.target in (*ops.MOVES, *ops.HOST_UPDATES)
         last += [order[wait] for wait in reader.users] if is_start else [order[reader]]
     return max(last)
 

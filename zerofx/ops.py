@@ -193,8 +193,40 @@ def wait_update(started):
     return torch.empty_like(started)
 
 
-MOVES = (to_host_start, to_device_start)
+@_define("store_start(Tensor[] pieces, int[] parameters, Tensor(a!)[] shards) -> Tensor(a!)[]")
+def store_start(pieces, parameters, shards):
+    """Start copying flat tensors on a device to shards that are kept in host memory.
+
+    ``parameters`` are those of the shards.  Returns these, for ``wait_store``.
+    """
+    return [torch.empty_like(shard) for shard in shards]
+
+
+@_define(
+    "update_kept_start(Tensor(a!)[] shards, Tensor grads, int optimizer, int[] parameters,"
+    " Tensor? found_inf=None) -> Tensor(a!)[]"
+)
+def update_kept_start(shards, grads, optimizer, parameters, found_inf=None):
+    """Start the updates of a bucket's shards that are kept in host memory, as above.
+
+    ``grads`` is flat, with a part for each of them.  Returns the shards, for ``wait_store``.
+    """
+    return [torch.empty_like(shard) for shard in shards]
+
+
+@_define("wait_store(Tensor(a)[] started) -> Tensor(a)[]")
+def wait_store(started):
+    """The shards that are being written to, complete; its argument's memory."""
+    return [torch.empty_like(shard) for shard in started]
+
+
+HOST_UPDATES = (update_on_host_start, update_kept_start)
+"""What updates shards in host memory, beside the step."""
+
+MOVES = (to_host_start, to_device_start, store_start)
 """What copies between a device and the host, on this rank alone."""
+
+MOVE_WAITS = (wait_move, wait_store)
 
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
 

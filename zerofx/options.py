@@ -59,7 +59,8 @@ class Options:
     memory_budget: int | None = None
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
     offload: tuple[str, ...] = ()
-    """What does not stay on the device.  ``optimizer``: states, and updates run on the host."""
+    """What does not stay on the device.  ``optimizer``: states, and updates run on the host;
+    ``params``: at stage 3, this rank's shards of parameters."""
     offload_tier: str = "cpu"
     """Where to: host memory."""
     dump: str | None = None
@@ -152,6 +153,16 @@ def _check_together(options: Options) -> None:
                 f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
                 f" Drop {name}, or choose another stage"
             )
+    if "params" in options.offload and options.stage < 3:
+        raise ValueError(
+            f"offload='params' needs stage 3: stage {options.stage} keeps whole parameters on the"
+            " device. Choose stage 3, or drop 'params'"
+        )
+    if "params" in options.offload and options.prefetch_across_steps:
+        raise ValueError(
+            "prefetch_across_steps keeps parameters gathered on the device between steps, and"
+            " offload='params' keeps all of them off it. Choose one"
+        )
 
 
 def environment() -> Mapping[str, str]:
@@ -411,9 +422,8 @@ _ACCEPTED: dict[str, _Accepted] = {
     "memory_budget": _Bytes(),
     "link": _Link(),
     "offload": _Several(
-        ("optimizer",),
+        ("optimizer", "params"),
         planned={
-            "params": "stage 3 keeps 1/N of them on each rank",
             "activations": "torch.utils.checkpoint recomputes them instead",
             "auto": "say what is to leave the device",
         },

@@ -67,7 +67,7 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     So have updates on the host.
     """
     compute_s = link_s = idle_s = updated_s = 0.0
-    copied_s = dict.fromkeys(ops.MOVES, 0.0)
+    to_device_s = to_host_s = 0.0
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
     for node in graph.nodes:
@@ -82,12 +82,15 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
         elif node.target in ops.MOVES:
             travels_s = shared_bytes(node, table) / figures.copy_bytes_per_s
             transfers[node] = Transfer(travels_s, 0.0)
-            copied_s[node.target] = done[node] = max(copied_s[node.target], now) + travels_s
-        elif node.target is ops.update_on_host_start:
+            if node.target is ops.to_device_start:
+                to_device_s = done[node] = max(to_device_s, now) + travels_s
+            else:
+                to_host_s = done[node] = max(to_host_s, now) + travels_s
+        elif node.target in ops.HOST_UPDATES:
             updates_s = host_update_s(node, figures, table)
             transfers[node] = Transfer(updates_s, 0.0)
             updated_s = done[node] = max(updated_s, now) + updates_s
-        elif node.target in (ops.wait_move, ops.wait_update):
+        elif node.target in (*ops.MOVE_WAITS, ops.wait_update):
             start = node.args[0]
             late_s = max(done[start] - now, 0.0)
             travels_s = transfers[start].seconds
@@ -113,7 +116,7 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
 
 def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
     """Bytes of a move of equal shares: ranks predict alike, whose shards differ in length."""
-    itemsize = move.meta["val"].dtype.itemsize
+    itemsize = move.args[0][0].meta["val"].dtype.itemsize
     return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in move.args[1])
 
 

@@ -5,6 +5,7 @@ A program that breaks one would corrupt training in silence, or hang a cluster.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from zerofx import ops
 from zerofx.errors import GraphError
 from zerofx.graph import (
     aliases,
+    brought_from,
     call_text,
     captured_updates,
     gradient_of,
     gradient_outputs,
     input_role,
+    is_kept_on_host,
     layout_text,
     memory_of,
     mutated_inputs,
@@ -31,6 +34,7 @@ from zerofx.graph import (
     provenance,
     rank_varying,
     role,
+    shard_of,
     source_line,
     staged_until,
     unreduced_results,
@@ -125,7 +129,7 @@ def _what_is_carried_is_resumed(graph: fx.Graph, order: dict[fx.Node, int]) -> N
                 raise _broken(node, "resumes a gather of what only this call computes.")
         else:
             continue
-        if list(map(_shard_of, _gathered_shards(node))) != list(node.args[1]):
+        if list(map(shard_of, _gathered_shards(node))) != list(node.args[1]):
             raise _broken(node, "does not gather the parameters that it names.")
         if (resumed[_of(node)], carried[_of(node)]) != (1, 1):
             raise _broken(
@@ -165,7 +169,9 @@ def _nothing_is_written_later(graph: fx.Graph, carry: fx.Node, order: dict[fx.No
 _WAITS = {
     ops.to_host_start: ops.wait_move,
     ops.to_device_start: ops.wait_move,
+    ops.store_start: ops.wait_store,
     ops.update_on_host_start: ops.wait_update,
+    ops.update_kept_start: ops.wait_store,
 }
 """What completes each operator that goes on beside the step."""
 
@@ -192,7 +198,10 @@ def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) 
             continue
         (wait,) = start.users
         is_move = start.target in ops.MOVES
-        for piece in start.args[0] if is_move else start.args[:2]:
+        pieces = start.args[0] if is_move else start.args[:2]
+        if start.target is ops.update_kept_start:
+            pieces = [*start.args[0], start.args[1]]
+        for piece in pieces:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
                 if order[start] < order[writer] < order[wait]:
                     what = "copies" if is_move else "reads"
@@ -230,10 +239,24 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
             _host_memory_is_for_updates(node)
         if node.target is ops.to_device_start:
             _pieces_are_read_where_they_lie(node, infos)
-            _is_return_of_an_update(node, table)
-        if node.target is ops.update_on_host_start:
+            if any(map(is_kept_on_host, node.args[0])):
+                _brings_what_it_says(node, table)
+            else:
+                _is_return_of_an_update(node, table)
+        if node.target is ops.store_start:
+            _stores_what_it_says(node, infos)
+        if node.target in ops.HOST_UPDATES:
             _is_update_of_what_has_arrived(node, table)
-        if role(node) == "store" and _shard_of(node.args[0]) != parameter_of(node.args[1]):
+        if node.target is ops.update and brought_from(node.args[0]) is not None:
+            _is_stored(node, table)
+        if node.op == "placeholder" and input_role(node).on_host:
+            _is_read_where_it_is(node)
+        is_copy = node.target is aten.copy_.default
+        if (
+            is_copy
+            and role(node) == "store"
+            and shard_of(node.args[0]) != parameter_of(node.args[1])
+        ):
             raise _broken(node, f"stores {node.args[1].name}, which is of another parameter.")
 
 
@@ -263,6 +286,51 @@ def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) 
             raise _broken(start, f"moves what is of {info.name!r}, and nobody reads it there.")
 
 
+def _stores_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
+    """Each new value goes to its own parameter's shard, and is read as that."""
+    values, _, shards = start.args
+    if len(shards) != len(infos) or not all(map(is_kept_on_host, shards)):
+        raise _broken(start, "does not store to shards that are kept in host memory.")
+    for value, info, shard in zip(values, infos, shards, strict=True):
+        is_update = value.target is ops.update
+        if shard_of(shard) != info.index or (is_update and value.args[3] != info.index):
+            raise _broken(start, f"stores {value.name} as if it were of {info.name!r}.")
+    (wait,) = start.users
+    for stored in wait.users:
+        if stored.target is not operator.getitem or (
+            parameter_of(stored) != infos[stored.args[1]].index
+        ):
+            raise _broken(stored, f"is not the shard that {start.name} stores at that place.")
+
+
+def _is_stored(update: fx.Node, table: ParameterTable) -> None:
+    """Whether what an update makes of a shard that was brought to the device is stored, once."""
+    index = update.args[3]
+    shard = brought_from(update.args[0])
+    if shard_of(shard) != index:
+        raise _broken(update, f"updates {table[index].name!r} from the value of another parameter.")
+    stores = [user for user in update.users if user.target is ops.store_start]
+    if len(stores) != 1 or len(update.users) != 1:
+        raise _broken(
+            update,
+            f"what it makes of {table[index].name!r} is stored in host memory {len(stores)} times "
+            f"and read by {len(update.users)}; it must be stored once, and read from there.",
+        )
+
+
+def _is_read_where_it_is(shard: fx.Node) -> None:
+    """Whether only moves, and updates that run on the host, read a shard that is kept there."""
+    for alias in aliases(shard):
+        for reader in alias.users:
+            on_host = reader.target is ops.update_kept_start
+            passes_on = reader.target in (ops.wait_store, operator.getitem)
+            moves = reader.target is ops.to_device_start or (
+                reader.target is ops.store_start and alias not in reader.args[0]
+            )
+            if not (on_host or passes_on or moves or reader.op == "output"):
+                raise _broken(reader, f"reads {alias.name}, which is in host memory.")
+
+
 def _host_memory_is_for_updates(start: fx.Node) -> None:
     for alias in aliases(start):
         for reader in alias.users:
@@ -271,22 +339,39 @@ def _host_memory_is_for_updates(start: fx.Node) -> None:
 
 
 def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> None:
-    """Whether an update reads what has been moved for it, and what it makes is moved back, once."""
+    """Whether an update reads what has been moved for it, and what it makes is moved back, once.
+
+    Of shards that are kept on the host, neither the values are moved nor what they become.
+    """
     indices = update.args[3]
-    for operand in update.args[:2]:
+    is_kept = update.target is ops.update_kept_start
+    for operand in update.args[1:2] if is_kept else update.args[:2]:
         start = operand.args[0] if operand.target is ops.wait_move else None
         if start is None or start.target is not ops.to_host_start:
             raise _broken(update, f"reads {operand.name}, which has not been moved to the host.")
         if list(start.args[1]) != list(indices):
             raise _broken(update, f"reads {operand.name}, which is of another parameter.")
+    if is_kept and len(update.args[0]) != len(indices):
+        raise _broken(update, "does not update one shard for each parameter.")
     for operands in operands_of_updates(update):
         name = table[operands.parameter].name
+        if is_kept and not is_kept_on_host(operands.value):
+            raise _broken(update, f"updates {name!r} on the host, and its shard is not kept there.")
         is_a_shard = operands.value.op == "placeholder" or role(operands.value) is not None
-        if is_a_shard and _shard_of(operands.value) not in (operands.parameter, -1):
+        if is_a_shard and shard_of(operands.value) not in (operands.parameter, -1):
             raise _broken(update, f"updates {name!r} from the value of another parameter.")
     (wait,) = update.users
-    if [user.target for user in wait.users] != [ops.to_device_start]:
+    if not is_kept and [user.target for user in wait.users] != [ops.to_device_start]:
         raise _broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
+
+
+def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
+    """Whether a move to the device takes the shards of the parameters that it names."""
+    for piece, index in zip(*start.args[:2], strict=True):
+        if not is_kept_on_host(piece) or shard_of(piece) != index:
+            raise _broken(
+                start, f"moves {piece.name} as if it were the shard of {table[index].name!r}."
+            )
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -320,7 +405,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
     output = graph.output_node()
     for writer in graph.nodes:
         for target in mutated_inputs(writer):
-            renewed = aliases(writer, through_gathers=True)
+            renewed = _renewed_by(writer)
             late = [
                 (order[reader], reader, alias)
                 for alias in aliases(target, through_gathers=True) - renewed
@@ -336,7 +421,18 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
                 raise _broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
 
 
+def _renewed_by(writer: fx.Node) -> set[fx.Node]:
+    """What has the new value: the writer's result, or those of its wait."""
+    renewed = aliases(writer, through_gathers=True)
+    if writer.target is ops.store_start:
+        for stored in [stored for wait in writer.users for stored in wait.users]:
+            renewed |= aliases(stored, through_gathers=True)
+    return renewed
+
+
 def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
+    if node.target is ops.store_start:
+        return target not in node.args[0]
     return (
         node.target is aten.copy_.default and node.args[0] is target and node.args[1] is not target
     )
@@ -400,7 +496,7 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
     for node in graph.nodes:
         if node.target is ops.pack:
             for part, info in _members(node, table, num_shards=1):
-                if _shard_of(part) != info.index:
+                if shard_of(part) != info.index:
                     raise _broken(
                         node, f"packs {part.name} as if it were the shard of {info.name!r}."
                     )
@@ -438,15 +534,6 @@ def _members(
     return list(zip(parts, infos, strict=True))
 
 
-def _shard_of(node: fx.Node) -> int:
-    """Index of the parameter that a flat shard is of, or is laid out like; -1 for none."""
-    if node.target is aten.copy_.default:
-        return _shard_of(node.args[0])
-    if node.op == "placeholder":
-        return input_role(node).parameter if input_role(node).sharded else -1
-    return parameter_of(node)
-
-
 def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) -> None:
     start, stop = info.place.offset, info.place.offset + info.numel
     whole = node.target is aten.slice.Tensor and tuple(node.args[1:]) == (0, start, stop)
@@ -482,10 +569,12 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
             operands = list(zip(node.args[1], node.args[4], strict=True))
         else:
             operands = [(update.gradient, update.parameter) for update in operands_of_updates(node)]
-        if node.target in (ops.update, ops.update_on_host_start):
-            if node.args[0] in written:
-                raise _broken(node, f"updates what {written[node.args[0]].name} has updated.")
-            written[node.args[0]] = node
+        if node.target in (ops.update, *ops.HOST_UPDATES):
+            is_kept = node.target is ops.update_kept_start
+            for value in node.args[0] if is_kept else node.args[:1]:
+                if value in written:
+                    raise _broken(node, f"updates what {written[value].name} has updated.")
+                written[value] = node
         for gradient, parameter in operands:
             if not _is_average_of(gradient, table[parameter]):
                 raise _broken(

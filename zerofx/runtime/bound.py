@@ -13,6 +13,7 @@ from torch import nn
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.flat import copy_range, gather, ordinary_tensors, take_shard, without_storage
+from zerofx.runtime.host_memory import HostMemory
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class BoundParameter:
     tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
     whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
     one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
-    ``memory``.
+    ``memory``.  ``host`` is the memory that the shard lies in if that is not the device's.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -34,6 +35,7 @@ class BoundParameter:
     guarded_class: type
     bucket: object = None
     memory: BucketMemory | None = None
+    host: HostMemory | None = None
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
@@ -72,7 +74,9 @@ class BoundParameter:
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """This rank's flat range of the values at stage 3, else None.  Always the same tensor.
+        """This rank's flat range of the values at stage 3, else None.
+
+        The same tensor for as long as it stays on the device, or in host memory.
 
         Raises: RuntimeError while the values are elsewhere.
         """
@@ -87,22 +91,37 @@ class BoundParameter:
             )
         return self._shard
 
-    def live_in(self, buffer: torch.Tensor) -> None:
-        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``."""
+    def live_in(self, buffer: torch.Tensor, host: HostMemory | None = None) -> None:
+        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``.
+
+        ``host`` is the memory that the buffer is of, if that is not the device's.
+        """
         self._shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
+        self.host = host
+
+    def move_to(self, shard: torch.Tensor, host: HostMemory | None = None) -> None:
+        """Keep the shard there from now on, where its values are already."""
+        self._shard, self.host = shard, host
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
         assert self._shard is not None
+        self._settle()
         with ordinary_tensors():
             copy_range(self._shard, whole, self.info, self.communicator.rank)
         self.snapshot = None
 
+    def _settle(self) -> None:
+        """Wait until nothing reads the shard that may now be written to."""
+        if self.host is not None and self._shard is not None:
+            self.host.settle(self._shard)
+
     def gather(self) -> torch.Tensor:
         """Return the whole value in memory of its own.  Collective."""
         assert self._shard is not None
-        with ordinary_tensors():
-            return gather(self._shard, self.info, self.communicator)
+        with ordinary_tensors():  # what is kept on the host travels from the device
+            shard = self._shard.to(self.info.device)
+            return gather(shard, self.info, self.communicator)
 
     def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
         """Remember the whole value that one entry of a state dict holds."""
@@ -126,9 +145,11 @@ class BoundParameter:
         """
         parameter = self.parameter
         assert parameter is not None
+        self._settle()
         with ordinary_tensors():
             whole = parameter.detach()
             if self._shard is None or self._shard.dtype != self.info.dtype:
+                self.host = None
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
                 copy_range(self._shard, whole, self.info, self.communicator.rank)

@@ -26,6 +26,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.nbytes = self.peak_nbytes = self.num_allocations = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
+        self._read: dict[int, Any] = {}  # by address: when the last copy of it has been made
 
     def available_bytes(self) -> int | None:
         """What the machine could still give; None if it does not say."""
@@ -50,7 +51,7 @@ class HostMemory:
             return
         parts = ", ".join(f"{nbytes} of {what}" for what, nbytes in needed.items())
         raise StepError(
-            f"options={{'offload': 'optimizer'}} needs {total} bytes of host memory on this rank "
+            f"offload needs {total} bytes of host memory on this rank "
             f"({parts}), and {available} are available. Free some, train on more ranks so that "
             "each keeps a smaller shard, set moment_dtype, or leave offload out."
         )
@@ -87,6 +88,25 @@ class HostMemory:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that was taken here."""
         return tensor.untyped_storage().data_ptr() in self._storages
+
+    def is_read_until(self, event: Any, tensor: Tensor) -> None:
+        """Note that a GPU copies a tensor that lies here, until this event."""
+        self._read[tensor.untyped_storage().data_ptr()] = event
+
+    def settle(self, tensor: Tensor) -> None:
+        """Return once nothing copies a tensor that lies here: it may be written to."""
+        event = self._read.pop(tensor.untyped_storage().data_ptr(), None)
+        if event is not None:
+            event.synchronize()
+
+    def take_in_shards(self, shards: Sequence[Tensor], pinned: bool) -> list[Tensor]:
+        """Copies of flat tensors here, one behind the other.  Of one dtype."""
+        lengths = [shard.numel() for shard in shards]
+        flat = self.empty(sum(lengths), shards[0].dtype, pinned)
+        with ordinary_tensors():
+            for part, shard in zip(flat.split(lengths), shards, strict=True):
+                part.copy_(shard)
+        return list(flat.split(lengths))
 
     def take_in(self, states: Sequence[dict[str, Any]]) -> None:
         """Move what parameters' states hold per element here, where it is not here already.

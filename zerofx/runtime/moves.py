@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -60,6 +60,7 @@ class Mover:
             event = self._copy_beside("to device", device, pieces, into, None)
             for piece in pieces:
                 self._read[piece.untyped_storage().data_ptr()] = event
+                self.memory.is_read_until(event, piece)
         else:
             into = buffers.empty(numel, pieces[0])
             _copy(pieces, into)
@@ -67,7 +68,21 @@ class Mover:
         self._started[id(into)] = into, pieces, device, event
         return into
 
-    def wait(self, started: Tensor) -> Tensor:
+    def store_start(self, pieces: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
+        """Start copying flat tensors on a device to shards in host memory, each to its own."""
+        device, event = pieces[0].device, None
+        into = list(shards)
+        for parts, place in _to_neighbours(pieces, into):
+            if _on_gpu(device):
+                self.memory.settle(place)  # what is brought to the device from there has left
+                event = self._copy_beside("to host", device, parts, place, None)
+            else:
+                _copy(parts, place)
+        self.to_host_bytes += sum(piece.nbytes for piece in pieces)
+        self._started[id(into)] = into, pieces, None, event
+        return into
+
+    def wait(self, started: Any) -> Any:
         """Complete a move: what is now on the host can be read, on the device by its kernels."""
         into, _, device, event = self._started.pop(id(started))
         if event is not None and device is None:
@@ -114,6 +129,18 @@ class Mover:
         if into.device.type == "cuda":
             into.record_stream(stream)
         return event
+
+
+def _to_neighbours(
+    pieces: Sequence[Tensor], shards: Sequence[Tensor]
+) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+    """What to copy where: all at once to shards that lie next to each other, or one by one."""
+    pairs = [(p.expand(s.shape), s) for p, s in zip(pieces, shards, strict=True) if s.numel()]
+    if pairs and all(adjoin(one, other) for (_, one), (_, other) in pairwise(pairs)):
+        yield [piece for piece, _ in pairs], join([shard for _, shard in pairs])
+        return
+    for piece, shard in pairs:
+        yield [piece], shard
 
 
 def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:

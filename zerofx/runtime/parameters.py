@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -84,10 +84,12 @@ class ParameterRegistry:
         communicator: Any,
         stage: int,
         moves_whole: bool = False,
+        on_host: Collection[int] = (),
     ) -> list[BoundParameter]:
         """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
 
-        At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.
+        At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.  Shards of
+        parameters with these indices ``on_host`` are made in host memory.
 
         Only what has not been seen before is touched, so that a second compilation or another
         function of the same model changes nothing.  Collective for new ones.
@@ -129,13 +131,36 @@ class ParameterRegistry:
                         homes[number].move_in()
                     bound.memory = homes[number]
                 if stage == 3:
-                    if info.shares_bucket:
+                    host = self.host if info.index in on_host else None
+                    if info.shares_bucket or host is not None:
                         if number not in memory:
-                            memory[number] = _empty_bucket(info)
-                        bound.live_in(memory[number])
+                            memory[number] = _empty_bucket(info, host)
+                        bound.live_in(memory[number], host)
                     bound.free()
                     self._guard_again(bound)
             return [self._bound[id(parameter)] for parameter, _ in parameters]
+
+    def place(self, bounds: Iterable[BoundParameter], on_host: bool) -> None:
+        """Move shards to host memory, or back to their devices: those of a bucket side by side.
+
+        For what functions with other options have bound, or used since.
+        """
+        with self._lock, ordinary_tensors():
+            buckets: dict[tuple, list[BoundParameter]] = {}
+            for bound in dict.fromkeys(bounds):
+                key = (bound.bucket or bound, bound.info.dtype, bound.info.device)
+                buckets.setdefault(key, []).append(bound)
+            for members in buckets.values():
+                members.sort(key=lambda bound: (bound.info.place.offset, bound.info.numel))
+                device = members[0].info.device
+                shards = [bound.shard for bound in members if bound.shard is not None]
+                if on_host:
+                    parts = self.host.take_in_shards(shards, pinned=device.type == "cuda")
+                else:
+                    lengths = [shard.numel() for shard in shards]
+                    parts = list(torch.cat([s.to(device) for s in shards]).split(lengths))
+                for bound, part in zip(members, parts, strict=True):
+                    bound.move_to(part, self.host if on_host else None)
 
     def _add(
         self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
@@ -458,7 +483,10 @@ class ParameterRegistry:
         }
 
 
-def _empty_bucket(info: ParameterInfo) -> torch.Tensor:
+def _empty_bucket(info: ParameterInfo, host: HostMemory | None) -> torch.Tensor:
+    if host is not None:
+        pinned = info.device.type == "cuda"
+        return host.empty(info.place.shard_numel, info.dtype, pinned).zero_()
     buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
     prefer_huge_pages(buffer)
     return buffer

@@ -97,6 +97,7 @@ class StepRuntime:
         self.precision = precision
         roles = list(enumerate(map(input_role, placeholders(graph))))
         self.inputs = [(position, role) for position, role in roles if role.sharded]
+        self.on_host = frozenset(role.parameter for _, role in roles if role.on_host)
         self.parameter_inputs = [
             (position, self.tensors[role.parameter])
             for position, role in roles
@@ -182,8 +183,22 @@ class StepRuntime:
         )
         assert self.mover is not None
         staging = self.mover.bytes_to_come(staging_bytes(graph))
-        self.host_needs = {"optimizer states": states, "staging buffers": staging}
+        needs = {
+            "optimizer states": states,
+            "staging buffers": staging,
+            "parameter shards": self._shards_to_come(),
+        }
+        self.host_needs = {what: nbytes for what, nbytes in needs.items() if nbytes}
         REGISTRY.host.check_room(self.host_needs)
+
+    def _shards_to_come(self) -> int:
+        """Bytes of shards that will be in host memory and are not there yet."""
+        known = {index: REGISTRY.lookup(_alive(self.tensors[index])) for index in self.on_host}
+        return sum(
+            self.table[index].shard_numel * self.table[index].dtype.itemsize
+            for index, bound in known.items()
+            if bound is None or bound.host is None
+        )
 
     def host_state_bytes(self) -> int:
         """Bytes of optimizer states in host memory, of the parameters that this program updates."""
@@ -197,6 +212,7 @@ class StepRuntime:
             self.communicator,
             self.stage,
             self.moves_whole,
+            self.on_host,
         )
         self._memories = []
         for parameters in self.in_place:
@@ -230,9 +246,12 @@ class StepRuntime:
             ops.update: self.update,
             ops.to_host_start: self.to_host_start,
             ops.to_device_start: self.to_device_start,
+            ops.store_start: self.store_start,
             ops.wait_move: self.wait_move,
             ops.update_on_host_start: self.update_on_host_start,
+            ops.update_kept_start: self.update_kept_start,
             ops.wait_update: self.wait_update,
+            ops.wait_store: self.wait_store,
         }
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -270,6 +289,7 @@ class StepRuntime:
             values[position] = REGISTRY.unreduced_gradient(
                 self.bound[index], values[position], is_changed
             )
+        self._place_shards()
         for position, role in self.inputs:
             bound = self.bound[role.parameter]
             if role.kind == "parameter":
@@ -312,6 +332,18 @@ class StepRuntime:
         if self.unreduced_results or self.renewed_gradients:
             self._keep_unreduced(results, values)
         return results
+
+    def _place_shards(self) -> None:
+        """Have this program's shards where it expects them: another may have moved them since."""
+        for on_host in (False, True):
+            misplaced = [
+                self.bound[role.parameter]
+                for _, role in self.inputs
+                if role.kind == "parameter" and role.on_host is on_host
+                if (self.bound[role.parameter].host is not None) is not on_host
+            ]
+            if misplaced:
+                REGISTRY.place(misplaced, on_host)
 
     def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
         into = self._gathered_into.get(shard.data_ptr())
@@ -476,7 +508,13 @@ class StepRuntime:
         assert self.mover is not None
         return self.mover.to_device_start(pieces, device, self.communicator.buffers)
 
-    def wait_move(self, started: torch.Tensor) -> torch.Tensor:
+    def store_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        assert self.mover is not None
+        return self.mover.store_start(pieces, shards)
+
+    def wait_move(self, started: Any) -> Any:
         assert self.mover is not None
         return self.mover.wait(started)
 
@@ -488,19 +526,45 @@ class StepRuntime:
         parameters: list[int],
         found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        data = values.detach().split([self.table[index].shard_numel for index in parameters])
+        self._start_updates(values, data, grads, optimizer, parameters, found_inf)
+        return values
+
+    def update_kept_start(
+        self,
+        shards: list[torch.Tensor],
+        grads: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        for shard in shards:
+            REGISTRY.host.settle(shard)  # it has left for the device
+        data = [shard.detach() for shard in shards]
+        self._start_updates(shards, data, grads, optimizer, parameters, found_inf)
+        return shards
+
+    def _start_updates(
+        self,
+        written: Any,
+        data: Sequence[torch.Tensor],
+        grads: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None,
+    ) -> None:
         """Prepare updates here, and have their elements computed beside the step.
 
         What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
-        step's thread: here, or where they are waited for.
+        step's thread: here, or where ``written`` is waited for.
         """
         if found_inf is not None and self._is_set(found_inf):
-            self._updating[id(values)] = _HostUpdate(values, None)
-            return values
+            self._updating[id(written)] = _HostUpdate(written, None)
+            return
         assert self.mover is not None
         self._runner(optimizer, parameters)  # in the same step as this one
         runner = self.host_runners[optimizer]
-        lengths = [self.table[index].shard_numel for index in parameters]
-        data, pieces = values.detach().split(lengths), grads.split(lengths)
+        pieces = grads.split([shard.numel() for shard in data])
         runner.place_states(parameters, REGISTRY.host)
         if self.joins_updates:
             ready = runner.ready_together(data, pieces, parameters)
@@ -517,13 +581,16 @@ class StepRuntime:
             runner.place_states(parameters, REGISTRY.host)  # those it has made
 
         computing = self.mover.updates.start(compute)
-        self._updating[id(values)] = _HostUpdate(values, computing, finish, optimizer)
-        return values
+        self._updating[id(written)] = _HostUpdate(written, computing, finish, optimizer)
 
-    def wait_update(self, started: torch.Tensor) -> torch.Tensor:
+    def wait_update(self, started: Any) -> Any:
         update = self._updating.pop(id(started))
         update.complete()
         return update.values
+
+    def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
+        is_update = id(started) in self._updating
+        return self.wait_update(started) if is_update else self.wait_move(started)
 
     def update(
         self,
@@ -620,7 +687,7 @@ class _HostUpdate:
 
     def __init__(
         self,
-        values: torch.Tensor,
+        values: Any,
         computing: Future | None,
         finish: Callable[[list[Any]], None] | None = None,
         optimizer: int = -1,
@@ -640,7 +707,7 @@ class _HostUpdate:
 
 def _updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:
     """The updates, as (optimizer, parameter), that the program runs in host memory."""
-    starts = [node for node in graph.nodes if node.target is ops.update_on_host_start]
+    starts = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
     return list(
         dict.fromkeys((start.args[2], index) for start in starts for index in start.args[3])
     )
