@@ -21,6 +21,7 @@ from tests.test_memory import Allocations
 from tests.test_offload import (
     FORMS,
     PRECISIONS,
+    Cuda,
     Deep,
     accumulated,
     assert_same,
@@ -41,7 +42,9 @@ from zerofx.account import moved_bytes
 from zerofx.cost import live_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
+from zerofx.runtime import moves
 from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
 
 PARAMS, ALL = {"offload": "params"}, {"offload": "optimizer,params"}
@@ -483,3 +486,42 @@ def test_muon_updates_parameters_that_are_on_the_host():
         return run(zero(**options), (model, optimizer), range(3)), model.state_dict()
 
     assert_same(losses(**PARAMS), losses())
+
+
+# Streams: what is asked of CUDA, in which order.  No GPU has run it.
+
+
+def test_stores_follow_the_device_and_host_writes_wait_for_copies(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(moves, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(moves.torch, "cuda", cuda)
+    memory = HostMemory()
+    mover = Mover(memory)
+    shards = list(memory.empty(8, F32).split([3, 5]))
+    stored = mover.store_start([torch.ones(3), torch.zeros(5)], shards)
+    assert [shard is given for shard, given in zip(mover.wait(stored), shards, strict=True)]
+    assert torch.equal(torch.cat(shards), torch.tensor([1.0] * 3 + [0.0] * 5))
+    down = cuda.asked[0].split()[1]
+    assert cuda.asked[1:] == [
+        f"{down} behind current",
+        f"record event of {down}",
+        f"host after event of {down}",
+    ]
+    num_asked = len(cuda.asked)
+    mover.wait(mover.to_device_start(shards, torch.device("cpu"), mock.MagicMock()))
+    up = cuda.asked[num_asked].split()[1]
+    assert up != down and cuda.asked[-1] == f"current after event of {up}"
+    num_asked = len(cuda.asked)
+    memory.settle(shards[1])
+    memory.settle(shards[0])  # of the same memory: it has been waited for
+    assert cuda.asked[num_asked:] == [f"host after event of {up}"]
+
+
+def test_shards_that_are_no_neighbours_are_stored_one_by_one():
+    memory = HostMemory()
+    shards = [memory.empty(3, F32), memory.empty(2, torch.bfloat16), memory.empty(0, F32)]
+    pieces = [torch.arange(3.0), torch.tensor(2.0), torch.empty(0)]
+    mover = Mover(memory)
+    mover.wait(mover.store_start(pieces, shards))
+    assert_same(shards[0], pieces[0])
+    assert_same(shards[1], torch.full((2,), 2.0, dtype=torch.bfloat16))

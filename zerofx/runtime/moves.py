@@ -73,8 +73,7 @@ class Mover:
         device, event = pieces[0].device, None
         into = list(shards)
         for parts, place in _to_neighbours(pieces, into):
-            if _on_gpu(device):
-                self.memory.settle(place)  # what is brought to the device from there has left
+            if _on_gpu(device):  # behind what has been brought from there, which it waited for
                 event = self._copy_beside("to host", device, parts, place, None)
             else:
                 _copy(parts, place)
@@ -135,7 +134,11 @@ def _to_neighbours(
     pieces: Sequence[Tensor], shards: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
     """What to copy where: all at once to shards that lie next to each other, or one by one."""
-    pairs = [(p.expand(s.shape), s) for p, s in zip(pieces, shards, strict=True) if s.numel()]
+    pairs = [
+        (piece if piece.shape == shard.shape else piece.expand(shard.shape).contiguous(), shard)
+        for piece, shard in zip(pieces, shards, strict=True)
+        if shard.numel()
+    ]
     if pairs and all(adjoin(one, other) for (_, one), (_, other) in pairwise(pairs)):
         yield [piece for piece, _ in pairs], join([shard for _, shard in pairs])
         return
