@@ -25,8 +25,8 @@ from zerofx.graph import (
     writers,
 )
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.host_parameters import keep_on_host, place_parameters
 from zerofx.passes.memory_budget import check_fits, with_moves
-from zerofx.passes.place_parameters import keep_on_host, place_parameters
 from zerofx.passes.residency import stay_on_device
 from zerofx.plan import Resident
 

@@ -26,7 +26,7 @@ from zerofx.account import moved_bytes
 from zerofx.cost import live_bytes
 from zerofx.figures import NOMINAL
 from zerofx.graph import aliases, is_kept_on_host, placeholders, program_order
-from zerofx.passes.place_parameters import keep_on_host, place_parameters
+from zerofx.passes.host_parameters import keep_on_host, place_parameters
 from zerofx.passes.start_times import chain_of
 from zerofx.timeline import predict
 from zerofx.verify import verify
