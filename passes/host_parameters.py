@@ -269,7 +269,7 @@ class _Placing:
 def _latest(shard: fx.Node, before: fx.Node) -> fx.Node:
     """The result of the last node that writes to a shard before another one does, or the shard."""
     last = max([writer for writer in writers(shard) if writer < before], default=None)
-    if last is None or last.target is not ops.store_start:
+    if last is None or last.target not in (ops.store_start, ops.update_kept_start):
         return last or shard
     (wait,) = last.users
     return next(stored for stored in wait.users if shard_of(stored) == shard_of(shard))

@@ -242,11 +242,11 @@ class _Moving:
         """Start to update the oldest group that has left."""
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
-            gradients = self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
             start, values = ops.update_kept_start, group.targets
             if group.values is not None:
                 start = ops.update_on_host_start
                 values = self._wait(ops.wait_move, group.values, group, "values_on_host")
+            gradients = self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
             _, _, optimizer, _, *found_inf = group.updates[0].args
             group.updating = self.builder.call(
                 start,

@@ -469,7 +469,7 @@ def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-_UPDATES = (ops.optimizer_step, ops.update, ops.update_on_host_start)
+_UPDATES = (ops.optimizer_step, ops.update, *ops.HOST_UPDATES)
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -263,7 +263,9 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     if node.target is ops.pack:
         return list(node.args[0])
     if node.target is operator.getitem and node.args[0].target is ops.wait_store:
-        return [node.args[0].args[0].args[2][node.args[1]]]  # and not those stored with it
+        start = node.args[0].args[0]
+        shards = start.args[2 if start.target is ops.store_start else 0]
+        return [shards[node.args[1]]]  # and not those written to with it
     if node.target is operator.getitem or node.target in _UNDECLARED_ALIASES:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):

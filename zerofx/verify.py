@@ -424,7 +424,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 def _renewed_by(writer: fx.Node) -> set[fx.Node]:
     """What has the new value: the writer's result, or those of its wait."""
     renewed = aliases(writer, through_gathers=True)
-    if writer.target is ops.store_start:
+    if writer.target in (ops.store_start, ops.update_kept_start):
         for stored in [stored for wait in writer.users for stored in wait.users]:
             renewed |= aliases(stored, through_gathers=True)
     return renewed

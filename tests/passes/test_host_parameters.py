@@ -133,8 +133,9 @@ def test_an_update_on_the_host_moves_nothing_but_its_gradient():
         wait_1 = zerofx.wait(reduce_scatter_start)
         to_host_start = zerofx.to_host_start([wait_1], [0], 0)
         wait_move_1 = zerofx.wait_move(to_host_start)
-        slice_1 = slice(wait_move_1, 0, 0, 4)
-        update = zerofx.update(w, slice_1, SGD, 0, None)
+        update_kept_start = zerofx.update_kept_start([w], wait_move_1, SGD, [0], None)
+        wait_store = zerofx.wait_store(update_kept_start)
+        getitem = getitem(wait_store, 0)
         return []
         """,
     )
@@ -413,13 +414,13 @@ def test_reading_gathered_memory_after_it_was_freed_is_found(program):
 
 def test_the_host_values_of_an_update_are_its_own(program):
     """An update of one parameter with the shard of another."""
-    one, other = nodes_of(program, ops.update)[:2]
-    if is_kept_on_host(one.args[0]):
-        mine, its = one.args[0], other.args[0]
-        one.update_arg(0, its)
-        other.update_arg(0, mine)
+    kept = nodes_of(program, ops.update_kept_start)
+    if kept:
+        mine = list(kept[0].args[0])
+        kept[0].update_arg(0, [mine[1], mine[0], *mine[2:]])
         refused(program, "another parameter|is recorded as|refuses its operands")
     else:
+        one, other = nodes_of(program, ops.update)[:2]
         its = other.args[0]
         other.update_arg(0, one.args[0])
         one.update_arg(0, its)
