@@ -72,6 +72,11 @@ def keep_within_budget(
             planned.update(kept)
             set_kept_gathered(graph, agreed)
             return _count(before) - _count(planned)
+    if "activations" in ctx.options.offload and _peak(before, alive, False, carried_from) > budget:
+        # As little as can be: what is still too much, activations make room for, or are refused.
+        cuts = tuple(_cuts(spans, spans) for spans in before.values())
+        set_kept_gathered(graph, KeptGathered(gathers, cuts))
+        return 0
     ranks = max(ctx.world_size, 2)  # alone, nothing travels, and all is as good as kept
 
     def transfer_s(nbytes: int) -> float:

@@ -6,6 +6,7 @@ from zerofx.passes.base import Pass
 from zerofx.passes.bucket import bucket
 from zerofx.passes.data_parallel import data_parallel
 from zerofx.passes.hoist_casts import hoist_casts
+from zerofx.passes.offload_activations import offload_activations
 from zerofx.passes.place_offload import place_offload
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.prefetch_across_steps import prefetch_across_steps
@@ -75,6 +76,12 @@ PIPELINE = (
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
         offloads=frozenset({"optimizer", "params"}),
+    ),
+    Pass(
+        "offload_activations",
+        offload_activations,
+        requires=frozenset({"averaged_gradients"}),
+        offloads=frozenset({"activations"}),
     ),
     Pass(
         "prefetch",

@@ -27,7 +27,7 @@ from zerofx import compat, ops, traced
 from zerofx.backend import state_bytes, whole_updates
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.figures import NOMINAL
-from zerofx.graph import gradient_outputs, input_role, placeholders, provenance
+from zerofx.graph import gradient_outputs, input_role, placeholders, provenance, slot_of
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
@@ -479,6 +479,11 @@ def _poison(dtype: torch.dtype) -> float:
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+def _moved(operand: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """What arrives of a move's operand: a value as it lies in memory, or pieces on a line."""
+    return torch.cat(operand) if isinstance(operand, list) else operand.clone()
+
+
 Row = tuple[fx.Node, ...]
 """One instruction: the node of every rank's program, by rank."""
 
@@ -582,6 +587,8 @@ class _Machine:
             ops.update: self._update,
             ops.to_host_start: self._move_start,
             ops.to_device_start: self._move_start,
+            ops.offload_start: self._move_start,
+            ops.reload_start: self._move_start,
             ops.wait_move: self._wait_move,
             ops.update_on_host_start: self._update_on_host_start,
             ops.update_kept_start: self._update_kept_start,
@@ -715,28 +722,31 @@ class _Machine:
 
     def _move_start(self, row: Row) -> list[torch.Tensor]:
         """Poison until the wait, in a staging buffer that the program may give out again."""
-        values = [torch.cat(pieces) for pieces in self._operands(row)]
+        values = [_moved(operand) for operand in self._operands(row)]
         self.started[row] = values
-        if row[0].target is ops.to_device_start:
+        if row[0].target not in ops.TO_HOST:
             return [torch.full_like(value, _poison(value.dtype)) for value in values]
         results = []
         for rank, (node, value) in enumerate(zip(row, values, strict=True)):
             nbytes = value.nbytes
-            known = self.staging[rank].get(node.args[2], torch.empty(0, dtype=torch.uint8))
+            known = self.staging[rank].get(slot_of(node), torch.empty(0, dtype=torch.uint8))
             if known.numel() < nbytes:
                 known = torch.empty(nbytes, dtype=torch.uint8)
-            self.staging[rank][node.args[2]] = known
-            results.append(known[:nbytes].view(value.dtype).fill_(_poison(value.dtype)))
+            self.staging[rank][slot_of(node)] = known
+            flat = known[:nbytes].view(value.dtype).fill_(_poison(value.dtype))
+            results.append(flat.as_strided(value.shape, value.stride()))
         return results
 
     def _wait_move(self, row: Row) -> list[torch.Tensor]:
-        """Complete a move.  Its pieces belong to it until here."""
+        """Complete a move.  Its pieces belong to it until here, and an activation's memory then."""
         start = tuple(node.args[0] for node in row)
         results = self._operands(row)
-        for rank, pieces in enumerate(self._operands(start)):
+        for rank, operand in enumerate(self._operands(start)):
             message = f"a piece of {start[rank].name} changed before {row[rank].name}"
-            assert_bitwise(torch.cat(pieces), self.started[start][rank], message)
+            assert_bitwise(_moved(operand), self.started[start][rank], message)
             results[rank].copy_(self.started[start][rank])
+            if start[0].target is ops.offload_start:
+                operand.fill_(_poison(operand.dtype))
         return results
 
     def _store_start(self, row: Row) -> list[list[torch.Tensor]]:

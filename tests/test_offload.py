@@ -679,14 +679,13 @@ def test_the_options_are_read_from_the_code_and_the_environment():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("offload", "activations"),
         ("offload", "auto"),
         ("offload_tier", "nvme"),
     ],
 )
 def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
     options = ({}, {f"ZEROFX_{name.upper()}": value}) if environ else ({name: value}, {})
-    works = "optimizer" if name == "offload" else "cpu"
+    works = "optimizer, activations" if name == "offload" else "cpu"
     with pytest.raises(ValueError, match=f"'{value}' is planned but not .* What works: {works}"):
         resolve(*options)
 
@@ -694,14 +693,22 @@ def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"offload": "optimiser"}, ValueError, "must be one of optimizer, params, not 'optimiser'"),
-        ({"offload": True}, TypeError, "words like 'optimizer', 'params', or a list of them"),
+        (
+            {"offload": "optimiser"},
+            ValueError,
+            "must be one of optimizer, params, activations, not 'optimiser'",
+        ),
+        (
+            {"offload": True},
+            TypeError,
+            "words like 'optimizer', 'params', 'activations', or a list of them",
+        ),
         ({"offload": ["optimizer", 3]}, TypeError, "must be one of optimizer"),
         ({"offload": "optimizer, optimiser"}, ValueError, "not 'optimiser'"),
-        ({"offload": ""}, ValueError, "must be one of optimizer, params, not ''"),
+        ({"offload": ""}, ValueError, "must be one of optimizer, params, activations, not ''"),
         ({"offload_tier": "disk"}, ValueError, "must be one of cpu, not 'disk'"),
         ({"offload_tier": None}, TypeError, "must be one of cpu"),
-        ({"stage": 0, **OFFLOAD}, ValueError, "offload needs stage 1, 2 or 3"),
+        ({"stage": 0, **OFFLOAD}, ValueError, "offload 'optimizer' needs stage 1, 2 or 3"),
         ({"offload_dir": "x"}, ValueError, "planned but not in this version"),
         ({"delayed_update": True}, ValueError, "planned but not in this version"),
     ],

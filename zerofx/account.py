@@ -8,7 +8,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.cost import owned_bytes
-from zerofx.graph import moved_bytes_of, role, served, staging_bytes, value_bytes
+from zerofx.graph import hinted_bytes, moved_values, role, served, staging_bytes, value_bytes
 from zerofx.plan import ParameterTable
 
 
@@ -85,18 +85,27 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
 class MovedBytes:
     """Bytes that a step copies between this rank's device and the host, and stages there.
 
-    ``staging`` is of the buffers in host memory, which are kept between steps.
+    ``staging`` is of the buffers in host memory, which are kept between steps; ``activations`` is
+    what of ``to_host`` are values that forward saves for backward, ``num_activations`` in all.
     """
 
     to_host: int
     to_device: int
     staging: int
+    activations: int = 0
+    num_activations: int = 0
 
 
 def moved_bytes(gm: fx.GraphModule) -> MovedBytes:
-    """Count what one step moves.  Units: bytes."""
-    moves = [node for node in gm.graph.nodes if node.target in ops.MOVES]
-    back = [node for node in moves if node.target is ops.to_device_start]
-    out = [node for node in moves if node not in back]
-    staging = sum(staging_bytes(gm.graph).values())
-    return MovedBytes(sum(map(moved_bytes_of, out)), sum(map(moved_bytes_of, back)), staging)
+    """Count what one step moves, of the sizes there were when it was captured.  Units: bytes."""
+    moves = [node for node in gm.graph.nodes if ops.is_move(node.target)]
+    moved = {move: sum(map(hinted_bytes, moved_values(move))) for move in moves}
+    to_device = sum(moved[move] for move in moves if move.target in ops.TO_DEVICE)
+    activations = [moved[move] for move in moves if move.target is ops.offload_start]
+    return MovedBytes(
+        to_host=sum(moved.values()) - to_device,
+        to_device=to_device,
+        staging=sum(staging_bytes(gm.graph).values()),
+        activations=sum(activations),
+        num_activations=len(activations),
+    )

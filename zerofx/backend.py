@@ -179,11 +179,8 @@ class CompiledFunction:
         if self.options is not None:
             return
         self.options = resolve(self.user_options)
-        if (
-            self.options.memory_budget is not None
-            and self.options.stage < 3
-            and not self.options.offload
-        ):
+        is_used = self.options.stage == 3 or self.options.offload
+        if self.options.memory_budget is not None and not is_used:
             logger.warning(
                 "memory_budget decides what stays gathered at stage 3; stage %d ignores it.",
                 self.options.stage,

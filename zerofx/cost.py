@@ -114,7 +114,7 @@ def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
     """When a reader needs its operands no more: a collective reads them until its wait."""
     if reader.target is ops.carry:
         return len(order) - 1
-    if reader.target in ops.STARTS or reader.target in ops.MOVES:
+    if reader.target in ops.STARTS or ops.is_move(reader.target):
         return max(_done_with(user, order) for user in reader.users)
     return order[reader]
 
@@ -127,7 +127,7 @@ def _roots(
     skipped: set[fx.Node],
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
-    if node.op != "call_function" or node in skipped or node.target is ops.to_host_start:
+    if node.op != "call_function" or node in skipped or node.target in ops.TO_HOST:
         return set()
     if node.target is operator.getitem:
         return {root for root in roots[node.args[0]] if root[1] == node.args[1]}

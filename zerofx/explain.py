@@ -11,7 +11,7 @@ from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import input_role, placeholders, resident, served, value_bytes
-from zerofx.timeline import predict
+from zerofx.timeline import Transfer, predict
 
 
 def explain(step: Callable) -> str:
@@ -88,7 +88,7 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     stays = (
         [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
     )
-    return [
+    rows = [
         ("parameters in host memory", _size(_on_host(program))),
         ("optimizer states in host memory", _size(states)),
         *stays,
@@ -96,6 +96,20 @@ def _offload(program: Program) -> list[tuple[str, str]]:
         ("moved per step: to the host", _size(moved.to_host)),
         ("moved per step: to the device", _size(moved.to_device)),
     ]
+    if "activations" in program.options.offload:
+        number, nbytes = moved.num_activations, _size(moved.activations)
+        rows.append(("activations away from the device", f"{number}, {nbytes}"))
+        rows.append(("predicted for their ways there and back", _ways(program)))
+    return rows
+
+
+def _ways(program: Program) -> str:
+    """How long activations travel in a step, and for how much of that compute waits."""
+    ranks = program.function.communicator.world_size
+    transfers = predict(program.gm.graph, program.figures, program.table, ranks).transfers
+    ways = [way for start, way in transfers.items() if start.target in ops.ACTIVATION_MOVES]
+    exposed_s = sum(way.exposed_s for way in ways)
+    return str(Transfer(sum(way.seconds for way in ways), exposed_s))
 
 
 def _kept(program: Program, stage: int, ranks: int) -> int:

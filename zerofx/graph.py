@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections import Counter
@@ -229,8 +230,8 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        starts = (*ops.STARTS, *ops.MOVES, *ops.HOST_UPDATES)
-        stem = f"{role}_start" if target in starts else role
+        is_start = target in (*ops.STARTS, *ops.HOST_UPDATES) or ops.is_move(target)
+        stem = f"{role}_start" if is_start else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
@@ -395,17 +396,26 @@ def brought_from(node: fx.Node) -> fx.Node | None:
     return shard
 
 
-def moved_bytes_of(move: fx.Node) -> int:
-    """Bytes that one move copies.  Units: bytes."""
-    return sum(map(value_bytes, move.args[0]))
+def slot_of(start: fx.Node) -> int:
+    """Number of the staging buffer that a move to the host writes to; -1 if it has none yet."""
+    return start.args[1 if start.target is ops.offload_start else 2]
 
 
-def staging_bytes(graph: fx.Graph) -> dict[int, int]:
-    """The staging buffers in host memory that a program uses, by number.  Units: bytes."""
+def moved_values(start: fx.Node) -> list[fx.Node]:
+    """What a move copies."""
+    return list(start.args[0]) if start.target in ops.MOVES else [start.args[0]]
+
+
+def staging_bytes(graph: fx.Graph, moves: tuple[object, ...] = ops.TO_HOST) -> dict[int, int]:
+    """The staging buffers in host memory that a program's moves use, by number.  Units: bytes.
+
+    Symbolic sizes count as they were when captured.
+    """
     staging: dict[int, int] = {}
     for node in graph.nodes:
-        if node.target is ops.to_host_start:
-            staging[node.args[2]] = max(staging.get(node.args[2], 0), value_bytes(node))
+        if node.target in moves:
+            slot = slot_of(node)
+            staging[slot] = max(staging.get(slot, 0), hinted_bytes(node))
     return staging
 
 
@@ -417,7 +427,7 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
     readers = [user for alias in aliases(start) for user in alias.users]
     last = [order[start]]
     for reader in readers:
-        is_start = reader.target in (*ops.MOVES, *ops.HOST_UPDATES)
+        is_start = ops.is_move(reader.target) or reader.target in ops.HOST_UPDATES
         last += [order[wait] for wait in reader.users] if is_start else [order[reader]]
     return max(last)
 
@@ -501,6 +511,14 @@ def value_bytes(node: fx.Node) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return int(value.numel()) * value.dtype.itemsize
+
+
+def hinted_bytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor as it was when captured: no guard is made of a symbolic size."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

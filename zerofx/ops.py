@@ -169,9 +169,25 @@ def to_device_start(pieces, parameters, device):
     return pieces[0].new_empty(sum(piece.shape[0] for piece in pieces), device=device)
 
 
+@_define("offload_start(Tensor value, int slot) -> Tensor")
+def offload_start(value, slot):
+    """Start copying a value of any shape and strides from its device to host memory.
+
+    To the staging buffer number ``slot``, which is kept from step to step and grows with the value.
+    Once ``wait_move`` has waited for it, the value's memory on the device may be used again.
+    """
+    return value.new_empty_strided(value.shape, value.stride(), device="cpu")
+
+
+@_define("reload_start(Tensor host, Device device) -> Tensor")
+def reload_start(host, device):
+    """Start copying what ``offload_start`` has moved back to a device, strides and all."""
+    return host.new_empty_strided(host.shape, host.stride(), device=device)
+
+
 @_define("wait_move(Tensor started) -> Tensor")
 def wait_move(started):
-    """What ``to_host_start`` or ``to_device_start`` has moved, complete; its argument's memory."""
+    """What a move has copied, complete; its argument's memory."""
     return torch.empty_like(started)
 
 
@@ -224,11 +240,24 @@ HOST_UPDATES = (update_on_host_start, update_kept_start)
 """What updates shards in host memory, beside the step."""
 
 MOVES = (to_host_start, to_device_start, store_start)
-"""What copies between a device and the host, on this rank alone."""
+"""What copies parts of a bucket between a device and the host, on this rank alone."""
+
+ACTIVATION_MOVES = (offload_start, reload_start)
+"""What copies one value there and back."""
+
+TO_HOST = (to_host_start, offload_start)
+"""What copies to a staging buffer in host memory."""
+
+TO_DEVICE = (to_device_start, reload_start)
 
 MOVE_WAITS = (wait_move, wait_store)
 
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
+
+
+def is_move(target) -> bool:
+    """Whether ``target`` starts a copy between a device and the host."""
+    return target in MOVES or target in ACTIVATION_MOVES
 
 
 def is_ours(target) -> bool:

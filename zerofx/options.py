@@ -60,7 +60,8 @@ class Options:
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
     offload: tuple[str, ...] = ()
     """What does not stay on the device.  ``optimizer``: states, and updates run on the host;
-    ``params``: at stage 3, this rank's shards of parameters."""
+    ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
+    for backward, while nobody reads it."""
     offload_tier: str = "cpu"
     """Where to: host memory."""
     dump: str | None = None
@@ -147,8 +148,10 @@ def _check_together(options: Options) -> None:
             " nothing of a parameter is lost to rounding. Choose one; moments that are kept in"
             " moment_dtype are rounded stochastically in either case"
         )
-    for name in ("master_weights", "moment_dtype", "offload"):
-        if options.stage == 0 and getattr(options, name):
+    on_shards = {name: getattr(options, name) for name in ("master_weights", "moment_dtype")}
+    on_shards["offload 'optimizer'"] = "optimizer" in options.offload
+    for name, value in on_shards.items():
+        if options.stage == 0 and value:
             raise ValueError(
                 f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
                 f" Drop {name}, or choose another stage"
@@ -422,9 +425,8 @@ _ACCEPTED: dict[str, _Accepted] = {
     "memory_budget": _Bytes(),
     "link": _Link(),
     "offload": _Several(
-        ("optimizer", "params"),
+        ("optimizer", "params", "activations"),
         planned={
-            "activations": "torch.utils.checkpoint recomputes them instead",
             "auto": "say what is to leave the device",
         },
     ),

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.cost import host_update_s, owned_bytes, seconds
 from zerofx.figures import Figures
-from zerofx.graph import role, value_bytes
+from zerofx.graph import hinted_bytes, role, value_bytes
 from zerofx.plan import ParameterTable, shard_numel
 
 
@@ -67,7 +67,7 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     So have updates on the host.
     """
     compute_s = link_s = idle_s = updated_s = 0.0
-    to_device_s = to_host_s = 0.0
+    copied_s = {True: 0.0, False: 0.0}  # to the device, and from it
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
     for node in graph.nodes:
@@ -79,13 +79,11 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
             transfers[node] = Transfer(travels_s, 0.0)
             if figures.overlaps:
                 link_s = done[node] = max(link_s, now) + travels_s
-        elif node.target in ops.MOVES:
+        elif ops.is_move(node.target):
             travels_s = shared_bytes(node, table) / figures.copy_bytes_per_s
             transfers[node] = Transfer(travels_s, 0.0)
-            if node.target is ops.to_device_start:
-                to_device_s = done[node] = max(to_device_s, now) + travels_s
-            else:
-                to_host_s = done[node] = max(to_host_s, now) + travels_s
+            lane = node.target in ops.TO_DEVICE
+            copied_s[lane] = done[node] = max(copied_s[lane], now) + travels_s
         elif node.target in ops.HOST_UPDATES:
             updates_s = host_update_s(node, figures, table)
             transfers[node] = Transfer(updates_s, 0.0)
@@ -116,6 +114,8 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
 
 def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
     """Bytes of a move of equal shares: ranks predict alike, whose shards differ in length."""
+    if move.target in ops.ACTIVATION_MOVES:
+        return hinted_bytes(move)
     itemsize = move.args[0][0].meta["val"].dtype.itemsize
     return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in move.args[1])
 

@@ -26,6 +26,7 @@ from zerofx.graph import (
     is_kept_on_host,
     layout_text,
     memory_of,
+    moved_values,
     mutated_inputs,
     operands_of_updates,
     parameter_of,
@@ -35,6 +36,7 @@ from zerofx.graph import (
     rank_varying,
     role,
     shard_of,
+    slot_of,
     source_line,
     staged_until,
     unreduced_results,
@@ -77,6 +79,7 @@ def verify(
     _moves_are_waited_once(gm.graph)
     _nothing_changes_while_it_moves(gm.graph, order)
     _staging_buffers_are_free(gm.graph, order)
+    _what_left_comes_back(gm.graph, order)
     _moves_carry_what_they_say(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
@@ -170,6 +173,8 @@ _WAITS = {
     ops.to_host_start: ops.wait_move,
     ops.to_device_start: ops.wait_move,
     ops.store_start: ops.wait_store,
+    ops.offload_start: ops.wait_move,
+    ops.reload_start: ops.wait_move,
     ops.update_on_host_start: ops.wait_update,
     ops.update_kept_start: ops.wait_store,
 }
@@ -181,7 +186,7 @@ def _moves_are_waited_once(graph: fx.Graph) -> None:
         if node.target in _WAITS:
             if [user.target for user in node.users] != [_WAITS[node.target]]:
                 readers = ", ".join(user.name for user in node.users) or "nobody"
-                what = "move" if node.target in ops.MOVES else "update"
+                what = "move" if ops.is_move(node.target) else "update"
                 raise _broken(
                     node,
                     f"a started {what} must have one wait and no other reader; it has {readers}.",
@@ -197,8 +202,8 @@ def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) 
         if start.target not in _WAITS:
             continue
         (wait,) = start.users
-        is_move = start.target in ops.MOVES
-        pieces = start.args[0] if is_move else start.args[:2]
+        is_move = ops.is_move(start.target)
+        pieces = moved_values(start) if is_move else start.args[:2]
         if start.target is ops.update_kept_start:
             pieces = [*start.args[0], start.args[1]]
         for piece in pieces:
@@ -212,9 +217,9 @@ def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> Non
     """A staging buffer is written to again only when all of it has been read."""
     used: dict[int, tuple[fx.Node, int]] = {}
     for start in graph.nodes:
-        if start.target is not ops.to_host_start or start.args[2] < 0:
+        if start.target not in ops.TO_HOST or slot_of(start) < 0:
             continue
-        slot = start.args[2]
+        slot = slot_of(start)
         if slot in used and used[slot][1] >= order[start]:
             raise _broken(
                 start, f"writes to staging buffer {slot}, which {used[slot][0].name} still uses."
@@ -222,10 +227,48 @@ def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> Non
         used[slot] = start, staged_until(start, order)
 
 
+def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """What has left the device is read no more, but for what comes back of it, once."""
+    for start in graph.nodes:
+        if start.target is ops.offload_start:
+            _is_read_before_it_leaves(start, order)
+        elif start.target is ops.reload_start:
+            origin = start.args[0]
+            if origin.target is not ops.wait_move or origin.args[0].target is not ops.offload_start:
+                raise _broken(start, f"brings back {origin.name}, which has not left the device.")
+            (wait,) = start.users
+            left = origin.args[0].args[0]
+            if not wait.users:
+                raise _broken(start, f"brings back {left.name}, and nobody reads it there.")
+            if torch.device(start.args[1]) != left.meta["val"].device:
+                raise _broken(start, f"brings {left.name} back to another device.")
+
+
+def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None:
+    (wait,) = start.users
+    value = start.args[0]
+    for source in memory_of(value) - {value}:
+        if isinstance(source.meta["val"], torch.Tensor):
+            raise _broken(start, f"moves a view: {source.name} keeps its memory on the device.")
+    if value.op == "placeholder":
+        raise _broken(start, f"moves {value.name}, which the caller keeps on the device.")
+    if [reader.target for reader in wait.users] != [ops.reload_start]:
+        readers = ", ".join(reader.name for reader in wait.users) or "nobody"
+        raise _broken(
+            wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
+        )
+    for alias in aliases(value):
+        for reader in alias.users:
+            if order[reader] > order[wait]:
+                raise _broken(
+                    reader, f"reads {alias.name}, which has left the device at {wait.name}."
+                )
+
+
 def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
     """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
     for node in graph.nodes:
-        if node.target in _WAITS:
+        if node.target in _WAITS and node.target not in ops.ACTIVATION_MOVES:
             indices = node.args[1] if node.target in ops.MOVES else node.args[3]
             infos = [table[index] for index in indices]
             offsets = [info.place.offset for info in infos]

@@ -51,9 +51,9 @@ class HostMemory:
             return
         parts = ", ".join(f"{nbytes} of {what}" for what, nbytes in needed.items())
         raise StepError(
-            f"offload needs {total} bytes of host memory on this rank "
-            f"({parts}), and {available} are available. Free some, train on more ranks so that "
-            "each keeps a smaller shard, set moment_dtype, or leave offload out."
+            f"the option offload needs {total} bytes of host memory on this rank ({parts}), and "
+            f"{available} are available. Free some, train on more ranks so that each keeps a "
+            "smaller shard, set moment_dtype, give a smaller batch, or leave offload out."
         )
 
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> Tensor:

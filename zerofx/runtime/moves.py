@@ -50,7 +50,7 @@ class Mover:
         return into
 
     def to_device_start(
-        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool
+        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool | _Fresh
     ) -> Tensor:
         """Start copying flat tensors in host memory, one behind the other, to a device."""
         numel = sum(piece.numel() for piece in pieces)
@@ -80,6 +80,24 @@ class Mover:
         self.to_host_bytes += sum(piece.nbytes for piece in pieces)
         self._started[id(into)] = into, pieces, None, event
         return into
+
+    def offload_start(self, value: Tensor, slot: int) -> Tensor:
+        """Start copying a value to a staging buffer, where it has its shape and strides.
+
+        ``wait`` lets go of its memory: kernels that the device is given later may use it.
+        """
+        return self._laid_out(self.to_host_start([_span(value)], slot), value, value.device)
+
+    def reload_start(self, host: Tensor, device: torch.device) -> Tensor:
+        """Start copying back what ``offload_start`` has moved, to memory of its own."""
+        return self._laid_out(self.to_device_start([_span(host)], device, _FRESH), host, device)
+
+    def _laid_out(self, into: Tensor, like: Tensor, device: torch.device) -> Tensor:
+        """What a move writes to as a tensor laid out like another; the device waits for it."""
+        laid_out = into.as_strided(like.shape, like.stride())
+        _, pieces, _, event = self._started.pop(id(into))
+        self._started[id(laid_out)] = laid_out, pieces, device, event
+        return laid_out
 
     def wait(self, started: Any) -> Any:
         """Complete a move: what is now on the host can be read, on the device by its kernels."""
@@ -144,6 +162,29 @@ def _to_neighbours(
         return
     for piece, shard in pairs:
         yield [piece], shard
+
+
+class _Fresh:
+    """Gives memory of torch's allocator: what comes back to stay for long is nobody's to keep."""
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_empty(numel)
+
+
+_FRESH = _Fresh()
+
+
+def _span(value: Tensor) -> Tensor:
+    """The stretch of memory that a tensor's elements lie in, as a flat tensor.
+
+    As long as the tensor if it is dense; with gaps between rows longer, expanded shorter.
+    """
+    value = value.detach()
+    numel = int(value.numel() > 0)
+    if numel:
+        steps = zip(value.shape, value.stride(), strict=True)
+        numel += sum((size - 1) * stride for size, stride in steps)
+    return value.as_strided((numel,), (1,))
 
 
 def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:

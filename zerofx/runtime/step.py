@@ -182,11 +182,12 @@ class StepRuntime:
             self.host_runners[handle].host_bytes_to_come(of) for handle, of in mine.items()
         )
         assert self.mover is not None
-        staging = self.mover.bytes_to_come(staging_bytes(graph))
+        staging = self.mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,)))
         needs = {
             "optimizer states": states,
             "staging buffers": staging,
             "parameter shards": self._shards_to_come(),
+            "activations": self.mover.bytes_to_come(staging_bytes(graph, (ops.offload_start,))),
         }
         self.host_needs = {what: nbytes for what, nbytes in needs.items() if nbytes}
         REGISTRY.host.check_room(self.host_needs)
@@ -247,6 +248,8 @@ class StepRuntime:
             ops.to_host_start: self.to_host_start,
             ops.to_device_start: self.to_device_start,
             ops.store_start: self.store_start,
+            ops.offload_start: self.offload_start,
+            ops.reload_start: self.reload_start,
             ops.wait_move: self.wait_move,
             ops.update_on_host_start: self.update_on_host_start,
             ops.update_kept_start: self.update_kept_start,
@@ -513,6 +516,14 @@ class StepRuntime:
     ) -> list[torch.Tensor]:
         assert self.mover is not None
         return self.mover.store_start(pieces, shards)
+
+    def offload_start(self, value: torch.Tensor, slot: int) -> torch.Tensor:
+        assert self.mover is not None
+        return self.mover.offload_start(value, slot)
+
+    def reload_start(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert self.mover is not None
+        return self.mover.reload_start(host, device)
 
     def wait_move(self, started: Any) -> Any:
         assert self.mover is not None
