@@ -80,8 +80,8 @@ def batch_of(kind, number, rows):
 
 
 CASES = {
-    "gpt": (lambda: Gpt(layers=2), language_loss, "tokens"),
-    "checkpointed": (lambda: Gpt(layers=2, checkpoint=True), language_loss, "tokens"),
+    "gpt": (lambda: Gpt(), language_loss, "tokens"),
+    "checkpointed": (lambda: Gpt(checkpoint=True), language_loss, "tokens"),
     "convolution": (ConvNet, squared_loss, "images"),
     "dropout": (Dropping, squared_loss, "features"),
 }
@@ -149,23 +149,24 @@ def check(results):
 
 
 LONG = pytest.mark.long
-STAGES = (0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3)
+OTHERS_LONG = tuple(pytest.param(stage, marks=LONG) for stage in (0, 1, 2))
+STAGES = (0, *OTHERS_LONG[1:], 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", (*OTHERS_LONG, 3))
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_is_bitwise_the_same_on_two_ranks(name, stage, ranks):
     check(ranks(2).run(both, name, "plain", stage, ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", (*OTHERS_LONG, 3))
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(form, stage, ranks):
     check(ranks(2).run(both, "gpt", form, stage, ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", (1, pytest.param(2, marks=LONG), 3))
-@pytest.mark.parametrize("form", ("plain", "clipped", pytest.param("accumulated", marks=LONG)))
+@pytest.mark.parametrize("stage", (*OTHERS_LONG[1:], 3))
+@pytest.mark.parametrize("form", ("plain", "clipped", "accumulated"))
 def test_with_the_optimizer_offloaded_too_it_is_bitwise_the_same(form, stage, ranks):
     check(ranks(2).run(both, "gpt", form, stage, BOTH))
 
@@ -182,9 +183,9 @@ def test_batches_that_change_their_size_are_bitwise_the_same(stage):
 
 
 @pytest.mark.parametrize("stage", (0, pytest.param(3, marks=LONG)))
-@pytest.mark.parametrize("rows", [(4, 4, 4), pytest.param((4, 6, 2, 9), marks=LONG)])
-def test_compiled_it_is_bitwise_the_same(stage, rows):
-    check([both("gpt", "plain", stage, ACTIVATIONS, rows, lowering="inductor")])
+@pytest.mark.parametrize("name", ["dropout", pytest.param("gpt", marks=LONG)])
+def test_compiled_it_is_bitwise_the_same(name, stage):
+    check([both(name, "plain", stage, ACTIVATIONS, lowering="inductor")])
 
 
 class Layers(nn.Module):
@@ -200,7 +201,7 @@ class Layers(nn.Module):
 
 
 def regions_compiled(count, stage):
-    """How many regions were compiled, and how many there are."""
+    """How many regions were compiled, how many there are, and what moves."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Layers(count)
@@ -214,7 +215,10 @@ def regions_compiled(count, stage):
         return loss
 
     compiled = torch.compile(step, backend="zero", options={"stage": stage, **ACTIVATIONS})
-    with mock.patch.object(CompiledRegion, "_known", {}):
+    with (
+        mock.patch.object(CompiledRegion, "_known", {}),
+        mock.patch("zerofx.compat.compile_with_inductor", lambda gm, inputs, donated: gm.forward),
+    ):
         compiled(torch.ones(8, 24))
         program = program_of(compiled)
         there = [m for m in program.runtime.program.children() if isinstance(m, CompiledRegion)]
@@ -274,12 +278,12 @@ def check_memory(without, offloaded):
     assert offloaded[0] == pytest.approx(offloaded[1], rel=0.05)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", (0, OTHERS_LONG[1], 3))
 def test_the_devices_peak_falls_by_what_the_plan_says(stage):
     check_memory(measured(stage), measured(stage, **ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", (OTHERS_LONG[0], 3))
 def test_on_two_ranks_too(stage, ranks):
     before = ranks(2).run(measured_there, stage, {})
     after = ranks(2).run(measured_there, stage, ACTIVATIONS)
