@@ -55,7 +55,7 @@ def keep_within_budget(
         carried_from = _end_of_reductions(graph, order)
     if ctx.offloads:
         alive = with_moves(graph, order, alive, ctx)
-        least = check_fits(_peak(planned, alive, False, carried_from), budget)
+        least = check_fits(_peak(planned, alive, False, carried_from), ctx)
         there = stay_on_device(graph, ctx, budget - least)
         set_resident(graph, there)
         alive = [nbytes + there.nbytes for nbytes in alive]
@@ -88,15 +88,24 @@ def keep_within_budget(
     return _count(before) - _count(planned)
 
 
-def check_fits(least: int, budget: int) -> int:
-    """Return what a step allocates at least.  Raises: StepError if that is more than the budget."""
-    if least > budget:
-        raise StepError(
-            f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
-            "with nothing kept gathered: give it that much (the most that any rank says), or a "
-            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
-        )
+def check_fits(least: int, ctx: PassContext) -> int:
+    """Return what a step allocates at least, but for activations that can leave.
+
+    Raises: StepError if that is more than the budget.
+    """
+    budget = ctx.options.memory_budget
+    assert budget is not None
+    if least > budget and "activations" not in ctx.options.offload:
+        raise _does_not_fit(least, budget)
     return least
+
+
+def _does_not_fit(least: int, budget: int) -> StepError:
+    return StepError(
+        f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
+        "with nothing kept gathered: give it that much (the most that any rank says), or a "
+        "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+    )
 
 
 def with_moves(
@@ -168,7 +177,9 @@ def keep_gathered(
 
     Raises: StepError if the program does not fit with nothing kept.
     """
-    check_fits(_peak(planned, alive, False, carried_from), budget)
+    least = _peak(planned, alive, False, carried_from)
+    if least > budget:
+        raise _does_not_fit(least, budget)
     gaps = [
         ((after.first - before.last) * unit.nbytes / transfer_s(unit.nbytes), index, unit)
         for index, unit in enumerate(planned)

@@ -19,6 +19,7 @@ from zerofx.graph import (
     mark_kept,
     program_order,
     provenance,
+    resident,
     slot_of,
     staged_until,
     value_bytes,
@@ -62,7 +63,7 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """
     device = ctx.table.parameters[0].device if len(ctx.table) else None
     activations = [] if device is None else saved_activations(gm.graph, device)
-    budget = ctx.options.memory_budget
+    budget = _budget(gm.graph, ctx)
     nodes = list(gm.graph.nodes)
     trips = _planned(gm.graph, nodes, activations, ctx)
     _place(gm, ctx, nodes, trips)
@@ -80,6 +81,14 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     }
 
 
+def _budget(graph: fx.Graph, ctx: PassContext) -> int | None:
+    """What a step may allocate besides what of ``offload``'s other targets stays on the device."""
+    there = resident(graph)
+    if ctx.options.memory_budget is None or there is None:
+        return ctx.options.memory_budget
+    return ctx.options.memory_budget - there.nbytes
+
+
 def _planned(
     graph: fx.Graph, nodes: Sequence[fx.Node], activations: list[Activation], ctx: PassContext
 ) -> list[Trip]:
@@ -88,7 +97,7 @@ def _planned(
     def copy_s(nbytes: int) -> float:
         return MARGIN * nbytes / ctx.figures.copy_bytes_per_s
 
-    budget = ctx.options.memory_budget
+    budget = _budget(graph, ctx)
     if not activations:
         return []
     times = clock(graph, ctx)

@@ -114,7 +114,7 @@ def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
     if budget is None:
         return Resident()
     alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
-    least = check_fits(max(with_moves(graph, program_order(graph), alive, ctx)), budget)
+    least = check_fits(max(with_moves(graph, program_order(graph), alive, ctx)), ctx)
     return stay_on_device(graph, ctx, budget - least)
 
 
