@@ -1,6 +1,7 @@
 """The host cache keeps what its bound allows, reads ahead and writes what changed."""
 
 import errno
+import os
 import time
 
 import pytest
@@ -270,3 +271,76 @@ def test_a_write_back_that_fails_is_an_error_at_a_later_use(open_store):
         train(cache, "012", steps=2)
     with pytest.raises(FileTierError):
         cache.flush()
+
+
+def test_what_was_never_written_gets_memory_without_a_read_and_is_kept_from_then_on(tmp_path):
+    layouts = [layout(f"{index}", shard=NUMEL) for index in range(4)]
+    with Recorded([tmp_path], layouts, checksums=True) as store:
+        order = [each.bucket for each in layouts]
+        cache = HostCache(store, order, memory_bytes=2 * SIZE)
+        for bucket in order:
+            cache.use(bucket)["shard"].fill_(int(bucket))
+            cache.release(bucket, dirty=True)
+        assert not any(
+            entry.startswith("read") for entry in store.log[: store.log.index("write 0")]
+        )
+        train(cache, order, steps=3)
+        cache.close()
+
+
+def test_a_bucket_is_read_out_of_turn_as_it_is_now(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, list("0123"), memory_bytes=2 * SIZE)
+    counts = train(cache, list("0123"), steps=2)
+    held = cache.held_bytes
+    for bucket in "0123":
+        values = cache.read(bucket)["shard"]
+        assert (values == int(bucket) + counts[bucket]).all()
+        values.fill_(-1)  # nobody else's
+    assert cache.held_bytes == held
+    assert (cache.use("0")["shard"] == counts["0"]).all()
+
+
+def test_what_nobody_has_written_cannot_be_read_out_of_turn(tmp_path):
+    with Recorded([tmp_path], [layout("0", shard=NUMEL), layout("1", shard=NUMEL)]) as store:
+        cache = HostCache(store, ["0"], memory_bytes=2 * SIZE)
+        for bucket in "01":
+            with pytest.raises(FileTierError, match="was never written"):
+                cache.read(bucket)
+
+
+def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, list("012"), memory_bytes=2 * SIZE)
+    train(cache, list("012"))
+    path = os.path.join(store.folders[0], "bucket-1")
+    assert os.path.exists(path)
+    cache.drop("1")
+    store.remove("1")
+    assert not os.path.exists(path) and "1" not in store.layouts
+    with pytest.raises(ValueError, match="no bucket '1'"):
+        store.remove("1")
+    cache.begin(list("02"))
+    for bucket in "0202":
+        assert (cache.use(bucket)["shard"] == int(bucket) + 1).all()
+        cache.release(bucket, dirty=False)
+    assert cache.held_bytes <= 2 * SIZE
+    store.add([layout("1", shard=3)])  # another one of that name, in files of its own
+    assert not store.was_written("1")
+    assert sorted(os.listdir(store.folders[0])) == ["bucket-0", "bucket-2", "bucket-3", "lock"]
+
+
+def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):
+    store = open_store([NUMEL] * 3)
+    order = list("012")
+    cache = HostCache(store, order, memory_bytes=2 * SIZE)
+    train(cache, order)
+    store.log.clear()
+    cache.begin(order)
+    assert store.log == []
+    cache.use("0")
+    cache.begin(order)  # as after a step that failed: from its start, and 0 counts as changed
+    cache.use("0")
+    cache.release("0", dirty=False)
+    with pytest.raises(ValueError, match="not in use"):
+        cache.views("0")

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zerofx.errors import FileTierError
 from zerofx.runtime.files.store import FileStore
 from zerofx.runtime.files.transfers import Operation
+from zerofx.runtime.pages import aligned_empty
 
 
 @dataclass(eq=False)
 class _Resident:
-    """A bucket in memory, or on its way there."""
+    """A bucket in memory, or on its way there.
+
+    ``load`` is its read; for one that was never written, what its memory still waits for, if
+    anything.
+    """
 
     memory: torch.Tensor
     views: dict[str, torch.Tensor]
-    load: Operation
+    load: Operation | None
+    is_new: bool
     is_dirty: bool = False
     num_uses: int = 0
 
@@ -29,7 +36,7 @@ class _Free:
     """Memory that nothing lives in, once what still moves out of or into it has ended."""
 
     memory: torch.Tensor
-    last: Operation
+    last: Operation | None
 
 
 class HostCache:
@@ -44,20 +51,31 @@ class HostCache:
 
     Memory is given out again for a bucket of the same size, so buckets of one size allocate
     nothing after the first round.  One of another size waits for memory to be written and
-    freed.
+    freed.  A bucket that was never written gets memory without a read, for its user to fill.
+    ``allocate`` gives the memory for a bucket of the store; it is ``store.empty`` if not given.
+
+    One thread at a time may call it.
 
     Source: Cao, Felten, Karlin and Li 1995, "A Study of Integrated Prefetching and Caching
     Strategies", the aggressive algorithm.
     Raises: ValueError if the bound is less than the largest bucket, or the order empty.
     """
 
-    def __init__(self, store: FileStore, order: Sequence[str], *, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        order: Sequence[str],
+        *,
+        memory_bytes: int,
+        allocate: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:
         self.memory_bytes = memory_bytes
         self.held_bytes = 0
         """What is allocated now; never more than ``memory_bytes``."""
         self.waited_s = 0.0
         """How long ``use`` has waited for the disk, in all."""
         self._store = store
+        self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
         self.follow(order)
@@ -78,10 +96,17 @@ class HostCache:
             self._places.setdefault(bucket, []).append(place)
         self._read_ahead()
 
+    def begin(self, order: Sequence[str]) -> None:
+        """Go on as before if this order is the one, and next is its start; else ``follow`` it."""
+        in_use = any(resident.num_uses for resident in self._resident.values())
+        if in_use or self._position or self._order != list(order):
+            self.follow(order)
+
     def use(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return the fields of the bucket that is next in the order, once they are in memory.
 
-        They stay there until ``release``.
+        They stay there until ``release``.  Those of a bucket that was never written, nor released
+        as dirty, hold anything.
 
         Shapes: ``[field.numel]`` by the fields' names.
         Raises: ValueError if another bucket is next, or there is no room besides what is in use.
@@ -106,7 +131,7 @@ class HostCache:
         self._read_ahead()
         start_s = time.perf_counter()
         try:
-            self._store.wait(resident.load)
+            self._wait_for(resident)
         except Exception:
             # Nothing of it is there: who tries again reads it again.
             del self._resident[bucket]
@@ -114,6 +139,13 @@ class HostCache:
             raise
         finally:
             self.waited_s += time.perf_counter() - start_s
+        return resident.views
+
+    def views(self, bucket: str) -> dict[str, torch.Tensor]:
+        """The fields of a bucket that is in use.  Raises: ValueError if it is not."""
+        resident = self._resident.get(bucket)
+        if resident is None or resident.num_uses == 0:
+            raise ValueError(f"bucket {bucket!r} is not in use: use it first")
         return resident.views
 
     def release(self, bucket: str, *, dirty: bool) -> None:
@@ -128,12 +160,32 @@ class HostCache:
         resident.is_dirty |= dirty
         self._read_ahead()
 
+    def read(self, bucket: str) -> dict[str, torch.Tensor]:
+        """Return the fields of any bucket, out of turn, in memory of their own beside the bound.
+
+        Raises: FileTierError if it was neither written nor released as dirty.
+        """
+        resident = self._resident.get(bucket)
+        if resident is not None and not (resident.is_new and not resident.is_dirty):
+            self._wait_for(resident)
+            return {name: view.clone() for name, view in resident.views.items()}
+        layout = self._store.layout(bucket)
+        memory = aligned_empty(layout.nbytes)
+        self._store.wait(self._store.start_read(bucket, memory))
+        return layout.views(memory)
+
+    def drop(self, bucket: str) -> None:
+        """Forget a bucket whose values nobody wants any more, before the store removes it."""
+        resident = self._resident.pop(bucket, None)
+        if resident is not None:
+            self._free.append(_Free(resident.memory, resident.load))
+
     def flush(self) -> None:
         """Return when the store has everything that was changed and released.
 
         Raises: FileTierError if any of it could not be written.
         """
-        pending = [free.last for free in self._free if free.last.is_write]
+        pending = [free.last for free in self._free if free.last and free.last.is_write]
         for bucket, resident in self._resident.items():
             if resident.is_dirty and resident.num_uses == 0:
                 pending.append(self._store.start_write(bucket, resident.memory))
@@ -160,19 +212,31 @@ class HostCache:
         layout = self._store.layout(bucket)
         if not self._make_room(layout.nbytes, distance):
             return False
-        after = []
+        last = None
         for index, free in enumerate(self._free):
             if free.memory.nbytes == layout.nbytes:
-                memory, after = self._free.pop(index).memory, [free.last]
+                memory, last = self._free.pop(index).memory, free.last
                 break
         else:
             while self.held_bytes + layout.nbytes > self.memory_bytes:
                 self._give_back(self._free.pop(0))
-            memory = self._store.empty(bucket)
+            memory = self._allocate(bucket)
             self.held_bytes += layout.nbytes
-        load = self._store.start_read(bucket, memory, after=after)
-        self._resident[bucket] = _Resident(memory, layout.views(memory), load)
+        is_new = not self._store.was_written(bucket)
+        if not is_new:
+            last = self._store.start_read(bucket, memory, after=[last] if last else [])
+        self._resident[bucket] = _Resident(memory, layout.views(memory), last, is_new)
         return True
+
+    def _wait_for(self, resident: _Resident) -> None:
+        if resident.load is None:
+            return
+        try:
+            self._store.wait(resident.load)
+        except FileTierError:
+            if resident.is_new and not resident.load.is_write:
+                return  # a read that nobody wanted in the end
+            raise
 
     def _make_room(self, nbytes: int, distance: int) -> bool:
         """Evict the coldest that are used later than ``distance`` until so much can be had.
@@ -203,7 +267,7 @@ class HostCache:
 
     def _give_back(self, free: _Free) -> None:
         """Free memory of a size that nothing asks for."""
-        if not free.last.is_done:
+        if free.last is not None and not free.last.is_done:
             self._store.wait(free.last)
         self.held_bytes -= free.memory.nbytes
 

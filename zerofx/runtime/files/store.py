@@ -90,9 +90,28 @@ class FileStore:
                     " choose another name"
                 )
         self._stripes.add([layout.nbytes for layout in layouts])
-        for layout in layouts:
-            self._numbers[layout.bucket] = len(self.layouts)
+        first = self._stripes.num_buckets - len(layouts)
+        for number, layout in enumerate(layouts, first):
+            self._numbers[layout.bucket] = number
             self.layouts[layout.bucket] = layout
+
+    def remove(self, bucket: str) -> None:
+        """Give a bucket's room on disk back, once what is under way with it has ended.
+
+        Raises: ValueError for a bucket that the store does not have.
+        """
+        self.layout(bucket)
+        last_write = self._last_write.pop(bucket, None)
+        under_way = [*self._reads.pop(bucket, ()), *([last_write] if last_write else [])]
+        for operation in under_way:
+            operation.wait_for_its_end()
+        self._stripes.remove(self._numbers.pop(bucket))
+        self._written = {(name, field) for name, field in self._written if name != bucket}
+        del self.layouts[bucket]
+
+    def was_written(self, bucket: str) -> bool:
+        """Whether any of a bucket is in its files, or on its way there."""
+        return bucket in self._last_write
 
     def empty(self, bucket: str) -> torch.Tensor:
         """Memory for a whole bucket, which moves without a copy; pinned if there is CUDA.

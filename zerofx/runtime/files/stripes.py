@@ -78,6 +78,18 @@ class Stripes:
             raise
         self._files += made
 
+    @property
+    def num_buckets(self) -> int:
+        """How many have been added, those among them that are gone again."""
+        return len(self._files)
+
+    def remove(self, number: int) -> None:
+        """Remove the files of bucket ``number``, which keeps its number."""
+        files, self._files[number] = self._files[number], []
+        for file in files:
+            os.close(file.fd)
+            os.unlink(file.path)
+
     def locate(self, number: int, position: int) -> tuple[StripeFile, int, int]:
         """Where a byte of bucket ``number`` lies: file, offset in it, bytes left of its block."""
         files = self._files[number]

@@ -27,6 +27,9 @@ MAX_STALLS = 8
 """How often a call may end without progress before it is taken for a failure."""
 
 
+_WHERE = ("path", "bucket", "offset", "errno")
+
+
 @dataclass(frozen=True)
 class Piece:
     """A range of one field that lies in one block of one file.
@@ -67,9 +70,13 @@ class Operation:
 
     def wait(self) -> None:
         """Return when no byte of it moves any more.  Raises: what it failed with."""
-        self._finished.wait()
+        self.wait_for_its_end()
         if self.error is not None:
             raise self.error
+
+    def wait_for_its_end(self) -> None:
+        """Return when no byte of it moves any more, whether it has failed or not."""
+        self._finished.wait()
 
 
 class Transfers:
@@ -111,7 +118,8 @@ class Transfers:
         if self.broken is not None:
             raise FileTierError(
                 "the file store is unusable since a write failed, for what its files hold is no"
-                f" longer whole: {self.broken}"
+                f" longer whole: {self.broken}",
+                **{name: getattr(self.broken, name, None) for name in _WHERE},
             ) from self.broken
 
     def start(self, operation: Operation, after: Iterable[Operation]) -> None:
