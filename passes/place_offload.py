@@ -48,24 +48,24 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
         values = zerofx.to_host_start([p, q], [0, 1], 0)
         grads = zerofx.to_host_start([g, h], [0, 1], 1)
+        update = zerofx.update_on_host_start(values, grads, 1, [0, 1])
         dx = mm(dy, w);  ...
-        values_1 = zerofx.to_host_start([r], [2], 2);  grads_1 = zerofx.to_host_start([i], [2], 3)
-        v = zerofx.wait_move(values);  w = zerofx.wait_move(grads)
-        update = zerofx.update_on_host_start(v, w, 1, [0, 1])
+        ...                                                      # the next one starts
+        zerofx.wait_move(values);  zerofx.wait_move(grads)
         ...
         back = zerofx.to_device_start([zerofx.wait_update(update)], [0, 1], "cuda")
         ...
         new = zerofx.wait_move(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
 
     A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
-    host memory too, where one kernel takes them.  Its update starts when the next bucket's
-    gradients have started to leave, and goes on beside backward and behind the updates before it.
-    It is waited for when so many more have started that ``UPDATES_UNDER_WAY`` would be exceeded,
-    or its new values are read; so at most two buckets are on their way out and one on its way back,
-    however deep the model is.  Where parameters are kept on the host too, values neither leave nor
-    come back: what moves then, ``place_parameters`` says.  Staging buffers in host memory are
-    numbered, and used again once what was in them has been read.  At stages 1 and 2 the new shards
-    are gathered as they arrive.
+    host memory too, where one kernel takes them.  It is updated when it has arrived, beside
+    backward and behind the updates before it.  What has left is waited for when the next bucket
+    has started to, as its gradients' memory is free then; an update when so many more have started
+    that ``UPDATES_UNDER_WAY`` would be exceeded, or its new values are read.  So at most two
+    buckets are on their way out and one on its way back, however deep the model is.  Where
+    parameters are kept on the host too, values neither leave nor come back: what moves then,
+    ``place_parameters`` says.  Staging buffers in host memory are numbered, and used again once
+    what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
     With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
@@ -199,7 +199,7 @@ class _Moving:
         self.returning: list[_Group] = []
 
     def begin(self, group: _Group) -> None:
-        """Start moving a group to the host, then update the one that has left before it."""
+        """Start moving a group to the host and updating it; wait for who has left before it."""
         group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
         group.targets = [update.args[0] for update in group.updates]
         first = self.table[group.indices[0]]
@@ -213,9 +213,22 @@ class _Moving:
                 group.values = self._to_host(group, group.targets, "values_to_host")
             gradients = [update.args[1] for update in group.updates]
             group.gradients = self._to_host(group, gradients, "gradients_to_host")
+            _, _, optimizer, _, *found_inf = group.updates[0].args
+            is_kept = group.values is None
+            group.updating = self.builder.call(
+                ops.update_kept_start if is_kept else ops.update_on_host_start,
+                group.targets if is_kept else group.values,
+                group.gradients,
+                optimizer,
+                group.indices,
+                *found_inf,
+                role="update",
+                **group.origin,
+            )
         self.leaving.append(group)
+        self.updating.append(group)
         while len(self.leaving) > 1:
-            self._update(group.ready)
+            self._leave(group.ready)
         while len(self.updating) > UPDATES_UNDER_WAY:
             self._send_back(group.ready)
 
@@ -227,42 +240,28 @@ class _Moving:
 
     def settle_before(self, here: fx.Node | None) -> None:
         """Have back on the device, where it is needed, what is needed up to ``here`` or at all."""
-        while under_way := self.returning + self.updating + self.leaving:
+        while under_way := self.returning + self.updating:
             due = min(under_way, key=lambda group: group.needed)
             if here is not None and here < due.needed:
                 return
-            while self.leaving and (here is None or due in self.leaving):
-                self._update(due.needed)
             while due in self.updating:
                 self._send_back(due.needed)
             while due in self.returning:
                 self._land(due.needed)
 
-    def _update(self, here: fx.Node) -> None:
-        """Start to update the oldest group that has left."""
+    def _leave(self, here: fx.Node) -> None:
+        """Wait until the oldest group that is leaving has left."""
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
-            start, values = ops.update_kept_start, group.targets
             if group.values is not None:
-                start = ops.update_on_host_start
-                values = self._wait(ops.wait_move, group.values, group, "values_on_host")
-            gradients = self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
-            _, _, optimizer, _, *found_inf = group.updates[0].args
-            group.updating = self.builder.call(
-                start,
-                values,
-                gradients,
-                optimizer,
-                group.indices,
-                *found_inf,
-                role="update",
-                **group.origin,
-            )
-        self.updating.append(group)
+                self._wait(ops.wait_move, group.values, group, "values_on_host")
+            self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
 
     def _send_back(self, here: fx.Node) -> None:
         """Wait for the oldest update; land what has come back, then send its new values back."""
         group = self.updating.pop(0)
+        while group in self.leaving:
+            self._leave(here)
         if group.values is None:
             self._keep(group, here)
             return
@@ -302,7 +301,7 @@ class _Moving:
                         like=update,
                     )
                 update.replace_all_uses_with(renewed)
-                for other in (*self.leaving, *self.updating, *self.returning):
+                for other in (*self.updating, *self.returning):
                     other.targets = [renewed if t is update else t for t in other.targets]
         for update in group.updates:
             self.graph.erase_node(update)

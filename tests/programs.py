@@ -500,7 +500,6 @@ class _Machine:
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
         self.carried: list[Row] = []
-        self.reading: dict[Row, list[torch.Tensor]] = {}
         self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
@@ -744,7 +743,8 @@ class _Machine:
         for rank, operand in enumerate(self._operands(start)):
             message = f"a piece of {start[rank].name} changed before {row[rank].name}"
             assert_bitwise(_moved(operand), self.started[start][rank], message)
-            results[rank].copy_(self.started[start][rank])
+            if start[0].target is not ops.to_host_start:  # what is on its way there updates read
+                results[rank].copy_(self.started[start][rank])
             if start[0].target is ops.offload_start:
                 operand.fill_(_poison(operand.dtype))
         return results
@@ -761,7 +761,7 @@ class _Machine:
     def _wait_store(self, row: Row) -> list[list[torch.Tensor]]:
         start = tuple(node.args[0] for node in row)
         results = self._operands(row)
-        if start in self.reading:  # an update
+        if row[0].args[0].target is ops.update_kept_start:
             return self._wait_kept(start, row)
         for rank, pieces in enumerate(self._operands(start)):
             for piece, stored, shard in zip(
@@ -816,22 +816,25 @@ class _Machine:
         """Poison until the wait.  Values and gradients belong to the update until there."""
         updated = []
         for rank, node in enumerate(row):
-            values, gradients, handle, indices, *rest = self._argument(rank, node.args)
-            updated.append(values.clone())
+            _, _, handle, indices, *rest = self._argument(rank, node.args)
+            values, gradients = (
+                self.started[tuple(other.args[position] for other in row)][rank].clone()
+                for position in (0, 1)
+            )
+            updated.append(values)
             lengths = [self._info(rank, index).shard_numel for index in indices]
-            pieces = (updated[rank].split(lengths), gradients.split(lengths))
+            pieces = (values.split(lengths), gradients.split(lengths))
             for index, value, gradient in zip(indices, *pieces, strict=True):
                 self._step(rank, handle, [index], [value], [gradient], rest[0] if rest else None)
-            values.fill_(_poison(values.dtype))
         self.started[row] = updated
-        self.reading[row] = [gradient.clone() for gradient in self._operands(row, 1)]
         return self._operands(row)
 
     def _update_kept_start(self, row: Row) -> list[list[torch.Tensor]]:
         """The same, for shards that each are a tensor."""
         updated = []
         for rank, node in enumerate(row):
-            shards, gradients, handle, indices, *rest = self._argument(rank, node.args)
+            shards, _, handle, indices, *rest = self._argument(rank, node.args)
+            gradients = self.started[tuple(other.args[1] for other in row)][rank].clone()
             updated.append([shard.clone() for shard in shards])
             pieces = gradients.split([len(shard) for shard in shards])
             for index, value, gradient in zip(indices, updated[rank], pieces, strict=True):
@@ -839,24 +842,22 @@ class _Machine:
             for shard in shards:
                 shard.fill_(_poison(shard.dtype))
         self.started[row] = updated
-        self.reading[row] = [gradient.clone() for gradient in self._operands(row, 1)]
         return self._operands(row)
 
     def _wait_update(self, row: Row) -> list[torch.Tensor]:
         start = tuple(node.args[0] for node in row)
         results = self._operands(row)
-        for rank, gradient in enumerate(self._operands(start, 1)):
-            message = f"what {start[rank].name} reads changed before {row[rank].name}"
-            assert_bitwise(gradient, self.reading[start][rank], message)
-            assert results[rank].isnan().all(), f"{results[rank]} changed before {row[rank].name}"
+        for rank, operands in enumerate(zip(results, self._operands(start, 1), strict=True)):
+            for operand in operands:
+                poison = torch.full_like(operand, _poison(operand.dtype))
+                message = f"what {start[rank].name} reads changed before {row[rank].name}"
+                assert_bitwise(operand, poison, message)
             results[rank].copy_(self.started[start][rank])
         return results
 
     def _wait_kept(self, start: Row, row: Row) -> list[list[torch.Tensor]]:
         results = self._operands(row)
-        for rank, gradient in enumerate(self._operands(start, 1)):
-            message = f"what {start[rank].name} reads changed before {row[rank].name}"
-            assert_bitwise(gradient, self.reading[start][rank], message)
+        for rank in self.ranks:
             for shard, new in zip(results[rank], self.started[start][rank], strict=True):
                 assert shard.isnan().all(), f"a shard changed before {row[rank].name}"
                 shard.copy_(new)

@@ -375,14 +375,9 @@ def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
     if node.target not in ops.HOST_UPDATES:
         return []
     is_kept = node.target is ops.update_kept_start
-    values = node.args[0] if is_kept else moved_from(node.args[0])
-    pieces = zip(node.args[3], values, moved_from(node.args[1]), strict=True)
+    values = node.args[0] if is_kept else node.args[0].args[0]
+    pieces = zip(node.args[3], values, node.args[1].args[0], strict=True)
     return [UpdateOperands(*piece) for piece in pieces]
-
-
-def moved_from(arrived: fx.Node) -> list[fx.Node]:
-    """The pieces that what has arrived, on the host or the device, is a copy of."""
-    return list(arrived.args[0].args[0])
 
 
 def brought_from(node: fx.Node) -> fx.Node | None:
@@ -538,7 +533,7 @@ def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
         node = pending.pop()
         if node in seen or node.users or node.op in ("placeholder", "output"):
             continue
-        if mutated_inputs(node) or node.target in (ops.free, ops.carry):
+        if mutated_inputs(node) or node.target in (ops.free, ops.carry, ops.wait_move):
             continue
         seen.add(node)
         sources = list(node.all_input_nodes)

@@ -198,7 +198,8 @@ def wait_move(started):
 def update_on_host_start(values, grads, optimizer, parameters, found_inf=None):
     """Start the updates of neighbouring shards in host memory, in place, beside the step.
 
-    Both tensors are flat, with a part for each of ``parameters``, one behind the other.
+    Both tensors are what ``to_host_start`` gave, with a part for each of ``parameters``, one behind
+    the other: they may be on their way still, and are updated when they have arrived.
     """
     return torch.empty_like(values)
 

@@ -184,12 +184,18 @@ _WAITS = {
 def _moves_are_waited_once(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _WAITS:
-            if [user.target for user in node.users] != [_WAITS[node.target]]:
-                readers = ", ".join(user.name for user in node.users) or "nobody"
+            readers = sorted(node.users)
+            updates = [reader for reader in readers if reader.target in ops.HOST_UPDATES]
+            waits = [reader.target for reader in readers if reader not in updates]
+            # What goes to the host is there for one update, which begins when it has arrived.
+            is_read = len(updates) == 1 if node.target is ops.to_host_start else not updates
+            if waits != [_WAITS[node.target]] or not is_read:
+                names = ", ".join(reader.name for reader in readers) or "nobody"
                 what = "move" if ops.is_move(node.target) else "update"
                 raise _broken(
                     node,
-                    f"a started {what} must have one wait and no other reader; it has {readers}.",
+                    f"a started {what} must have one wait and no other reader, but for the update "
+                    f"of what goes to the host; it has {names}.",
                 )
         elif node.target in _WAITS.values():
             if _WAITS.get(node.args[0].target) is not node.target:
@@ -201,7 +207,7 @@ def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) 
     for start in graph.nodes:
         if start.target not in _WAITS:
             continue
-        (wait,) = start.users
+        wait = _wait_of(start)
         is_move = ops.is_move(start.target)
         pieces = moved_values(start) if is_move else start.args[:2]
         if start.target is ops.update_kept_start:
@@ -211,6 +217,10 @@ def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) 
                 if order[start] < order[writer] < order[wait]:
                     what = "copies" if is_move else "reads"
                     raise _broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    return next(user for user in start.users if user.target is _WAITS[start.target])
 
 
 def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -388,11 +398,11 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
     """
     indices = update.args[3]
     is_kept = update.target is ops.update_kept_start
-    for operand in update.args[1:2] if is_kept else update.args[:2]:
-        start = operand.args[0] if operand.target is ops.wait_move else None
-        if start is None or start.target is not ops.to_host_start:
-            raise _broken(update, f"reads {operand.name}, which has not been moved to the host.")
-        if list(start.args[1]) != list(indices):
+    moved = update.args[1:2] if is_kept else update.args[:2]
+    for operand in moved:
+        if operand.target is not ops.to_host_start:
+            raise _broken(update, f"reads {operand.name}, which is not moved to the host.")
+        if list(operand.args[1]) != list(indices):
             raise _broken(update, f"reads {operand.name}, which is of another parameter.")
     if is_kept and len(update.args[0]) != len(indices):
         raise _broken(update, "does not update one shard for each parameter.")
@@ -403,7 +413,9 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
         is_a_shard = operands.value.op == "placeholder" or role(operands.value) is not None
         if is_a_shard and shard_of(operands.value) not in (operands.parameter, -1):
             raise _broken(update, f"updates {name!r} from the value of another parameter.")
-    (wait,) = update.users
+    wait = _wait_of(update)
+    if any(_wait_of(operand) > wait for operand in moved):
+        raise _broken(update, "is waited for before what it reads.")
     if not is_kept and [user.target for user in wait.users] != [ops.to_device_start]:
         raise _broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
 
@@ -456,7 +468,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
                 if order[reader] > order[writer]
                 and reader is not output
                 and reader not in renewed
-                and reader.target is not ops.free
+                and reader.target not in (ops.free, ops.wait_move)
                 and not _only_overwrites(reader, alias)
             ]
             if late:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,13 +21,14 @@ class Mover:
     """The moves of one compiled function, its staging buffers and its updates in host memory.
 
     ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
-    Where there is no GPU, a move is a copy that is made as it starts.  The way over CUDA streams
-    has not been run on one.
+    Where there is no GPU, a move is a copy that is made as it starts, or on a lane of ``copies``,
+    which are by way.  The way over CUDA streams has not been run on one.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
         self.updates = Lane("updates")
+        self.copies: Mapping[str, Lane] = {}
         self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
         self._slots: dict[int, Tensor] = {}
         self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
@@ -39,12 +42,11 @@ class Mover:
         numel = sum(piece.numel() for piece in pieces)
         buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
         into = buffer[: numel * first.itemsize].view(first.dtype)
-        event = None
         if on_gpu:
             after = self._read.pop(buffer.data_ptr(), None)
             event = self._copy_beside("to host", first.device, pieces, into, after)
         else:
-            _copy(pieces, into)
+            event = self._copy_on_lane("to host", pieces, into)
         self.to_host_bytes += into.nbytes
         self._started[id(into)] = into, pieces, None, event
         return into
@@ -54,7 +56,7 @@ class Mover:
     ) -> Tensor:
         """Start copying flat tensors in host memory, one behind the other, to a device."""
         numel = sum(piece.numel() for piece in pieces)
-        event = None
+        event: Any
         if _on_gpu(device):
             into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
             event = self._copy_beside("to device", device, pieces, into, None)
@@ -63,7 +65,7 @@ class Mover:
                 self.memory.is_read_until(event, piece)
         else:
             into = buffers.empty(numel, pieces[0])
-            _copy(pieces, into)
+            event = self._copy_on_lane("to device", pieces, into)
         self.to_device_bytes += into.nbytes
         self._started[id(into)] = into, pieces, device, event
         return into
@@ -102,11 +104,16 @@ class Mover:
     def wait(self, started: Any) -> Any:
         """Complete a move: what is now on the host can be read, on the device by its kernels."""
         into, _, device, event = self._started.pop(id(started))
-        if event is not None and device is None:
+        if event is not None and (device is None or isinstance(event, _Copying)):
             event.synchronize()
         elif event is not None:
             torch.cuda.current_stream(device).wait_event(event)
         return into
+
+    def arrival(self, started: Tensor) -> Callable[[], object]:
+        """What returns, in any thread, when a move to the host has come to its end."""
+        *_, event = self._started[id(started)]
+        return event.synchronize if event is not None else lambda: None
 
     def bytes_to_come(self, staging: Mapping[int, int]) -> int:
         """What staging buffers of these sizes, by number, will take that is not there yet."""
@@ -115,9 +122,10 @@ class Mover:
 
     def abandon(self) -> None:
         """Forget what is under way, after a step that failed."""
-        self.updates.abandon()
+        for lane in (self.updates, *self.copies.values()):
+            lane.abandon()
         for *_, event in self._started.values():
-            if event is not None:
+            if event is not None and not isinstance(event, _Copying):
                 event.synchronize()
         self._started.clear()
 
@@ -128,6 +136,13 @@ class Mover:
             self._slots.pop(slot, None)  # before there is another
             known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
         return known
+
+    def _copy_on_lane(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> _Copying | None:
+        """Copy on this way's lane, or now if it has none."""
+        if way in self.copies:
+            return _Copying(self.copies[way].start(partial(_copy, pieces, into)))
+        _copy(pieces, into)
+        return None
 
     def _copy_beside(
         self, way: str, device: torch.device, pieces: Sequence[Tensor], into: Tensor, after: Any
@@ -146,6 +161,13 @@ class Mover:
         if into.device.type == "cuda":
             into.record_stream(stream)
         return event
+
+
+class _Copying:
+    """A copy on a lane, as what waits for a GPU's sees it."""
+
+    def __init__(self, copying: Future) -> None:
+        self.synchronize = copying.result
 
 
 def _to_neighbours(

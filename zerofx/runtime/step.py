@@ -538,7 +538,7 @@ class StepRuntime:
         found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor:
         data = values.detach().split([self.table[index].shard_numel for index in parameters])
-        self._start_updates(values, data, grads, optimizer, parameters, found_inf)
+        self._start_updates(values, data, [values, grads], optimizer, parameters, found_inf)
         return values
 
     def update_kept_start(
@@ -552,19 +552,21 @@ class StepRuntime:
         for shard in shards:
             REGISTRY.host.settle(shard)  # it has left for the device
         data = [shard.detach() for shard in shards]
-        self._start_updates(shards, data, grads, optimizer, parameters, found_inf)
+        self._start_updates(shards, data, [grads], optimizer, parameters, found_inf)
         return shards
 
     def _start_updates(
         self,
         written: Any,
         data: Sequence[torch.Tensor],
-        grads: torch.Tensor,
+        arriving: Sequence[torch.Tensor],
         optimizer: int,
         parameters: list[int],
         found_inf: torch.Tensor | None,
     ) -> None:
         """Prepare updates here, and have their elements computed beside the step.
+
+        They begin when what is ``arriving`` is there, the last of which are the gradients.
 
         What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
         step's thread: here, or where ``written`` is waited for.
@@ -575,14 +577,18 @@ class StepRuntime:
         assert self.mover is not None
         self._runner(optimizer, parameters)  # in the same step as this one
         runner = self.host_runners[optimizer]
-        pieces = grads.split([shard.numel() for shard in data])
+        pieces = arriving[-1].split([shard.numel() for shard in data])
         runner.place_states(parameters, REGISTRY.host)
         if self.joins_updates:
             ready = runner.ready_together(data, pieces, parameters)
         else:
             ready = [runner.ready(*one) for one in zip(data, pieces, parameters, strict=True)]
 
+        arrivals = [self.mover.arrival(move) for move in arriving]
+
         def compute() -> list[Any]:
+            for has_arrived in arrivals:
+                has_arrived()
             with torch.no_grad():
                 return [update.compute() for update in ready]
 

@@ -561,7 +561,7 @@ class OptimizerRunner:
                 return None
             # New states are settled below, and rounded: what makes them cannot wait.
             is_settled = draw is None or all(name in values for name, _ in update.state)
-            inputs = [data, grad.to(kernel.gradient_dtype), *tensors, *numbers]
+            inputs = [data, grad, *tensors, *numbers]
 
         def finish(results: Sequence[Any]) -> None:
             new_state, new_group = update.filled(results)
@@ -650,14 +650,27 @@ class _JoinedUpdate:
     def run(self, launches: Launches) -> Sequence[Any]:
         with torch.no_grad():
             run = partial(self.kernel.run, launches=launches) if self.waits else self.kernel.run
-            results = run(*self.inputs)
+            data, grad, *others = self.inputs
+            results = run(data, grad.to(self.kernel.gradient_dtype), *others)
             self.finish(results)
         return results
 
     def ready(self) -> ReadyUpdate:
+        """As one that another thread computes; the gradient may be there only then."""
         assert self.kernel.ready is not None, "updates on the host run on its CPU"
+        data, grad, *others = self.inputs
+        converted = grad
+        if grad.dtype is not self.kernel.gradient_dtype:
+            converted = torch.empty_like(grad, dtype=self.kernel.gradient_dtype)
         with torch.no_grad():
-            return ReadyUpdate(self.kernel.ready(*self.inputs), self.finish)
+            run = self.kernel.ready(data, converted, *others)
+
+        def compute() -> Any:
+            if converted is not grad:
+                converted.copy_(grad)
+            return run()
+
+        return ReadyUpdate(compute, self.finish)
 
 
 @dataclass(frozen=True)
