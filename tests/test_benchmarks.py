@@ -39,6 +39,19 @@ def test_speed_has_a_row_for_every_system_and_their_losses_agree():
     assert all(sent_mb), ran.stdout
 
 
+def test_overlap_has_a_row_for_every_regime_and_meets_its_aims():
+    sizes = "--layers 4 --seconds 0.5 --rounds 1 --regimes updates even".split()
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "overlap.py", *sizes],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    rows = ran.stdout.split("---\n")[-1].splitlines()
+    assert [row.split()[0] for row in rows] == ["updates", "even"]
+
+
 def test_files_has_a_row_for_every_system_and_says_whether_it_met_its_aim(tmp_path):
     sizes = "--gib 0.01 --bucket-mib 3 --block-kib 512 --rounds 1 --checksums --fio".split()
     for aim, status in (("0", 0), ("1e9", 1)):

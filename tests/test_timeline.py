@@ -12,7 +12,7 @@ from zerofx.cost import flops, seconds
 from zerofx.figures import Figures
 from zerofx.graph import InputRole, set_input_role
 from zerofx.plan import ParameterTable
-from zerofx.timeline import Timeline, predict
+from zerofx.timeline import LANES, Timeline, predict
 
 aten = torch.ops.aten
 NONE = ParameterTable(())
@@ -87,6 +87,32 @@ def test_it_is_said_in_words():
     )
     (hidden,) = predicted("start a; compute; wait a").transfers.values()
     assert str(hidden) == "1e+03 ms of transfer, hidden behind compute"
+
+
+def test_lanes_say_what_each_has_to_do_and_which_has_most():
+    timeline = predicted("start a; start b; start c; compute; wait a; compute; wait b; wait c")
+    assert (timeline.lanes["compute"], timeline.lanes["link"]) == (2.0, 3.0)
+    assert timeline.busiest == "link" and timeline.step_s == 3.0
+    assert set(timeline.lanes) == set(LANES)
+
+
+def test_no_schedule_beats_the_bound():
+    # What is gathered is all read from the start, and nothing follows from it.
+    assert predicted("start a; start b; compute; wait a; wait b").bound_s == 2.0
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_input_role(x, InputRole("other"))
+    before = graph.call_function(aten.relu.default, (x,))
+    starts = [graph.call_function(ops.all_gather_start, (before, 2)) for _ in range(3)]
+    waits = [graph.call_function(ops.wait, (start,)) for start in starts]
+    after = [graph.call_function(aten.relu.default, (wait,)) for wait in waits]
+    graph.output(after)
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(256)
+    timeline = predict(graph, FIGURES, NONE, 2)
+    # A second until the link can begin, three there, and one for what the last has brought.
+    assert (timeline.bound_s, timeline.lanes["link"], timeline.lanes["compute"]) == (5.0, 3.0, 4.0)
+    assert timeline.step_s >= timeline.bound_s
 
 
 # Seconds of a node

@@ -11,7 +11,7 @@ from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import input_role, placeholders, resident, served, value_bytes
-from zerofx.timeline import Transfer, predict
+from zerofx.timeline import Timeline, Transfer, milliseconds, predict
 
 
 def explain(step: Callable) -> str:
@@ -45,6 +45,7 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
     alive = live_bytes(program.gm.graph, ranks, sockets=not program.options.peer_memory)
+    timeline = predict(program.gm.graph, program.figures, program.table, ranks)
     numbers = [
         ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", _size(_kept(program, stage, ranks))),
@@ -59,10 +60,9 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
         *_offload(program),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
         ("bucket_bytes", _size(program.bucket_bytes)),
-        (
-            "predicted for a step",
-            str(predict(program.gm.graph, program.figures, program.table, ranks)),
-        ),
+        ("predicted for a step", str(timeline)),
+        ("what each lane has to do", _lanes(timeline)),
+        ("no schedule of these beats", milliseconds(timeline.bound_s)),
     ]
     passes = [
         (r.name, "off" if r.skipped else "on", r.skipped or _counts(r.counts), f"{r.seconds:.3f}")
@@ -76,6 +76,12 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
             tabulate(passes, headers=("pass", "", "what it did", "seconds")),
         ]
     )
+
+
+def _lanes(timeline: Timeline) -> str:
+    """Seconds by lane, the busiest first."""
+    busy = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
+    return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busy if seconds)
 
 
 def _offload(program: Program) -> list[tuple[str, str]]:

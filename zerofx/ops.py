@@ -251,7 +251,8 @@ TO_HOST = (to_host_start, offload_start)
 
 TO_DEVICE = (to_device_start, reload_start)
 
-MOVE_WAITS = (wait_move, wait_store)
+WAITS = (wait, wait_move, wait_store, wait_update)
+"""What waits for something that goes on beside the step."""
 
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
 

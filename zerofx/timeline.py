@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -40,12 +40,25 @@ class Transfer:
 class Timeline:
     """A program's predicted seconds.  ``transfers`` are by the node that starts each.
 
-    ``exposed_s`` is how long a rank has nothing to do but to wait.
+    ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
+    has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``, and
+    ``updates`` on the host.  ``bound_s`` is what no schedule of these nodes can beat.
     """
 
     compute_s: float
     exposed_s: float
     transfers: Mapping[fx.Node, Transfer]
+    lanes: Mapping[str, float] = field(default_factory=dict)
+    bound_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+    @property
+    def busiest(self) -> str:
+        """The lane that has most to do: no step takes less than that."""
+        return max(self.lanes, key=self.lanes.__getitem__)
 
     @property
     def transfer_s(self) -> float:
@@ -58,46 +71,52 @@ class Timeline:
         )
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a node has to do, and on which lane.  A lane does one thing after the other."""
+
+    lane: str
+    seconds: float
+
+
+def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
+    """What one node takes by these figures.  What is waited for has been the start's to do."""
+    if node.target in ops.STARTS:
+        is_new = node.target is not ops.resume_gather
+        return Work("link", transfer_s(node, figures, world_size) if is_new else 0.0)
+    if ops.is_move(node.target):
+        way = "to device" if node.target in ops.TO_DEVICE else "to host"
+        return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
+    if node.target in ops.HOST_UPDATES:
+        return Work("updates", host_update_s(node, figures, table))
+    return Work("compute", seconds(node, figures, table))
+
+
 def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
     """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
     at the wait.  What the call before has carried over has arrived, and what this one carries
-    over is waited for by the next.  Copies to and from the host have a lane of their own each way.
-    So have updates on the host.
+    over is waited for by the next.  Copies to and from the host have a lane of their own each way,
+    and so have updates on the host.
     """
-    compute_s = link_s = idle_s = updated_s = 0.0
-    copied_s = {True: 0.0, False: 0.0}  # to the device, and from it
+    compute_s = idle_s = 0.0
+    free_s = dict.fromkeys(LANES, 0.0)
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
-    for node in graph.nodes:
+    works = {node: work_of(node, figures, table, world_size) for node in graph.nodes}
+    lanes = dict.fromkeys(LANES, 0.0)
+    for node, work in works.items():
+        lanes[work.lane] += work.seconds
         now = compute_s + idle_s
-        if node.target in ops.STARTS:
-            travels_s = (
-                0.0 if node.target is ops.resume_gather else transfer_s(node, figures, world_size)
-            )
-            transfers[node] = Transfer(travels_s, 0.0)
-            if figures.overlaps:
-                link_s = done[node] = max(link_s, now) + travels_s
-        elif ops.is_move(node.target):
-            travels_s = shared_bytes(node, table) / figures.copy_bytes_per_s
-            transfers[node] = Transfer(travels_s, 0.0)
-            lane = node.target in ops.TO_DEVICE
-            copied_s[lane] = done[node] = max(copied_s[lane], now) + travels_s
-        elif node.target in ops.HOST_UPDATES:
-            updates_s = host_update_s(node, figures, table)
-            transfers[node] = Transfer(updates_s, 0.0)
-            updated_s = done[node] = max(updated_s, now) + updates_s
-        elif node.target in (*ops.MOVE_WAITS, ops.wait_update):
-            start = node.args[0]
-            late_s = max(done[start] - now, 0.0)
-            travels_s = transfers[start].seconds
-            transfers[start] = Transfer(travels_s, min(late_s, travels_s))
-            idle_s += late_s
-        elif node.target is ops.wait:
+        if work.lane != "compute":
+            transfers[node] = Transfer(work.seconds, 0.0)
+            if figures.overlaps or work.lane != "link":
+                free_s[work.lane] = done[node] = max(free_s[work.lane], now) + work.seconds
+        elif node.target in ops.WAITS:
             start = node.args[0]
             travels_s = transfers[start].seconds
-            late_s = max(done[start] - now, 0.0) if figures.overlaps else travels_s
+            late_s = max(done[start] - now, 0.0) if start in done else travels_s
             # The rest is spent on transfers before it, which nobody has waited for yet.
             transfers[start] = Transfer(travels_s, min(late_s, travels_s))
             idle_s += late_s
@@ -105,11 +124,39 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
             share = owned_bytes(node, world_size, table)
             travels_s = 2 * figures.transfer_s(share, world_size)
             transfers[node] = Transfer(travels_s, travels_s)
-            compute_s += seconds(node, figures, table)
+            lanes["link"] += travels_s
+            compute_s += work.seconds
             idle_s += travels_s
         else:
-            compute_s += seconds(node, figures, table)
-    return Timeline(compute_s, idle_s, transfers)
+            compute_s += work.seconds
+    return Timeline(compute_s, idle_s, transfers, lanes, least_s(works))
+
+
+LANES = ("compute", "link", "to host", "to device", "updates")
+
+
+def least_s(works: Mapping[fx.Node, Work]) -> float:
+    """What no schedule of a program's nodes can beat, however many of them wait at once.
+
+    A lane begins when the first of its nodes has what it reads, and when the last of them is done
+    there is still to do what follows from it; in between is at least all that the lane has to do.
+    """
+    begins: dict[fx.Node, float] = {}
+    for node in works:
+        begins[node] = max(
+            (begins[n] + works[n].seconds for n in node.all_input_nodes), default=0.0
+        )
+    rest: dict[fx.Node, float] = {}
+    for node in reversed(list(works)):
+        rest[node] = max((works[user].seconds + rest[user] for user in node.users), default=0.0)
+    bounds = [0.0]
+    for lane in LANES:
+        busy = [node for node, work in works.items() if work.lane == lane and work.seconds]
+        if busy:
+            first, last = min(map(begins.__getitem__, busy)), min(map(rest.__getitem__, busy))
+            bounds.append(first + sum(works[node].seconds for node in busy) + last)
+    bounds += [begins[node] + works[node].seconds + rest[node] for node in works]
+    return max(bounds)
 
 
 def shared_bytes(move: fx.Node, table: ParameterTable) -> int:

@@ -78,7 +78,7 @@ class Mover:
             if _on_gpu(device):  # behind what has been brought from there, which it waited for
                 event = self._copy_beside("to host", device, parts, place, None)
             else:
-                _copy(parts, place)
+                event = self._copy_on_lane("to host", parts, place)
         self.to_host_bytes += sum(piece.nbytes for piece in pieces)
         self._started[id(into)] = into, pieces, None, event
         return into
