@@ -111,6 +111,12 @@ def read_after(model, optimizer, x, y):
     return loss + model.twice.weight.detach().sum()
 
 
+def stepped_twice(model, optimizer, x, y):
+    """The optimizer's second step begins while the first one's updates are under way."""
+    plain(model, optimizer, x, y)
+    return plain(model, optimizer, x, y)
+
+
 def scaled(model, optimizer, x, y):
     scaler = SCALERS[0]
     loss = F.mse_loss(model(x), y)
@@ -188,6 +194,11 @@ def test_losses_parameters_and_states_are_bitwise_those_without_offload(
         check([both(step, stage, {}, torch.float32)])
     else:
         check(ranks(2).run(both, step, stage, {}, torch.float32))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_two_steps_of_an_optimizer_in_one_are_bitwise_the_same(stage):
+    check([both(stepped_twice, stage, {}, torch.float32)])
 
 
 STAGE_3_AND_LONG_1 = (3, pytest.param(1, marks=pytest.mark.long))

@@ -19,7 +19,7 @@ from zerofx.simulate import simulated
 from zerofx.timeline import predict
 
 FREE = 1e30
-SECONDS = 0.8  # of compute
+SECONDS = 1.0  # of compute
 LAYERS = 8
 
 # What lanes have to do, as multiples of compute: copies to the host, updates, the link.
@@ -71,10 +71,10 @@ class Trained:
         )
 
     def simulate(self, regime):
-        """The fastest of two steps, and what was predicted of them."""
+        """The fastest of a few steps, and what was predicted of them: others at work only add."""
         with simulated(self.function, self.figures(*regime)) as (timeline,):
             times = []
-            for _ in range(2):
+            for _ in range(3):
                 begun = time.perf_counter()
                 self.losses.append(self())
                 times.append(time.perf_counter() - begun)
@@ -115,8 +115,9 @@ def test_on_two_ranks_too(stage, ranks):
 def test_it_computes_what_it_does_without():
     simulated_one, alone = Trained(3, layers=2), Trained(3, layers=2)
     simulated_one.simulate((0.2, 0.2, 0.1))
-    alone.losses += [alone(), alone()]
-    assert simulated_one.losses == alone.losses and len(set(alone.losses)) == 4
+    while len(alone.losses) < len(simulated_one.losses):
+        alone.losses.append(alone())
+    assert simulated_one.losses == alone.losses and len(set(alone.losses)) >= 4
     found, expected = (dict(one.pair[0].state_dict()) for one in (simulated_one, alone))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
