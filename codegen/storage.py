@@ -51,6 +51,11 @@ class Precision:
     moment_dtype: torch.dtype | None = None
     rounding_seed: int = 0
 
+    @classmethod
+    def of(cls, options: Any) -> Precision:
+        """What these ``Options`` say of it."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
     @property
     def is_plain(self) -> bool:
         """Whether everything is kept as the optimizer itself would."""

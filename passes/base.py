@@ -57,7 +57,8 @@ class Pass:
     ``requires`` and ``provides`` are facts about the program, checked over the pipeline.
     An ``optional`` pass is switched by the option of its name.  One that
     ``preserves_numerics`` leaves every result bitwise the same at two ranks.  One that
-    ``offloads`` some targets runs if the option ``offload`` names one of them.
+    ``offloads`` some targets runs if the option ``offload`` names one of them, and if it is for
+    some ``tiers``, with one of these.
     """
 
     name: str
@@ -68,3 +69,4 @@ class Pass:
     preserves_numerics: bool = True
     smallest_stage: int = 0
     offloads: frozenset[str] = frozenset()
+    tiers: frozenset[str] = frozenset()

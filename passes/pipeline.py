@@ -7,6 +7,7 @@ from zerofx.passes.bucket import bucket
 from zerofx.passes.data_parallel import data_parallel
 from zerofx.passes.hoist_casts import hoist_casts
 from zerofx.passes.offload_activations import offload_activations
+from zerofx.passes.place_files import place_files
 from zerofx.passes.place_offload import place_offload
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.prefetch_across_steps import prefetch_across_steps
@@ -75,7 +76,16 @@ PIPELINE = (
         place_offload,
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
+        provides=frozenset({"updates_on_host"}),
         offloads=frozenset({"optimizer", "params"}),
+    ),
+    Pass(
+        "place_files",
+        place_files,
+        requires=frozenset({"updates_on_host"}),
+        smallest_stage=1,
+        offloads=frozenset({"optimizer"}),
+        tiers=frozenset({"nvme"}),
     ),
     Pass(
         "offload_activations",

@@ -194,6 +194,8 @@ class _Moving:
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self.graph, self.table = gm.graph, ctx.table
         self.builder = Builder(gm, "place_offload", ctx.table)
+        # Of states in files, host memory has to hold those of two buckets.
+        self.most_under_way = 2 if ctx.options.offload_tier == "nvme" else UPDATES_UNDER_WAY + 1
         self.leaving: list[_Group] = []
         self.updating: list[_Group] = []
         self.returning: list[_Group] = []
@@ -208,6 +210,8 @@ class _Moving:
             group.origin["bucket"] = first.place.bucket
         else:
             group.origin["parameter"] = first.index
+        while len(self.updating) >= self.most_under_way:
+            self._send_back(group.ready)
         with self.graph.inserting_before(group.ready):
             if not all(map(is_kept_on_host, group.targets)):
                 group.values = self._to_host(group, group.targets, "values_to_host")

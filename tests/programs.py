@@ -303,12 +303,16 @@ def listing(captured: Captured) -> str:
             lines.append(f"return {show(node.args[0])}")
         else:
             arguments = [show(argument) for argument in node.args]
+            if node.target in (ops.states_from_file_start, ops.states_to_file):
+                position = int(node.target is ops.states_to_file)
+                handle = node.args[position]
+                arguments[position] = type(traced.optimizer_of(handle)).__name__
             if node.target in (*_UPDATES, ops.on_owners):
                 arguments[2] = type(traced.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
-            if target in ("zerofx.free", "zerofx.carry"):
+            if target in ("zerofx.free", "zerofx.carry", "zerofx.states_to_file"):
                 lines.append(called)
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
@@ -501,6 +505,10 @@ class _Machine:
         self.started: dict[Row, list[torch.Tensor]] = {}
         self.carried: list[Row] = []
         self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
+        in_files = any(
+            node.target is ops.states_from_file_start for node in programs[0].graph.nodes
+        )
+        self.states_there: set[tuple[int, int]] | None = set() if in_files else None
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
         self.whole_updates: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in self.ranks]
@@ -594,6 +602,9 @@ class _Machine:
             ops.wait_update: self._wait_update,
             ops.store_start: self._store_start,
             ops.wait_store: self._wait_store,
+            ops.states_from_file_start: lambda row: [torch.empty(0) for _ in row],
+            ops.wait_states: self._wait_states,
+            ops.states_to_file: self._states_to_file,
         }
         if target in special:
             return special[target](row)
@@ -771,6 +782,16 @@ class _Machine:
                 shard.copy_(stored)
         return results
 
+    def _wait_states(self, row: Row) -> list[torch.Tensor]:
+        """From here on updates of these parameters have their states."""
+        optimizer, indices = row[0].args[0].args[:2]
+        self.states_there = {(optimizer, index) for index in indices}
+        return self._operands(row)
+
+    def _states_to_file(self, row: Row) -> list[None]:
+        self.states_there = set()
+        return [None for _ in row]
+
     def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
         updated = []
         for rank, node in enumerate(row):
@@ -802,6 +823,8 @@ class _Machine:
         for rank, node in enumerate(row):
             values, gradient, handle, index, *rest = self._argument(rank, node.args)
             found_inf = rest[0] if rest else None
+            if self.states_there is not None:
+                assert (handle, index) in self.states_there, f"{node.name}: its states are in files"
             whole = self.whole_updates[rank].pop((handle, index), None)
             if whole is not None:
                 assert gradient.isnan().all(), "an owner's result belongs to its update"

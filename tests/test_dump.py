@@ -37,6 +37,9 @@ def dumped(tmp_path):
     return dump
 
 
+IN_FILES = {"offload": "optimizer", "offload_tier": "nvme", "offload_dir": "scratch"}
+
+
 def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -44,7 +47,7 @@ def files(folder):
 def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
     names = ["captured", *(step.name for step in PIPELINE)]
     expected = [f"{number:02d}_{name}.py" for number, name in enumerate(names)]
-    everything = {**dict.fromkeys(OPTIONAL_PASSES, True), "offload": "optimizer,activations"}
+    everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES}
     assert files(dumped(mlp_step(), **everything)) == [*expected, "summary.txt"]
 
 
@@ -154,7 +157,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(dumped, tmp_path, caplo
     with caplog.at_level(logging.WARNING, logger="zerofx"):
         program = clone(smallest_step())
         writer = ProgramDump(str(tmp_path), 0, "step0_0", program.table)
-        everything = {**dict.fromkeys(OPTIONAL_PASSES, True), "offload": "optimizer,activations"}
+        everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES}
         reports = run_passes(program, on_program=writer.write, **everything)
         writer.write_summary(list(reports.values()))
     assert nodes_of(program, ops.update)

@@ -40,6 +40,9 @@ def test_defaults_are_the_contracts():
         "link": None,
         "offload": (),
         "offload_tier": "cpu",
+        "offload_dir": (),
+        "offload_cache_bytes": None,
+        "offload_checksums": False,
         "dump": None,
         "recompute": True,
         "hoist_casts": True,
@@ -360,10 +363,10 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     assert words_of(ValueError, {"prefech": True}) == (
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
         " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, offload,"
-        " offload_tier, dump,"
+        " offload_tier, offload_dir, offload_cache_bytes, dump,"
         " moment_dtype, rounding_seed, recompute, hoist_casts, bucket, update_in_backward,"
         " prefetch, prefetch_across_steps, fuse_optimizer, peer_memory, master_weights,"
-        " stochastic_rounding"
+        " stochastic_rounding, offload_checksums"
     )
 
 
@@ -372,12 +375,12 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
         " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_OFFLOAD,"
-        " ZEROFX_OFFLOAD_TIER, ZEROFX_DUMP,"
+        " ZEROFX_OFFLOAD_TIER, ZEROFX_OFFLOAD_DIR, ZEROFX_OFFLOAD_CACHE_BYTES, ZEROFX_DUMP,"
         " ZEROFX_MOMENT_DTYPE, ZEROFX_ROUNDING_SEED, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
         " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY, ZEROFX_MASTER_WEIGHTS,"
-        " ZEROFX_STOCHASTIC_ROUNDING"
+        " ZEROFX_STOCHASTIC_ROUNDING, ZEROFX_OFFLOAD_CHECKSUMS"
     )
 
 
@@ -417,8 +420,8 @@ def test_a_planned_variable_is_called_planned(name):
 
 
 def test_a_near_miss_of_a_planned_option_says_both():
-    assert "did you mean 'offload_dir', which is planned but not in this version?" in words_of(
-        ValueError, {"offload_dirs": 1}
+    assert "did you mean 'validate', which is planned but not in this version?" in words_of(
+        ValueError, {"validates": 1}
     )
 
 
@@ -442,7 +445,7 @@ def test_the_users_dict_is_left_alone():
 def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
-    assert switches == {*OPTIONAL_PASSES, *others}
+    assert switches == {*OPTIONAL_PASSES, *others, "offload_checksums"}
     assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
 
 

@@ -34,6 +34,7 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.plan import KeptGathered
 from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.communication import Communicator, default_group
+from zerofx.runtime.file_tier import FileTier
 from zerofx.runtime.link import measured
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.pages import return_freed_memory
@@ -86,7 +87,8 @@ class CompiledFunction:
         # Ranks call torch.compile alike, even if one of them then fails to compile.
         self.number = next(_function_numbers)
         self.user_options = arguments.get("options")
-        resolve(self.user_options, {})  # what the user wrote is checked where it is written
+        # What the user wrote is checked where it is written.
+        resolve(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []
@@ -254,8 +256,9 @@ class Program:
             self.reports = self._rewritten(ctx)
         self.schedule = (
             *schedule(self.gm, step.table, options.stage),
-            *_precision(options).description,
+            *Precision.of(options).description,
             *([f"offload {', '.join(options.offload)}"] if options.offload else []),
+            *([f"offload_tier {options.offload_tier}"] if options.offload else []),
         )
         self.runtime: StepRuntime | None = None
 
@@ -296,10 +299,11 @@ class Program:
                 moves_whole=options.bucket,
                 in_place=[bucket.parameters for bucket in in_place],
                 keep_source=self.dump.write_kernel if self.dump else None,
-                precision=_precision(options),
+                precision=Precision.of(options),
                 mover=self.function.mover if _moves(self.gm.graph) else None,
                 states_on_host="optimizer" in options.offload,
                 joins_updates=fuses,
+                open_files=self._open_files if options.offload_tier == "nvme" else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
@@ -326,6 +330,15 @@ class Program:
         )
         self.captured.clear()  # which holds the model
         return runtime
+
+    def _open_files(self) -> FileTier:
+        ranks = environment().get("LOCAL_WORLD_SIZE") or self.function.communicator.world_size
+        return REGISTRY.files.open(
+            self.options.offload_dir,
+            self.options.offload_cache_bytes,
+            self.options.offload_checksums,
+            int(ranks),
+        )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
@@ -354,7 +367,7 @@ def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], f
         return {}
     infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
     kept = {
-        handle: bytes_of_states(traced.optimizer_of(handle), infos, _precision(options))
+        handle: bytes_of_states(traced.optimizer_of(handle), infos, Precision.of(options))
         for handle in step.optimizers
     }
     return {
@@ -379,17 +392,7 @@ def _kept_on_host(options: Options, step: CapturedStep) -> frozenset[int]:
 
 
 def _moves(graph: fx.Graph) -> bool:
-    return any(node.target in ops.MOVES for node in graph.nodes)
-
-
-def _precision(options: Options) -> Precision:
-    """What an optimizer's numbers are kept in, of all the options."""
-    return Precision(
-        master_weights=options.master_weights,
-        stochastic_rounding=options.stochastic_rounding,
-        moment_dtype=options.moment_dtype,
-        rounding_seed=options.rounding_seed,
-    )
+    return any(ops.is_move(node.target) for node in graph.nodes)
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat, ops
+from zerofx.codegen.storage import Precision
 from zerofx.figures import Figures
 from zerofx.graph import aliased_inputs, input_role, mutated_inputs, role
-from zerofx.plan import ParameterTable
+from zerofx.plan import ParameterInfo, ParameterTable, shard_numel
 
 aten = torch.ops.aten
 
@@ -127,7 +128,7 @@ def _roots(
     skipped: set[fx.Node],
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
-    if node.op != "call_function" or node in skipped or node.target in ops.TO_HOST:
+    if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
         return set()
     if node.target is operator.getitem:
         return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
@@ -153,6 +154,11 @@ def _bytes_of(value: Any) -> int:
     """
     return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
+
+_ON_HOST = (*ops.TO_HOST, ops.states_from_file_start)
+
+MOMENTS = 2
+"""What AdamW keeps of each element, beside a master."""
 
 UPDATE_STREAMS = 7
 """What AdamW reads and writes: a gradient, and the value and both moments twice."""
@@ -196,6 +202,17 @@ def host_update_s(start: fx.Node, figures: Figures, table: ParameterTable) -> fl
     """What the updates of equal shares take on the host, by its memory.  Units: seconds."""
     infos = [table[index] for index in start.args[3]]
     return sum(UPDATE_STREAMS * i.nbytes / i.world_size for i in infos) / figures.host_bytes_per_s
+
+
+def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
+    """Bytes of AdamW's states of an equal share of a parameter: ranks plan alike.
+
+    Nobody knows what an optimizer keeps before its update has been traced.
+    """
+    per_element = MOMENTS * precision.moment_storage(info.dtype, info.numel).itemsize
+    if precision.keeps_master(info.dtype):
+        per_element += torch.float32.itemsize
+    return shard_numel(info.numel, info.world_size) * per_element
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:

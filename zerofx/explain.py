@@ -96,6 +96,7 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     )
     rows = [
         ("parameters in host memory", _size(_on_host(program))),
+        *_files(program),
         ("optimizer states in host memory", _size(states)),
         *stays,
         ("staging buffers in host memory", _size(moved.staging)),
@@ -116,6 +117,21 @@ def _ways(program: Program) -> str:
     ways = [way for start, way in transfers.items() if start.target in ops.ACTIVATION_MOVES]
     exposed_s = sum(way.exposed_s for way in ways)
     return str(Transfer(sum(way.seconds for way in ways), exposed_s))
+
+
+def _files(program: Program) -> list[tuple[str, str]]:
+    """What a step keeps in files; nothing without ``offload_tier="nvme"``."""
+    tier = program.runtime.tier if program.runtime is not None else None
+    if program.runtime is None or tier is None:
+        return []
+    nbytes = sum(bucket.nbytes for bucket in set(program.runtime.filed))
+    largest = max(bucket.nbytes for bucket in program.runtime.filed)
+    return [
+        ("optimizer states in files", f"{_size(nbytes)} in {', '.join(tier.directories)}"),
+        ("their largest bucket", _size(largest)),
+        ("read and written per step, at most", f"{_size(nbytes)} each"),
+        ("kept of them in host memory, at most", _size(tier.cache_bytes)),
+    ]
 
 
 def _kept(program: Program, stage: int, ranks: int) -> int:

@@ -24,9 +24,9 @@ class Figures:
     ``latency_s`` is what a collective takes that carries nothing, ``bytes_per_s`` what each rank
     sends in a second; ``overlaps`` says whether that goes on while the rank computes: reads of a
     neighbour's memory happen where the program waits for them.  ``copy_bytes_per_s`` is what goes
-    between device and host in one direction, ``host_bytes_per_s`` what the host's memory carries:
-    nobody measures these two, they are of PCIe 4 and of a few memory channels.  Units: seconds,
-    bytes, floating point operations.
+    between device and host in one direction, ``host_bytes_per_s`` what the host's memory carries,
+    ``file_bytes_per_s`` what a rank's files do: nobody measures these three, they are of PCIe 4, of
+    a few memory channels and of one NVMe disk.  Units: seconds, bytes, floating point operations.
     """
 
     latency_s: float
@@ -36,6 +36,7 @@ class Figures:
     memory_bytes_per_s: float = 1e12
     copy_bytes_per_s: float = 2.5e10
     host_bytes_per_s: float = 5e10
+    file_bytes_per_s: float = 3e9
     source: str = "given"
 
     def transfer_s(self, nbytes: int, world_size: int) -> float:
@@ -61,9 +62,8 @@ class Figures:
 
     def __str__(self) -> str:
         """As the option ``link`` takes it, without the host's figures where they are assumed."""
-        assumed = {
-            name: getattr(Figures, name) for name in ("copy_bytes_per_s", "host_bytes_per_s")
-        }
+        names = ("copy_bytes_per_s", "host_bytes_per_s", "file_bytes_per_s")
+        assumed = {name: getattr(Figures, name) for name in names}
         values = {
             name: value
             for name, value in asdict(self).items()

@@ -20,7 +20,13 @@ from zerofx.plan import KeptGathered, ParameterTable, Resident
 aten = torch.ops.aten
 
 # Operators whose result shares its first argument's memory though their schema does not say so.
-_UNDECLARED_ALIASES = {aten._unsafe_view.default, ops.wait, ops.wait_move, ops.wait_update}
+_UNDECLARED_ALIASES = {
+    aten._unsafe_view.default,
+    ops.wait,
+    ops.wait_move,
+    ops.wait_update,
+    ops.wait_states,
+}
 
 
 @dataclass(frozen=True)
@@ -230,8 +236,8 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        is_start = target in (*ops.STARTS, *ops.HOST_UPDATES) or ops.is_move(target)
-        stem = f"{role}_start" if is_start else role
+        started = (*ops.STARTS, *ops.HOST_UPDATES, ops.states_from_file_start)
+        stem = f"{role}_start" if target in started or ops.is_move(target) else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
@@ -427,6 +433,15 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
     return max(last)
 
 
+def groups_in_files(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
+    """Whose states a program reads from files, in the order in which it uses them.
+
+    As (optimizer, parameters); one that is used twice is there twice.
+    """
+    starts = [node.args[0] for node in graph.nodes if node.target is ops.wait_states]
+    return [(start.args[0], tuple(start.args[1])) for start in starts]
+
+
 def writers(node: fx.Node) -> set[fx.Node]:
     """Every node that writes to ``node``'s memory."""
     return {
@@ -524,6 +539,9 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+_KEPT_UNREAD = (ops.free, ops.carry, ops.wait_move, ops.states_to_file)
+
+
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
     """Erase those of ``candidates``, and what only they read, that nobody reads."""
     pending = list(candidates)
@@ -533,7 +551,7 @@ def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
         node = pending.pop()
         if node in seen or node.users or node.op in ("placeholder", "output"):
             continue
-        if mutated_inputs(node) or node.target in (ops.free, ops.carry, ops.wait_move):
+        if mutated_inputs(node) or node.target in _KEPT_UNREAD:
             continue
         seen.add(node)
         sources = list(node.all_input_nodes)

@@ -191,6 +191,32 @@ def wait_move(started):
     return torch.empty_like(started)
 
 
+@_define("states_from_file_start(int optimizer, int[] parameters, int nbytes) -> Tensor")
+def states_from_file_start(optimizer, parameters, nbytes):
+    """Start reading the optimizer's states of these parameters from files, if they are there.
+
+    What it returns stands for them.  ``nbytes`` is what plans take them for, as passes do not know
+    what an optimizer keeps: AdamW's moments of an equal share.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@_define("wait_states(Tensor started) -> Tensor")
+def wait_states(started):
+    """The states that ``states_from_file_start`` reads, in host memory for updates to change."""
+    return torch.empty_like(started)
+
+
+@_define("states_to_file(Tensor states, int optimizer, int[] parameters) -> ()")
+def states_to_file(states, optimizer, parameters):
+    """Let go of states, changed or newly made: from here on files may have to hold them.
+
+    A write begins when another bucket needs their memory, and what is read into that waits for it,
+    not the program.
+    """
+    return None
+
+
 @_define(
     "update_on_host_start(Tensor(a!) values, Tensor grads, int optimizer, int[] parameters,"
     " Tensor? found_inf=None) -> Tensor(a!)"
@@ -251,7 +277,7 @@ TO_HOST = (to_host_start, offload_start)
 
 TO_DEVICE = (to_device_start, reload_start)
 
-WAITS = (wait, wait_move, wait_store, wait_update)
+WAITS = (wait, wait_move, wait_store, wait_update, wait_states)
 """What waits for something that goes on beside the step."""
 
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)

@@ -27,7 +27,6 @@ OPTIONAL_PASSES = (
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = (
-    "offload_dir",
     "validate",
     "clip",
     "delayed_update",
@@ -63,7 +62,14 @@ class Options:
     ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
     for backward, while nobody reads it."""
     offload_tier: str = "cpu"
-    """Where to: host memory."""
+    """Where to: host memory, or files (``nvme``)."""
+    offload_dir: tuple[str, ...] = ()
+    """The folders for these files, on different disks: buckets are striped over them."""
+    offload_cache_bytes: int | None = None
+    """How much host memory may keep of what is in files, per rank; None takes half of what the
+    machine has available, divided by its ranks."""
+    offload_checksums: bool = False
+    """What is read from files is compared with a checksum of what was written there."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
@@ -106,7 +112,10 @@ class Options:
 
 
 def resolve(
-    options: Mapping[str, object] | None, environ: Mapping[str, str] | None = None
+    options: Mapping[str, object] | None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    is_complete: bool = True,
 ) -> Options:
     """Check what the user passed and what the environment says, which wins.
 
@@ -115,7 +124,8 @@ def resolve(
     ``ZEROFX_DUMP=`` turns off a dump that the code asks for.  A value that the environment
     overrides is checked all the same.
 
-    ``environ`` is ``os.environ`` unless a test gives another.
+    ``environ`` is ``os.environ`` unless a test gives another.  What is not ``is_complete`` may
+    still lack what another option of it needs, as the environment may add that.
 
     Raises: ValueError for an unknown or planned name and for a value outside what is allowed,
     TypeError for a value of the wrong type.
@@ -137,6 +147,8 @@ def resolve(
         name = _option_of(variable)
         values[name] = _ACCEPTED[name].from_text(variable, text)
     _check_together(resolved := Options(**values))
+    if is_complete:
+        _check_files(resolved)
     return resolved
 
 
@@ -165,6 +177,28 @@ def _check_together(options: Options) -> None:
         raise ValueError(
             "prefetch_across_steps keeps parameters gathered on the device between steps, and"
             " offload='params' keeps all of them off it. Choose one"
+        )
+
+
+def _check_files(options: Options) -> None:
+    """Raise ValueError for options about files without each other."""
+    if options.offload_tier != "nvme":
+        for name in ("offload_dir", "offload_cache_bytes", "offload_checksums"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"{name} is about files, and offload_tier={options.offload_tier!r} makes none."
+                    f" Add offload_tier='nvme', or drop {name}"
+                )
+        return
+    if "optimizer" not in options.offload:
+        raise ValueError(
+            "offload_tier='nvme' says where to, and offload does not say what: add"
+            " offload='optimizer', or drop offload_tier"
+        )
+    if not options.offload_dir:
+        raise ValueError(
+            "offload_tier='nvme' keeps optimizer states in files, and nobody has said where: add"
+            " offload_dir, a folder on a fast local disk, or several on different disks"
         )
 
 
@@ -392,6 +426,40 @@ class _Folder:
         return text or None
 
 
+class _Folders:
+    """One path or several: a list of them, or text with the system's separator of paths."""
+
+    def from_object(self, name: str, value: object) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return self._split(name, value)
+        paths: Any = value if isinstance(value, list | tuple) else [value]
+        for path in paths:
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(
+                    f"{name} must be a folder's path or a list of them, not {_kind_of(value)}"
+                )
+        return self._checked(name, [os.fspath(path) for path in paths])
+
+    def from_text(self, name: str, text: str) -> tuple[str, ...]:
+        return self._split(name, text) if text else ()
+
+    def _split(self, name: str, text: str) -> tuple[str, ...]:
+        return self._checked(name, text.split(os.pathsep))
+
+    def _checked(self, name: str, paths: list[str]) -> tuple[str, ...]:
+        if not paths or not all(paths):
+            raise ValueError(f"{name} must be paths of folders, not an empty string or list")
+        real = [os.path.realpath(path) for path in paths]
+        if len(set(real)) != len(real):
+            raise ValueError(
+                f"{name} names one folder twice, of {', '.join(real)}: striping is over different"
+                " disks. Name each once"
+            )
+        return tuple(paths)
+
+
 class _Group:
     """A process group or a device mesh; which ranks it holds is the runtime's to check."""
 
@@ -413,7 +481,9 @@ class _Group:
         )
 
 
-_Accepted = _Choice | _Several | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Group
+_Accepted = (
+    _Choice | _Several | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Folders | _Group
+)
 
 _ACCEPTED: dict[str, _Accepted] = {
     "stage": _Choice((0, 1, 2, 3)),
@@ -430,14 +500,20 @@ _ACCEPTED: dict[str, _Accepted] = {
             "auto": "say what is to leave the device",
         },
     ),
-    "offload_tier": _Choice(
-        ("cpu",), planned={"nvme": "states go to host memory, which must have room for them"}
-    ),
+    "offload_tier": _Choice(("cpu", "nvme")),
+    "offload_dir": _Folders(),
+    "offload_cache_bytes": _Bytes(),
     "dump": _Folder(),
     "moment_dtype": _Dtype(torch.bfloat16, torch.int8),
     "rounding_seed": _Integer(),
 }
-_SWITCHES = ("fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding")
+_SWITCHES = (
+    "fuse_optimizer",
+    "peer_memory",
+    "master_weights",
+    "stochastic_rounding",
+    "offload_checksums",
+)
 _ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, *_SWITCHES)}
 
 

@@ -176,8 +176,10 @@ def _starting(
         clock.settle()
         lane.takes(seconds)
         started = kernel(*arguments)
-        if lane.name == "link":  # the others are started by the kernel
-            traveling[id(started)] = lane.start(lambda: None)
+        if lane.name in ("link", "files"):  # the others are started by the kernel
+            travels = lane.start(lambda: None)
+            if started is not None:
+                traveling[id(started)] = travels
         return started
 
     return start

@@ -41,8 +41,8 @@ class Timeline:
     """A program's predicted seconds.  ``transfers`` are by the node that starts each.
 
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
-    has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``, and
-    ``updates`` on the host.  ``bound_s`` is what no schedule of these nodes can beat.
+    has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``,
+    ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these nodes can beat.
     """
 
     compute_s: float
@@ -87,6 +87,9 @@ def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: 
     if ops.is_move(node.target):
         way = "to device" if node.target in ops.TO_DEVICE else "to host"
         return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
+    if node.target in (ops.states_from_file_start, ops.states_to_file):
+        states = node.args[0] if node.target is ops.states_to_file else node
+        return Work("files", value_bytes(states) / figures.file_bytes_per_s)
     if node.target in ops.HOST_UPDATES:
         return Work("updates", host_update_s(node, figures, table))
     return Work("compute", seconds(node, figures, table))
@@ -98,7 +101,8 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
     at the wait.  What the call before has carried over has arrived, and what this one carries
     over is waited for by the next.  Copies to and from the host have a lane of their own each way,
-    and so have updates on the host.
+    and so have updates on the host, and reads and writes of files together: states count as if
+    none stayed in host memory from step to step.
     """
     compute_s = idle_s = 0.0
     free_s = dict.fromkeys(LANES, 0.0)
@@ -132,7 +136,7 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     return Timeline(compute_s, idle_s, transfers, lanes, least_s(works))
 
 
-LANES = ("compute", "link", "to host", "to device", "updates")
+LANES = ("compute", "link", "to host", "to device", "updates", "files")
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:

@@ -81,6 +81,7 @@ def verify(
     _staging_buffers_are_free(gm.graph, order)
     _what_left_comes_back(gm.graph, order)
     _moves_carry_what_they_say(gm.graph, table)
+    _states_are_there_for_updates(gm.graph, table, order)
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
     _nothing_reads_what_was_overwritten(gm.graph, order)
@@ -427,6 +428,55 @@ def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
             raise _broken(
                 start, f"moves {piece.name} as if it were the shard of {table[index].name!r}."
             )
+
+
+def _states_are_there_for_updates(
+    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
+) -> None:
+    """States are read and let go once for each group of updates, which run in between.
+
+    They are there in the order in which they are asked for.
+    """
+    starts = [node for node in graph.nodes if node.target is ops.states_from_file_start]
+    updates = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
+    before = -1
+    covered: set[fx.Node] = set()
+    for start in starts:
+        wait = _only_reader(start, ops.wait_states, "states that are read")
+        release = _only_reader(wait, ops.states_to_file, "states that are there")
+        optimizer, indices = start.args[:2]
+        if list(release.args[1:]) != [optimizer, indices]:
+            raise _broken(release, f"lets go of other states than {start.name} reads.")
+        if order[wait] < before:
+            raise _broken(wait, "waits for states out of the order in which they are read.")
+        before = order[wait]
+        inside = {
+            update
+            for update in updates
+            if update.args[2:4] == (optimizer, indices)
+            and order[wait] < order[update]
+            and order[_wait_of(update)] < order[release]
+        }
+        if len(inside) != 1:
+            names = ", ".join(table[index].name for index in indices)
+            raise _broken(wait, f"is not followed by one update each of {names}, and no others.")
+        covered |= inside
+    for node in graph.nodes:
+        if node.target in (ops.wait_states, ops.states_to_file):
+            source = ops.states_from_file_start
+            if node.target is ops.states_to_file:
+                source = ops.wait_states
+            if node.args[0].target is not source:
+                raise _broken(node, "is about states that nobody has asked for.")
+        if starts and node.target in ops.HOST_UPDATES and node not in covered:
+            raise _broken(node, "changes states that may be in files: nobody has read them.")
+
+
+def _only_reader(node: fx.Node, target: object, what: str) -> fx.Node:
+    if [user.target for user in node.users] != [target]:
+        readers = ", ".join(user.name for user in node.users) or "nobody"
+        raise _broken(node, f"{what} must have one {target} and no other reader, not {readers}.")
+    return next(iter(node.users))
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:

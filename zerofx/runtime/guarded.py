@@ -113,6 +113,20 @@ class UnreducedGradient(GuardedGradient):
     """A gradient between steps, when each rank keeps its own, which nobody has averaged yet."""
 
 
+class GuardedState(_Guarded, torch.Tensor):
+    """An optimizer's state between steps, whose values are in files.
+
+    ``bucket`` is where they are, None once they are elsewhere; ``place`` and ``field_name`` say
+    which of it, ``of`` says so in words.
+    """
+
+    bucket: Any = None
+    place: int
+    state_name: str
+    field_name: str
+    of: str
+
+
 @functools.cache
 def guarded_class(own: type) -> type:
     """Return the class that guards a parameter of class ``own``.
@@ -192,6 +206,12 @@ def _guarded_among(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _refusal(touched: str, tensor: torch.Tensor) -> str:
+    if isinstance(tensor, GuardedState):
+        return (
+            f"{touched!r} needs the values of {tensor.of}, which offload_tier='nvme' keeps in "
+            "files between steps. Use optimizer.state_dict(), which has them whole, or get plain "
+            "objects back with zerofx.unshard(model, optimizer)."
+        )
     keeper = _keeper(tensor)
     name = repr(keeper.name) if keeper is not None else "whose model is gone"
     if isinstance(tensor, GuardedGradient):
@@ -258,7 +278,7 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
 def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Zero what is behind gradients: ``optimizer.zero_grad(set_to_none=False)``."""
     tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-    if any(isinstance(tensor, ShardedParameter) for tensor in tensors):
+    if any(isinstance(tensor, ShardedParameter | GuardedState) for tensor in tensors):
         return NotImplemented
     for tensor in tensors:
         if not isinstance(tensor, GuardedGradient):

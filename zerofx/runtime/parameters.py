@@ -21,6 +21,7 @@ from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import CarriedGathers
+from zerofx.runtime.file_tier import FileTiers
 from zerofx.runtime.flat import (
     make_equal,
     ordinary_tensors,
@@ -29,6 +30,7 @@ from zerofx.runtime.flat import (
     without_storage,
 )
 from zerofx.runtime.guarded import (
+    GuardedState,
     ShardedGradient,
     UnreducedGradient,
     check_guardable,
@@ -51,6 +53,7 @@ class ParameterRegistry:
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.carried = CarriedGathers()
         self.host = HostMemory()
+        self.files = FileTiers(self.host)
         # Whose shards this rank has written by itself, since it last met the others, and how.
         self.written: dict[BoundParameter, set[str]] = {}
         # The dict that the ranks last met to fill, and when: see value_for_state_dict.
@@ -451,7 +454,8 @@ class ParameterRegistry:
     def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps, padding included, by kind.
 
-        ``carried`` is what the last step has gathered for the next.
+        ``carried`` is what the last step has gathered for the next.  States that are in files do
+        not count, nor what host memory caches of them.
         """
         parameters = gradients = 0
         memories: set[BucketMemory] = set()
@@ -473,7 +477,7 @@ class ParameterRegistry:
             for optimizer in optimizers
             for state in optimizer.state.values()
             for value in state.values()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and not isinstance(value, GuardedState)
         )
         return {
             "parameters": parameters,

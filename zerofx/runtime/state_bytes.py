@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.codegen.shadow import shadow_of
-from zerofx.codegen.storage import MASTER, NATIVE, Precision
+from zerofx.codegen.storage import Precision
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.stored import StateStorage
 
@@ -36,22 +36,21 @@ def bytes_of_states(
             info = infos.get(id(parameter))
             if info is None:
                 continue
-            kept = optimizer.state.get(parameter, {})
+            kept: Mapping[str, Any] = optimizer.state.get(parameter, {})
             tensors = [v for v in kept.values() if isinstance(v, Tensor) and v.numel() > 1]
             if tensors:
-                longest = max(tensors, key=Tensor.numel)
-                if NATIVE in kept or MASTER in kept:  # as it is to be kept
-                    found[id(parameter)] = sum(v.nbytes for v in tensors) / longest.numel()
-                else:
-                    found[id(parameter)] = storage.bytes_of_an_element(kept, longest, info)
-                continue
-            compute = precision.compute_dtype(info.dtype)
-            if (number, compute) not in made:
-                made[number, compute] = _tried(optimizer, number, compute)
-            states = made[number, compute]
-            if states is not None:
-                like = torch.empty(_SHAPE, device="meta")
-                found[id(parameter)] = storage.bytes_of_an_element(states, like, info)
+                like = max(tensors, key=Tensor.numel)
+            else:
+                compute = precision.compute_dtype(info.dtype)
+                if (number, compute) not in made:
+                    made[number, compute] = _tried(optimizer, number, compute)
+                states = made[number, compute]
+                if states is None:
+                    continue
+                kept, like = states, torch.empty(_SHAPE, device="meta")
+            parts = storage.kept(kept, like, info.numel, info).values()
+            nbytes = sum(dtype.itemsize * numel for dtype, numel in parts)
+            found[id(parameter)] = nbytes / max(info.numel, 1)
     return found
 
 

@@ -20,6 +20,7 @@ from zerofx.errors import StepError
 from zerofx.graph import (
     aliases,
     gradient_outputs,
+    groups_in_files,
     input_role,
     operands_of_updates,
     placeholders,
@@ -34,6 +35,8 @@ from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
+from zerofx.runtime.file_tier import FileTier
+from zerofx.runtime.filed_states import StateBucket
 from zerofx.runtime.flat import (
     copy_range,
     flat_pieces,
@@ -59,8 +62,9 @@ class StepRuntime:
     indices, that the program may write to before its last copies do.  ``keep_source`` is given
     the name and the text of each kernel that is generated for an update.  A ``mover`` makes
     the program's moves; with ``states_on_host`` optimizer states live there, and updates run there,
-    those of a bucket as one with ``joins_updates``.  ``host_needs`` are the bytes that all this
-    will take there, by what for.
+    those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for those that a
+    program reads from files.  ``host_needs`` are the bytes that all this will take there, by what
+    for.
 
     Raises: UpdateError if an optimizer's update cannot be compiled, StepError if the host has no
     room for it; nothing has changed then.
@@ -84,6 +88,7 @@ class StepRuntime:
         mover: Mover | None = None,
         states_on_host: bool = False,
         joins_updates: bool = False,
+        open_files: Callable[[], FileTier] | None = None,
     ):
         self.communicator = communicator
         self.table = table
@@ -159,6 +164,11 @@ class StepRuntime:
             runner.prepare(p for h, p in updates if h == handle and (h, p) not in on_host)
         for handle, runner in self.host_runners.items():
             runner.prepare(p for h, p in on_host if h == handle)
+        self.tier: FileTier | None = None
+        self.filed: list[StateBucket] = []  # as the program uses them, each time it does
+        self._filed_groups: dict[tuple[int, tuple[int, ...]], StateBucket] = {}
+        if open_files is not None and groups_in_files(graph):
+            self._reserve_files(groups_in_files(graph), open_files)
         self.host_needs: dict[str, int] = {}
         if mover is not None:
             self._check_room_on_host(graph, on_host)
@@ -171,24 +181,41 @@ class StepRuntime:
         self._updated: dict[int, set[int]] = {}
         self._updating: dict[int, _HostUpdate] = {}  # by the id of what it writes
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._reading: dict[int, tuple[torch.Tensor, StateBucket]] = {}  # by what stands for it
+        self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
         self._parameter_storages: set[int] = set()
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
+
+    def _reserve_files(
+        self, groups: Sequence[tuple[int, tuple[int, ...]]], open_files: Callable[[], FileTier]
+    ) -> None:
+        """Find the buckets that the program's states are in, or make room for them."""
+        self.tier = open_files()
+        known = list(dict.fromkeys(groups))
+        buckets = self.tier.reserve(
+            [self.host_runners[handle].group_of(of) for handle, of in known]
+        )
+        self._filed_groups = dict(zip(known, buckets, strict=True))
+        self.filed = [self._filed_groups[group] for group in groups]
 
     def _check_room_on_host(self, graph: fx.Graph, updates: Iterable[tuple[int, int]]) -> None:
         mine: dict[int, list[int]] = {}
         for handle, parameter in dict.fromkeys(updates):
             mine.setdefault(handle, []).append(parameter)
-        states = sum(
-            self.host_runners[handle].host_bytes_to_come(of) for handle, of in mine.items()
-        )
         assert self.mover is not None
-        staging = self.mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,)))
         needs = {
-            "optimizer states": states,
-            "staging buffers": staging,
+            "staging buffers": self.mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,))),
             "parameter shards": self._shards_to_come(),
             "activations": self.mover.bytes_to_come(staging_bytes(graph, (ops.offload_start,))),
         }
+        if self.tier is not None:
+            cached = self.tier.cache_bytes_to_come(self.filed)
+            needs = {"a cache of optimizer states": cached, **needs}
+        else:
+            states = sum(
+                self.host_runners[handle].host_bytes_to_come(of) for handle, of in mine.items()
+            )
+            needs = {"optimizer states": states, **needs}
         self.host_needs = {what: nbytes for what, nbytes in needs.items() if nbytes}
         REGISTRY.host.check_room(self.host_needs)
 
@@ -202,7 +229,12 @@ class StepRuntime:
         )
 
     def host_state_bytes(self) -> int:
-        """Bytes of optimizer states in host memory, of the parameters that this program updates."""
+        """Bytes of optimizer states in host memory, of the parameters that this program updates.
+
+        Of states in files, what is cached of all.
+        """
+        if self.tier is not None:
+            return self.tier.cached_bytes
         return sum(runner.host_bytes() for runner in self.host_runners.values())
 
     def bind(self) -> None:
@@ -255,6 +287,9 @@ class StepRuntime:
             ops.update_kept_start: self.update_kept_start,
             ops.wait_update: self.wait_update,
             ops.wait_store: self.wait_store,
+            ops.states_from_file_start: self.states_from_file_start,
+            ops.wait_states: self.wait_states,
+            ops.states_to_file: self.states_to_file,
         }
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -302,6 +337,8 @@ class StepRuntime:
         assert self.program is not None, "lowered before it is first called"
         self.communicator.buffers.is_on = self.reuses_buffers
         try:
+            if self.tier is not None:
+                self.tier.begin(self.filed)
             if REGISTRY.written:
                 confirm_writes(self.bound)
             REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
@@ -312,7 +349,11 @@ class StepRuntime:
                 REGISTRY.carried.put(key, self.communicator, gathering)
             if self.communicates:
                 self.communicator.settle()
-        except BaseException:
+            if self.tier is not None:
+                self.tier.finish()
+        except BaseException as error:
+            if self.tier is not None:
+                self.tier.failed(error)
             REGISTRY.carried.step_failed(self.communicator, self.resumed)
             self._updating.clear()
             if self.mover is not None:
@@ -324,6 +365,8 @@ class StepRuntime:
             self._carried.clear()
             self._updated.clear()
             self._found_inf.clear()
+            self._reading.clear()
+            self._changed.clear()
             self._cuts.clear()
             self._homes.clear()
             self._lent.clear()
@@ -578,7 +621,7 @@ class StepRuntime:
         self._runner(optimizer, parameters)  # in the same step as this one
         runner = self.host_runners[optimizer]
         pieces = arriving[-1].split([shard.numel() for shard in data])
-        runner.place_states(parameters, REGISTRY.host)
+        self._place_states(runner, optimizer, parameters)
         if self.joins_updates:
             ready = runner.ready_together(data, pieces, parameters)
         else:
@@ -595,10 +638,17 @@ class StepRuntime:
         def finish(results: list[Any]) -> None:
             for update, result in zip(ready, results, strict=True):
                 update.finish(result)
-            runner.place_states(parameters, REGISTRY.host)  # those it has made
+            self._place_states(runner, optimizer, parameters)  # those it has made
 
         computing = self.mover.updates.start(compute)
         self._updating[id(written)] = _HostUpdate(written, computing, finish, optimizer)
+
+    def _place_states(self, runner: OptimizerRunner, optimizer: int, parameters: list[int]) -> None:
+        """Have states in host memory; those in files, ``wait_states`` has brought there."""
+        if self.tier is None:
+            runner.place_states(parameters, REGISTRY.host)
+        else:
+            self._changed.update((optimizer, parameter) for parameter in parameters)
 
     def wait_update(self, started: Any) -> Any:
         update = self._updating.pop(id(started))
@@ -608,6 +658,26 @@ class StepRuntime:
     def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
         is_update = id(started) in self._updating
         return self.wait_update(started) if is_update else self.wait_move(started)
+
+    def states_from_file_start(
+        self, optimizer: int, parameters: list[int], nbytes: int
+    ) -> torch.Tensor:
+        """Ask for states: the cache reads ahead by itself, in the order of the waits."""
+        started = torch.empty(0, dtype=torch.uint8)
+        self._reading[id(started)] = started, self._filed_groups[optimizer, tuple(parameters)]
+        return started
+
+    def wait_states(self, started: torch.Tensor) -> torch.Tensor:
+        assert self.tier is not None
+        self.tier.fetch(self._reading[id(started)][1])
+        return started
+
+    def states_to_file(self, states: torch.Tensor, optimizer: int, parameters: list[int]) -> None:
+        assert self.tier is not None
+        _, bucket = self._reading.pop(id(states))
+        group = {(optimizer, parameter) for parameter in parameters}
+        self.tier.release(bucket, is_dirty=not group.isdisjoint(self._changed))
+        self._changed -= group
 
     def update(
         self,
@@ -654,7 +724,7 @@ class StepRuntime:
     def _with_states_of(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, with these parameters' states on the device."""
         runner = self._runner(optimizer, parameters)
-        if not REGISTRY.host.is_empty:
+        if not (REGISTRY.host.is_empty and REGISTRY.files.is_empty):
             runner.place_states(parameters, REGISTRY.host)
         return runner
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.arguments import Arguments
 from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.rounding import BLOCK, random_bits
+from zerofx.codegen.rounding import num_blocks, random_bits
 from zerofx.codegen.storage import (
     MASTER,
     NATIVE,
@@ -83,22 +83,28 @@ class StateStorage:
         if native:
             state[NATIVE] = native
 
-    def bytes_of_an_element(
-        self, made: Mapping[str, Any], data: Tensor, info: ParameterInfo
-    ) -> float:
-        """Bytes per element of what will be kept of a new state, made for a shard like ``data``."""
+    def kept(
+        self, there: Mapping[str, Tensor], data: Tensor, numel: int, info: ParameterInfo
+    ) -> dict[str, tuple[torch.dtype, int]]:
+        """What will be kept per element of a shard of ``numel``: by name, dtype and length.
+
+        ``there`` are states like ``data``, as the optimizer makes them or as they are kept.
+        """
         storage = self.precision.moment_storage(info.dtype, info.numel)
-        total = 0.0
-        for value in made.values():
-            if not isinstance(value, Tensor) or value.shape != data.shape:
+        native = there.get(NATIVE, {})
+        found: dict[str, tuple[torch.dtype, int]] = {}
+        for name, value in there.items():
+            if not isinstance(value, Tensor) or is_scale(name, native):
+                continue
+            if name == MASTER or value.shape != data.shape:
                 continue
             is_moment = not self.precision.is_plain and value.is_floating_point()
-            total += storage.itemsize if is_moment else value.itemsize
+            found[name] = (storage if is_moment else value.dtype, numel)
             if is_moment and storage is torch.int8:
-                total += torch.float32.itemsize / BLOCK
+                found[name + SCALE] = (torch.float32, num_blocks(numel))
         if self.precision.keeps_master(info.dtype):
-            total += torch.float32.itemsize
-        return total
+            found[MASTER] = (torch.float32, numel)
+        return found
 
     def logical(self, state: Mapping[str, Any], info: ParameterInfo) -> Mapping[str, Any]:
         """The state as the optimizer's code sees it: stand-ins for what is stored otherwise."""

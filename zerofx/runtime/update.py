@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from zerofx.codegen.whole_tensors import DividedUpdate, divide
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.communication import Communicator
 from zerofx.runtime.draws import Draws
+from zerofx.runtime.file_tier import Group
+from zerofx.runtime.filed_states import Parts, bring_back, parts_of
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join, joined_state, keep_state
 from zerofx.runtime.owners import compute_on_owners
@@ -153,28 +154,60 @@ class OptimizerRunner:
         """
         assert self._host is not None
         optimizer = self._live_optimizer()
-        self.begin()
-        assert self._groups is not None
-        nothing = read_arguments({}, shard_shape=None, inputs=())
         total = 0
-        for parameter in parameters:
+        for parameter, kept in self._kept(list(parameters)):
             reference, info = self._parameters[parameter]
-            group = self._groups.get(id(reference()))
             state = optimizer.state.get(reference()) or {}
             there = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
-            if not state and group is not None:
-                update, arguments = self._traces.find(optimizer, parameter, group, nothing)
-                few = torch.zeros(2, dtype=self._storage.precision.compute_dtype(info.dtype))
-                made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
-                per_element = self._storage.bytes_of_an_element(made, few, info)
-                total += math.ceil(info.shard_numel * per_element)
+            if not state:
+                total += sum(dtype.itemsize * numel for dtype, numel in kept.values())
             for value in there:
                 if not self._host.holds(value):
                     is_whole = value.shape == info.shape
                     numel = info.shard_numel if is_whole else value.numel()
                     total += numel * value.itemsize
-        self._groups = None
         return total
+
+    def parts_to_come(self, parameters: Sequence[int]) -> Parts:
+        """How the states of these parameters will be laid out in files, after their next update."""
+        return parts_of([kept for _, kept in self._kept(parameters)])
+
+    def _kept(
+        self, parameters: Sequence[int]
+    ) -> Iterator[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
+        """What will be kept per element of each parameter's shard; outside of a step."""
+        optimizer = self._live_optimizer()
+        self.begin()
+        assert self._groups is not None
+        nothing = read_arguments({}, shard_shape=None, inputs=())
+        for parameter in parameters:
+            reference, info = self._parameters[parameter]
+            group = self._groups.get(id(reference()))
+            few = torch.zeros(2, dtype=self._storage.precision.compute_dtype(info.dtype))
+            made = optimizer.state.get(reference()) or {}
+            if made:
+                shapes = (info.shape, (info.shard_numel,))
+                made = {
+                    name: few.to(value.dtype) if _has_shape(value, shapes) else value
+                    for name, value in made.items()
+                }
+            elif group is not None:
+                update, arguments = self._traces.find(optimizer, parameter, group, nothing)
+                made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
+            yield parameter, self._storage.kept(made, few, info.shard_numel, info)
+        self._groups = None
+
+    def group_of(self, parameters: Sequence[int]) -> Group:
+        """What ``FileTier.reserve`` takes for the states of these parameters."""
+        optimizer = self._live_optimizer()
+        users, names = [], []
+        for parameter in parameters:
+            reference, info = self._parameters[parameter]
+            users.append(reference())
+            names.append(info.name)
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        words = f"{self._optimizer_name} of {span}"
+        return optimizer, users, words, self.parts_to_come(parameters)
 
     def host_bytes(self) -> int:
         """Bytes of these parameters' states that are in host memory now."""
@@ -193,6 +226,7 @@ class OptimizerRunner:
         optimizer = self._live_optimizer()
         users = [self._parameters[parameter][0]() for parameter in parameters]
         states = [optimizer.state[user] for user in users if user in optimizer.state]
+        bring_back(states)  # from files, where another function has put them
         if self._host is not None:
             memory.take_in(states)
         else:
@@ -621,6 +655,10 @@ class OptimizerRunner:
                     "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
                     f"of the parameter's shape {info.shape}."
                 )
+
+
+def _has_shape(value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from zerofx import compat
 from zerofx.codegen.storage import MASTER, widen
 from zerofx.runtime.agreement import rendezvous
 from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.filed_states import Reader
 from zerofx.runtime.flat import gather, ordinary_tensors, take_shard
 from zerofx.runtime.parameters import REGISTRY
 
@@ -198,13 +199,16 @@ class OptimizerAttachment:
             state.update(shards)
         self.sharded.update(new)
 
-    def whole_state(self, bound: BoundParameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    def whole_state(
+        self, bound: BoundParameter, state: Mapping[str, Any], reader: Reader
+    ) -> dict[str, Any]:
         """Return the whole tensors of one parameter's state, on its device.  Collective.
 
         In the dtypes in which the optimizer would have them, whatever they are kept in.
+        ``reader`` reads those that are in files.
         """
         with ordinary_tensors():
-            whole = state = widen(state)
+            whole = state = widen(reader.state(state))
         for key in sorted(state, key=str):  # the same order on all ranks
             value = state[key]
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -233,12 +237,13 @@ class OptimizerAttachment:
         join(bounds, "optimizer.state_dict()")
         by_parameter = {id(bound.parameter): bound for bound in bounds}
         seen: set[int] = set()
+        reader = Reader()
         number = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 bound = by_parameter.get(id(parameter))
                 if bound is not None and id(bound) not in seen and number in state_dict["state"]:
-                    whole = self.whole_state(bound, state_dict["state"][number])
+                    whole = self.whole_state(bound, state_dict["state"][number], reader)
                     state_dict["state"][number] = {k: _snapshot(v) for k, v in whole.items()}
                     seen.add(id(bound))
                 number += 1
@@ -391,11 +396,12 @@ def _unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
     if attachment is None:
         return
     wanted = set(bounds)
+    reader = Reader()
     for bound in attachment.bounds(optimizer):
         if bound in wanted and bound in attachment.sharded:
             state = optimizer.state.get(bound.parameter)
             if state:
-                whole = attachment.whole_state(bound, state)
+                whole = attachment.whole_state(bound, state, reader)
                 state.clear()
                 state.update(_as_plain(whole, bound) if attachment.keeps_loaded_dtypes else whole)
             attachment.sharded.discard(bound)

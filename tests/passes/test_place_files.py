@@ -1,0 +1,193 @@
+"""The pass ``place_files``: states are read before their update and let go after it."""
+
+import operator
+
+import pytest
+import torch
+
+from tests.passes.test_place_offload import OFFLOADED, STEPS
+from tests.programs import (
+    assert_program,
+    assert_same_numerics,
+    capture,
+    evaluation,
+    execute,
+    listing,
+    mlp_step,
+    nodes_of,
+    rewritten,
+    rewritten_by_rank,
+    smallest_step,
+)
+from zerofx import GraphError, ops
+from zerofx.cost import live_bytes
+from zerofx.figures import NOMINAL, of
+from zerofx.graph import groups_in_files, program_order
+from zerofx.timeline import predict
+from zerofx.verify import verify
+
+FACTS = frozenset({"averaged_gradients", "sharded_updates"})
+IN_FILES = {**OFFLOADED, "offload_tier": "nvme", "offload_dir": "scratch"}
+
+
+def test_rewrites_the_smallest_program():
+    program = rewritten(smallest_step(), stage=3, **IN_FILES)
+    assert_program(
+        program,
+        """
+        ...
+        wait_1 = zerofx.wait(reduce_scatter_start)
+        states_from_file_start = zerofx.states_from_file_start(SGD, [0], 32)
+        to_host_start = zerofx.to_host_start([w], [0], 0)
+        to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
+        wait_move = zerofx.wait_move(to_host_start)
+        slice = slice(wait_move, 0, 0, 4)
+        wait_move_1 = zerofx.wait_move(to_host_start_1)
+        slice_1 = slice(wait_move_1, 0, 0, 4)
+        wait_states = zerofx.wait_states(states_from_file_start)
+        update = zerofx.update(slice, slice_1, SGD, 0, None)
+        zerofx.states_to_file(wait_states, SGD, [0])
+        to_device_start = zerofx.to_device_start([update], [0], device(type='cpu'))
+        ...
+        return []
+        """,
+    )
+
+
+def test_in_host_memory_nothing_is_read():
+    program = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    assert nodes_of(program, ops.states_from_file_start) == []
+
+
+def test_leaves_a_program_without_updates_alone():
+    program = rewritten(evaluation(), stage=3, **IN_FILES)
+    assert listing(program) == listing(rewritten(evaluation(), stage=3, bucket=True))
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", STEPS)
+def test_computes_bitwise_what_it_did_and_every_update_has_its_states(name, stage, world_size):
+    step = STEPS[name]()
+    before = rewritten_by_rank(step, world_size, stage=stage, **OFFLOADED)
+    after = rewritten_by_rank(step, world_size, stage=stage, **IN_FILES)
+    assert nodes_of(after[0], ops.states_from_file_start)
+    assert_same_numerics(execute(before), execute(after))
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_buckets_states_are_read_while_the_one_before_is_updated(stage):
+    program = rewritten(mlp_step(), stage=stage, **IN_FILES)
+    order = program_order(program.graph)
+    starts = nodes_of(program, ops.states_from_file_start)
+    waits = nodes_of(program, ops.wait_states)
+    releases = nodes_of(program, ops.states_to_file)
+    assert len(starts) == len(waits) == len(releases) > 1
+    for following, wait in zip(starts[1:], waits, strict=False):
+        assert order[following] < order[wait]
+    buckets = {info.place.bucket for info in program.table}
+    groups = groups_in_files(program.graph)
+    assert len(groups) == len(buckets)
+    assert sorted(index for _, indices in groups for index in indices) == list(
+        range(len(program.table))
+    )
+
+
+def break_wait(program):
+    (wait, *_) = nodes_of(program, ops.wait_states)
+    release = next(iter(wait.users))
+    release.args = (wait.args[0], *release.args[1:])
+
+
+def break_twice(program):
+    release, *_ = nodes_of(program, ops.states_to_file)
+    with program.graph.inserting_after(release):
+        copy = program.graph.node_copy(release)
+    copy.meta = dict(release.meta)
+
+
+def break_others(program):
+    release, *_ = nodes_of(program, ops.states_to_file)
+    release.args = (*release.args[:2], [release.args[2][0] + 1])
+
+
+def break_early(program):
+    release, *_ = nodes_of(program, ops.states_to_file)
+    first = min(nodes_of(program, ops.update))
+    first.prepend(release)
+
+
+def break_order(program):
+    one, other, *_ = nodes_of(program, ops.states_from_file_start)
+    one.prepend(other)
+
+
+def break_uncovered(program):
+    starts = nodes_of(program, ops.states_from_file_start)
+    wait = next(iter(starts[-1].users))
+    for node in (*wait.users, wait, starts[-1]):
+        program.graph.erase_node(node)
+
+
+BROKEN = {
+    break_wait: "must have one .*wait_states.* and no other reader",
+    break_twice: "must have one .*states_to_file.* and no other reader",
+    break_others: "lets go of other states",
+    break_early: "is not followed by one update each of",
+    break_order: "out of the order in which they are read",
+    break_uncovered: "changes states that may be in files: nobody has read them",
+}
+
+
+@pytest.mark.parametrize("break_it", BROKEN, ids=operator.attrgetter("__name__"))
+def test_the_verifier_refuses_what_is_not_read_or_not_let_go(break_it):
+    program = rewritten(mlp_step(), stage=3, **IN_FILES)
+    verify(program.gm, program.table, FACTS)
+    break_it(program)
+    with pytest.raises(GraphError, match=BROKEN[break_it]):
+        verify(program.gm, program.table, FACTS)
+
+
+def test_files_have_a_lane_and_states_count_for_nothing_on_the_device():
+    program = rewritten(mlp_step(), stage=3, **IN_FILES)
+    without = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    assert max(live_bytes(program.graph, 2)) == max(live_bytes(without.graph, 2))
+    slow = of({"latency_s": 1e-4, "bytes_per_s": 2.5e10, "file_bytes_per_s": 1e3})
+    assert "file_bytes_per_s=1000" in str(slow) and "file_bytes_per_s" not in str(NOMINAL)
+    timeline = predict(program.graph, slow, program.table, 2)
+    nbytes = sum(8 * -(-info.numel // 2) for info in program.table)
+    states = [start.args[2] for start in nodes_of(program, ops.states_from_file_start)]
+    assert sum(states) == nbytes
+    lane = [
+        timeline.transfers[node]
+        for node in program.graph.nodes
+        if node.target in (ops.states_from_file_start, ops.states_to_file)
+    ]
+    assert sum(transfer.seconds for transfer in lane) == pytest.approx(2 * nbytes / 1e3)
+    # A disk this slow is all that counts: what is behind the last read is waited for by nobody.
+    waited = 2 * nbytes - sum(states[-2:])
+    assert timeline.exposed_s == pytest.approx(waited / 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options, per_element",
+    [
+        ({}, 4),
+        ({"master_weights": True}, 12),
+        ({"moment_dtype": "bfloat16", "master_weights": True}, 8),
+    ],
+)
+def test_plans_take_states_for_adamws_by_the_precision_options(options, per_element):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 5).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.ones(3, 5, dtype=torch.bfloat16), world_size=2)
+    program = rewritten(captured, stage=3, **IN_FILES, **options)
+    states = [start.args[2] for start in nodes_of(program, ops.states_from_file_start)]
+    assert sum(states) == per_element * sum(-(-info.numel // 2) for info in program.table)

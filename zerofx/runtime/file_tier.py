@@ -1,0 +1,364 @@
+"""The files of this process's optimizer states: opened, used in a step's order, given up."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import FileTierError, StepError
+from zerofx.runtime.filed_states import Parts, StateBucket, States, bring_back, parts_there
+from zerofx.runtime.files import FileStore, HostCache
+from zerofx.runtime.files.system import SystemCalls
+from zerofx.runtime.host_memory import HostMemory
+
+DEFAULT_SHARE = 0.5
+"""Of what the machine has available, for the caches of all its ranks together."""
+
+
+Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
+"""Whose states a bucket holds, what it is called, and what it will hold."""
+
+
+class FileTier:
+    """Optimizer states in files of some directories, and a bounded part of them in host memory.
+
+    A step is ``begin`` with the buckets as it uses them, ``fetch`` and ``release`` for each of
+    these in that order, ``finish``; or ``failed`` at any time.  What fails with a FileTierError
+    leaves the states ``lost``: part of them are of the step before.
+
+    ``cache_bytes`` None is half of what the machine has available divided by ``ranks_here``.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        cache_bytes: int | None,
+        checksums: bool,
+        ranks_here: int,
+        host: HostMemory,
+        system: SystemCalls | None,
+    ) -> None:
+        self.directories = tuple(directories)
+        self.given_cache_bytes, self.checksums = cache_bytes, checksums
+        self.ranks_here = ranks_here
+        self.host = host
+        self.lost: FileTierError | None = None
+        self.store = FileStore(directories, checksums=checksums, system=system)
+        self.cache: HostCache | None = None
+        self._system = system
+        self._bound_bytes = cache_bytes
+        self._buckets: weakref.WeakValueDictionary[tuple, StateBucket] = (
+            weakref.WeakValueDictionary()
+        )
+        self._all: weakref.WeakSet[StateBucket] = weakref.WeakSet()
+        self._lost_with: list[tuple[Any, Any]] = []  # optimizers, and the states that they had
+        self._numbers = itertools.count()
+        self._gone: deque[str] = deque()  # names in the store that nobody needs any more
+        self._in_use: dict[StateBucket, None] = {}  # an ordered set
+        # A worker may fetch and release while the thread that runs the step asks for something.
+        self._lock = threading.RLock()
+
+    # Before the first step
+
+    def reserve(self, groups: Sequence[Group]) -> list[StateBucket]:
+        """Return the buckets of these groups of updates, with room on disk for all of them.
+
+        Raises: FileTierError with the numbers if a disk has no room, StepError if the cache's
+        bound is too small for them; there are no new buckets then.
+        """
+        with self._lock:
+            if self.lost is not None:
+                self._open_again()
+            self._remove_gone()
+            found: list[StateBucket] = []
+            new: list[StateBucket] = []
+            for optimizer, parameters, words, parts in groups:
+                key = (id(optimizer), *map(id, parameters))
+                bucket = self._buckets.get(key)
+                is_known = bucket is not None and bucket.is_of(optimizer, parameters)
+                if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
+                    # One that holds nothing yet is not worth its room if it is of another layout.
+                    bucket = StateBucket(self, self._name(words), optimizer, parameters, parts)
+                    new.append(bucket)
+                    self._buckets[key] = bucket
+                found.append(bucket)
+            try:
+                self._check_cache(found)
+                self.store.add([bucket.layout for bucket in new])
+            except BaseException as error:
+                for bucket in new:
+                    self._buckets.pop(_key(bucket), None)
+                if isinstance(error, FileTierError) and error.errno in _NO_ROOM:
+                    raise self._no_room(new, error) from error
+                raise
+            for bucket in new:
+                self._all.add(bucket)
+                weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
+            return found
+
+    def cache_bytes_to_come(self, buckets: Sequence[StateBucket]) -> int:
+        """Host memory that the cache will take for these buckets and does not hold yet."""
+        total = sum({bucket.name: bucket.layout.nbytes for bucket in buckets}.values())
+        return max(min(total, self.cache_bytes) - self.cached_bytes, 0)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Host memory that the cache holds now."""
+        return self.cache.held_bytes if self.cache is not None else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bound of what host memory keeps."""
+        assert self._bound_bytes is not None, "known once buckets have been reserved"
+        return self._bound_bytes
+
+    def _check_cache(self, buckets: Sequence[StateBucket]) -> None:
+        sizes = {bucket.name: bucket.layout.nbytes for bucket in buckets}
+        if not sizes:
+            return
+        largest = max(sizes, key=lambda name: sizes[name])
+        least = 2 * sizes[largest]
+        if self.given_cache_bytes is None:
+            if self._bound_bytes is None:
+                available = self.host.available_bytes() or 0
+                self._bound_bytes = int(available * DEFAULT_SHARE) // self.ranks_here
+            self._bound_bytes = max(self._bound_bytes, least)
+            if self.cache is not None:
+                self.cache.memory_bytes = self._bound_bytes
+        elif self.given_cache_bytes < least:
+            raise StepError(
+                f"offload_cache_bytes={self.given_cache_bytes} is less than two of the largest "
+                f"buckets of optimizer states: {largest!r} takes {sizes[largest]} bytes on this "
+                "rank, and one is read while another is updated. Give at least "
+                f"{least}, or a smaller bucket_bytes."
+            )
+
+    def _name(self, words: str) -> str:
+        return f"{words}, {next(self._numbers)}"
+
+    def _no_room(self, new: Sequence[StateBucket], error: FileTierError) -> FileTierError:
+        needed = sum(bucket.layout.nbytes for bucket in new)
+        return FileTierError(
+            f"this rank's optimizer states need {needed} bytes in files: {error}",
+            path=error.path,
+            errno=error.errno,
+        )
+
+    # In a step
+
+    def begin(self, buckets: Sequence[StateBucket]) -> None:
+        """Start a step that uses these buckets, each time it does, in this order.
+
+        Raises: FileTierError if the states are lost, or a write has failed since.
+        """
+        with self._lock:
+            if self.lost is not None:
+                self._open_again()
+            self._remove_gone()
+            order = [bucket.name for bucket in buckets]
+            if self.cache is None:
+                self.cache = HostCache(
+                    self.store, order, memory_bytes=self.cache_bytes, allocate=self._allocate
+                )
+            else:
+                self.cache.begin(order)
+
+    def fetch(self, bucket: StateBucket) -> None:
+        """Have the optimizer hold a bucket's states in host memory.
+
+        Those that come from elsewhere (the device, a state dict, other buckets) come in here.
+
+        Raises: FileTierError if they cannot be read.
+        """
+        with self._lock:
+            assert self.cache is not None, "a step has begun"
+            views = self.cache.use(bucket.name)
+            states = bucket.states()
+            if bucket.is_whole_of(states):
+                bucket.give(states, views)
+                self._in_use[bucket] = None
+                return
+            bring_back(states)
+            bucket.forget()
+            self._in_use[bucket] = None
+            for state in states:
+                state.update(
+                    (name, value.cpu()) for name, value in state.items() if _is_elsewhere(value)
+                )
+            if parts_there(states) == bucket.parts:
+                bucket.take(states, views)
+                bucket.give(states, views)
+
+    def release(self, bucket: StateBucket, *, is_dirty: bool = True) -> None:
+        """Take a bucket's states back from the optimizer, with those that its update has made."""
+        with self._lock:
+            assert self.cache is not None, "a step has begun"
+            self._in_use.pop(bucket)
+            states = bucket.states()
+            parts = parts_there(states)
+            if not parts:
+                self.cache.release(bucket.name, dirty=False)
+            elif parts == bucket.parts:
+                is_new = not bucket.stubs
+                bucket.take(states, self.cache.views(bucket.name))
+                self.cache.release(bucket.name, dirty=is_dirty or is_new)
+            else:
+                before = bucket.name
+                self._lay_out_anew(bucket, states, parts)
+                # Only now may something else be read into the memory that they lay in.
+                self.cache.release(before, dirty=False)
+
+    def finish(self) -> None:
+        """End a step.  Raises: FileTierError if a write is known to have failed."""
+        self.store.check_usable()
+
+    def failed(self, error: BaseException) -> None:
+        """After a step that failed: the optimizer holds no memory of the cache any more."""
+        with self._lock:
+            if isinstance(error, FileTierError):
+                self._lose(error)
+            for bucket in list(self._in_use):
+                try:
+                    self.release(bucket)
+                except FileTierError as another:
+                    self._lose(another)
+
+    def read(self, bucket: StateBucket) -> dict[str, Tensor]:
+        """All of a bucket, in memory of its own, at any time.
+
+        Raises: FileTierError if the states are lost, or cannot be read.
+        """
+        with self._lock:
+            self._check_not_lost()
+            assert self.cache is not None, "what holds something has been in a step"
+            return self.cache.read(bucket.name)
+
+    def _lay_out_anew(self, bucket: StateBucket, states: States, parts: Parts) -> None:
+        """Write states of another kind than were expected, and keep them as such from now on."""
+        self._gone.append(bucket.name)
+        bucket.forget()
+        bucket.name, bucket.parts = self._name(bucket.name.rpartition(", ")[0]), parts
+        weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
+        self.store.add([bucket.layout])
+        memory = self.store.empty(bucket.name)
+        bucket.take(states, bucket.layout.views(memory))
+        self.store.wait(self.store.start_write(bucket.name, memory))
+
+    def _allocate(self, bucket: str) -> Tensor:
+        # Not pinned: updates run on the CPU, and no GPU copies these.
+        return self.host.empty(self.store.layout(bucket).nbytes, torch.uint8)
+
+    def _remove_gone(self) -> None:
+        while self._gone:
+            name = self._gone.popleft()
+            if name in self.store.layouts:
+                if self.cache is not None:
+                    self.cache.drop(name)
+                self.store.remove(name)
+
+    # After a failure
+
+    def _check_not_lost(self) -> None:
+        if self.lost is None:
+            return
+        raise FileTierError(
+            "the optimizer states in files are lost since a step failed in the middle: some are of"
+            " that step and some of the one before. Load a checkpoint into the model and the"
+            " optimizer (load_state_dict of both), or start again from one. The step had failed"
+            f" with: {self.lost}",
+            path=self.lost.path,
+            bucket=self.lost.bucket,
+            offset=self.lost.offset,
+            errno=self.lost.errno,
+        ) from self.lost
+
+    def _lose(self, error: FileTierError) -> None:
+        if self.lost is None:
+            self.lost = error
+            optimizers = {id(bucket.optimizer()): bucket.optimizer() for bucket in self._all}
+            alive = [optimizer for optimizer in optimizers.values() if optimizer is not None]
+            self._lost_with = [(weakref.ref(one), one.state) for one in alive]
+
+    def _open_again(self) -> None:
+        """Go on with new files once a checkpoint has been loaded into every optimizer."""
+        buckets = list(self._all)
+        if any(bucket.has_any() for bucket in buckets):
+            self._check_not_lost()
+        for optimizer, states in self._lost_with:
+            alive = optimizer()
+            if alive is not None and alive.state is states:
+                self._check_not_lost()
+        self.store.close()
+        self.store = FileStore(self.directories, checksums=self.checksums, system=self._system)
+        self.store.add([bucket.layout for bucket in buckets])
+        self.cache = None
+        self._gone.clear()
+        for bucket in buckets:
+            bucket.forget()
+        self.lost, self._lost_with = None, []
+
+
+class FileTiers:
+    """The file tiers of this process, one for each set of directories.
+
+    One is closed, and its files are removed, when nothing that uses it is left: no compiled
+    function and no optimizer with states there.  ``system`` is for tests.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self.system: SystemCalls | None = None
+        self._host = host
+        self._tiers: weakref.WeakValueDictionary[tuple[str, ...], FileTier] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tiers
+
+    def open(
+        self,
+        directories: Sequence[str],
+        cache_bytes: int | None,
+        checksums: bool,
+        ranks_here: int,
+    ) -> FileTier:
+        """The tier of these directories.
+
+        Raises: FileTierError for a directory that cannot be used, StepError if the tier has been
+        opened with other options.
+        """
+        key = tuple(os.path.realpath(directory) for directory in directories)
+        tier = self._tiers.get(key)
+        if tier is None:
+            tier = FileTier(
+                directories, cache_bytes, checksums, ranks_here, self._host, self.system
+            )
+            self._tiers[key] = tier
+        elif (tier.given_cache_bytes, tier.checksums) != (cache_bytes, checksums):
+            raise StepError(
+                f"offload_cache_bytes={cache_bytes} and offload_checksums={checksums} are not what "
+                f"another function of this process has opened {', '.join(directories)} with: "
+                f"{tier.given_cache_bytes} and {tier.checksums}. Give all of them the same."
+            )
+        return tier
+
+
+def _key(bucket: StateBucket) -> tuple:
+    return (id(bucket.optimizer()), *(id(reference()) for reference in bucket.parameters))
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.device.type != "cpu"
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
