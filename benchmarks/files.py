@@ -8,6 +8,9 @@ and its depth; and threads that call ``preadv`` and ``pwritev`` on one list of b
 nothing else in Python.  All of them use huge pages if Linux gives them.  A ratio is the median of
 the rounds' ratios, each of two runs that were seconds apart.  The exit status says whether the
 store reads and writes at ``--at-least`` times what fio does, or the threads if fio is missing.
+
+With ``--updates`` AdamW runs over the buckets as well, their states in a cache of ``--cached`` of
+them, against what the slower of disk and update would take by itself: no schedule beats that.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from collections.abc import Callable
 import torch
 from tabulate import tabulate
 
-from zerofx.runtime.files import BucketLayout, Field, FileStore
+from zerofx.runtime.files import BucketLayout, Field, FileStore, HostCache
 
 NUM_BUFFERS = 4  # buckets in memory at once, as many operations are under way
 KINDS = ("read", "write")
@@ -134,6 +137,80 @@ class Files:
         return result["bw_bytes"]
 
 
+class Updates:
+    """AdamW over all buckets: states come from files, values and gradients are in memory."""
+
+    def __init__(self, store: FileStore, cached: int) -> None:
+        self.store = store
+        self.order = list(store.layouts)
+        layout = store.layout(self.order[0])
+        memory_bytes = cached * layout.nbytes
+        self.cache = HostCache(store, self.order, memory_bytes=memory_bytes)
+        self.numel = layout.fields[0].numel
+        self.value, self.gradient = torch.randn(self.numel), torch.randn(self.numel)
+        self.resident = layout.views(store.empty(self.order[0]))
+
+    def step(self) -> float:
+        """Seconds of one step, from files."""
+        start_s = time.perf_counter()
+        self.cache.begin(self.order)
+        for bucket in self.order:
+            self.update(self.cache.use(bucket))
+            self.cache.release(bucket, dirty=True)
+        return time.perf_counter() - start_s
+
+    def in_memory(self) -> float:
+        """Seconds of as many updates of one bucket that stays."""
+        start_s = time.perf_counter()
+        for _ in self.order:
+            self.update(self.resident)
+        return time.perf_counter() - start_s
+
+    def update(self, states: dict[str, torch.Tensor]) -> None:
+        moments = [[states[name]] for name in ("exp_avg", "exp_avg_sq")]
+        torch._fused_adamw_(
+            [self.value],
+            [self.gradient],
+            *moments,
+            [],
+            [torch.ones(())],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def measure_updates(arguments: argparse.Namespace) -> None:
+    """Print what a step takes from files, and the bound: disk and update, each by itself."""
+    half = arguments.bucket_mib * 2**17 // 1024 * 1024
+    fields = tuple(Field(name, torch.float32, half) for name in ("exp_avg", "exp_avg_sq"))
+    count = max(arguments.cached + 2, round(arguments.gib * 1024 / arguments.bucket_mib))
+    layouts = [BucketLayout(f"bucket {index}", fields) for index in range(count)]
+    options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}
+    with FileStore(arguments.directories, layouts, **options) as store:
+        files, updates = Files(store, arguments.depth), Updates(store, arguments.cached)
+        updates.step()
+        rows = []
+        for _ in range(arguments.rounds):
+            rates = [files.through_store(kind) for kind in KINDS]
+            before = store.bytes_read, store.bytes_written
+            step_s = updates.step()
+            moved = store.bytes_read - before[0], store.bytes_written - before[1]
+            disk_s = sum(nbytes / rate for nbytes, rate in zip(moved, rates, strict=True))
+            rows.append((step_s, disk_s, updates.in_memory()))
+    seconds = [statistics.median(column) for column in zip(*rows, strict=True)]
+    ratio = statistics.median(step / max(disk, update) for step, disk, update in rows)
+    names = ("a step from files", "what it reads and writes alone", "its updates alone, in memory")
+    print(f"{half * count / 1e6:.0f}M elements in {count} buckets, {arguments.cached} in memory")
+    print(tabulate(list(zip(names, seconds, strict=True)), ("", "s, median"), floatfmt=".3f"))
+    print(f"a step takes {ratio:.2f} times what no schedule can beat (median of the rounds)")
+    print(f"{sum(moved) / (2 * files.nbytes):.2f} of all states moved in the last one")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directories", nargs="+", default=[tempfile.gettempdir()])
@@ -145,7 +222,12 @@ def main() -> None:
     parser.add_argument("--fio", default=shutil.which("fio"), help="where it is; '' for without")
     parser.add_argument("--checksums", action="store_true", help="a store with them too")
     parser.add_argument("--at-least", type=float, default=0.9, help="times the baseline")
+    parser.add_argument("--updates", action="store_true", help="AdamW over them, and nothing else")
+    parser.add_argument("--cached", type=int, default=2, help="buckets that memory may hold")
     arguments = parser.parse_args()
+    if arguments.updates:
+        measure_updates(arguments)
+        return
 
     numel = arguments.bucket_mib * 2**18  # float32: shard, exp_avg and exp_avg_sq
     third = numel // 3 // 1024 * 1024

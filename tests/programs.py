@@ -784,12 +784,17 @@ class _Machine:
 
     def _wait_states(self, row: Row) -> list[torch.Tensor]:
         """From here on updates of these parameters have their states."""
+        assert self.states_there is not None
         optimizer, indices = row[0].args[0].args[:2]
-        self.states_there = {(optimizer, index) for index in indices}
+        self.states_there |= {(optimizer, index) for index in indices}
         return self._operands(row)
 
     def _states_to_file(self, row: Row) -> list[None]:
-        self.states_there = set()
+        assert self.states_there is not None
+        _, optimizer, indices = row[0].args
+        there = {(optimizer, index) for index in indices}
+        assert there <= self.states_there, f"{row[0].name} lets go of what is not there"
+        self.states_there -= there
         return [None for _ in row]
 
     def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
@@ -823,8 +828,6 @@ class _Machine:
         for rank, node in enumerate(row):
             values, gradient, handle, index, *rest = self._argument(rank, node.args)
             found_inf = rest[0] if rest else None
-            if self.states_there is not None:
-                assert (handle, index) in self.states_there, f"{node.name}: its states are in files"
             whole = self.whole_updates[rank].pop((handle, index), None)
             if whole is not None:
                 assert gradient.isnan().all(), "an owner's result belongs to its update"
@@ -835,8 +838,14 @@ class _Machine:
             results.append(values)
         return results
 
+    def _check_states(self, row: Row) -> None:
+        handle, indices = row[0].args[2:4]
+        for index in indices if self.states_there is not None else ():
+            assert (handle, index) in self.states_there, f"{row[0].name}: its states are in files"
+
     def _update_on_host_start(self, row: Row) -> list[torch.Tensor]:
         """Poison until the wait.  Values and gradients belong to the update until there."""
+        self._check_states(row)
         updated = []
         for rank, node in enumerate(row):
             _, _, handle, indices, *rest = self._argument(rank, node.args)
@@ -854,6 +863,7 @@ class _Machine:
 
     def _update_kept_start(self, row: Row) -> list[list[torch.Tensor]]:
         """The same, for shards that each are a tensor."""
+        self._check_states(row)
         updated = []
         for rank, node in enumerate(row):
             shards, _, handle, indices, *rest = self._argument(rank, node.args)
@@ -869,6 +879,7 @@ class _Machine:
 
     def _wait_update(self, row: Row) -> list[torch.Tensor]:
         start = tuple(node.args[0] for node in row)
+        self._check_states(start)
         results = self._operands(row)
         for rank, operands in enumerate(zip(results, self._operands(start, 1), strict=True)):
             for operand in operands:
@@ -879,6 +890,7 @@ class _Machine:
         return results
 
     def _wait_kept(self, start: Row, row: Row) -> list[list[torch.Tensor]]:
+        self._check_states(start)
         results = self._operands(row)
         for rank in self.ranks:
             for shard, new in zip(results[rank], self.started[start][rank], strict=True):

@@ -52,6 +52,20 @@ def test_overlap_has_a_row_for_every_regime_and_meets_its_aims():
     assert [row.split()[0] for row in rows] == ["updates", "even"]
 
 
+def test_files_compares_updates_with_what_no_schedule_can_beat(tmp_path):
+    sizes = ["--directories", tmp_path, "--gib", "0.01", "--bucket-mib", "2", "--rounds", "1"]
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "files.py", *sizes, "--updates"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for words in ("a step from files", "1M elements in 5 buckets, 2 in memory", "can beat"):
+        assert words in ran.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_has_a_row_for_every_system_and_says_whether_it_met_its_aim(tmp_path):
     sizes = "--gib 0.01 --bucket-mib 3 --block-kib 512 --rounds 1 --checksums --fio".split()
     for aim, status in (("0", 0), ("1e9", 1)):

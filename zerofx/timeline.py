@@ -42,7 +42,7 @@ class Timeline:
 
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
     has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``,
-    ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these nodes can beat.
+    ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these can beat.
     """
 
     compute_s: float

@@ -40,14 +40,13 @@ def test_rewrites_the_smallest_program():
         states_from_file_start = zerofx.states_from_file_start(SGD, [0], 32)
         to_host_start = zerofx.to_host_start([w], [0], 0)
         to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
-        wait_move = zerofx.wait_move(to_host_start)
-        slice = slice(wait_move, 0, 0, 4)
-        wait_move_1 = zerofx.wait_move(to_host_start_1)
-        slice_1 = slice(wait_move_1, 0, 0, 4)
         wait_states = zerofx.wait_states(states_from_file_start)
-        update = zerofx.update(slice, slice_1, SGD, 0, None)
+        update_on_host_start = zerofx.update_on_host_start(to_host_start, to_host_start_1, SGD, [0], None)
+        wait_move = zerofx.wait_move(to_host_start)
+        wait_move_1 = zerofx.wait_move(to_host_start_1)
+        wait_update = zerofx.wait_update(update_on_host_start)
         zerofx.states_to_file(wait_states, SGD, [0])
-        to_device_start = zerofx.to_device_start([update], [0], device(type='cpu'))
+        to_device_start = zerofx.to_device_start([wait_update], [0], device(type='cpu'))
         ...
         return []
         """,
@@ -83,8 +82,11 @@ def test_a_buckets_states_are_read_while_the_one_before_is_updated(stage):
     waits = nodes_of(program, ops.wait_states)
     releases = nodes_of(program, ops.states_to_file)
     assert len(starts) == len(waits) == len(releases) > 1
-    for following, wait in zip(starts[1:], waits, strict=False):
-        assert order[following] < order[wait]
+    for following, release in zip(starts[1:], releases, strict=False):
+        assert order[following] < order[release]
+    # Two buckets' states are there at once, and never more.
+    for third, release in zip(waits[2:], releases, strict=False):
+        assert order[release] < order[third]
     buckets = {info.place.bucket for info in program.table}
     groups = groups_in_files(program.graph)
     assert len(groups) == len(buckets)
@@ -113,7 +115,7 @@ def break_others(program):
 
 def break_early(program):
     release, *_ = nodes_of(program, ops.states_to_file)
-    first = min(nodes_of(program, ops.update))
+    first = min(nodes_of(program, ops.update_on_host_start))
     first.prepend(release)
 
 
