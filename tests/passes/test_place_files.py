@@ -32,16 +32,17 @@ IN_FILES = {**OFFLOADED, "offload_tier": "nvme", "offload_dir": "scratch"}
 
 def test_rewrites_the_smallest_program():
     program = rewritten(smallest_step(), stage=3, **IN_FILES)
+    start = "to_host_start"
     assert_program(
         program,
-        """
+        f"""
         ...
         wait_1 = zerofx.wait(reduce_scatter_start)
         states_from_file_start = zerofx.states_from_file_start(SGD, [0], 32)
         to_host_start = zerofx.to_host_start([w], [0], 0)
         to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
         wait_states = zerofx.wait_states(states_from_file_start)
-        update_on_host_start = zerofx.update_on_host_start(to_host_start, to_host_start_1, SGD, [0], None)
+        update_on_host_start = zerofx.update_on_host_start({start}, {start}_1, SGD, [0], None)
         wait_move = zerofx.wait_move(to_host_start)
         wait_move_1 = zerofx.wait_move(to_host_start_1)
         wait_update = zerofx.wait_update(update_on_host_start)
