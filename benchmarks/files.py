@@ -147,7 +147,10 @@ class Updates:
         memory_bytes = cached * layout.nbytes
         self.cache = HostCache(store, self.order, memory_bytes=memory_bytes)
         self.numel = layout.fields[0].numel
-        self.value, self.gradient = torch.randn(self.numel), torch.randn(self.numel)
+        self.value = torch.nn.Parameter(torch.randn(self.numel))
+        self.value.grad = torch.randn(self.numel)
+        self.optimizer = torch.optim.AdamW([self.value], fused=True)
+        self.optimizer.state[self.value]["step"] = torch.zeros(())
         self.resident = layout.views(store.empty(self.order[0]))
 
     def step(self) -> float:
@@ -167,21 +170,8 @@ class Updates:
         return time.perf_counter() - start_s
 
     def update(self, states: dict[str, torch.Tensor]) -> None:
-        moments = [[states[name]] for name in ("exp_avg", "exp_avg_sq")]
-        torch._fused_adamw_(
-            [self.value],
-            [self.gradient],
-            *moments,
-            [],
-            [torch.ones(())],
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.01,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
+        self.optimizer.state[self.value].update(states)
+        self.optimizer.step()
 
 
 def measure_updates(arguments: argparse.Namespace) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.storage import Precision
-from zerofx.cost import assumed_state_bytes
 from zerofx.graph import Builder, bucket_of
 from zerofx.passes.base import Counts, PassContext
+from zerofx.plan import ParameterInfo, shard_numel
+
+MOMENTS = 2
+"""What AdamW keeps of each element, beside a master."""
 
 
 def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -68,3 +72,14 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             )
     num_updates = sum(len(update.args[3]) for update in updates)
     return {"buckets of states": len(updates), "updates": num_updates}
+
+
+def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
+    """Bytes of AdamW's states of an equal share of a parameter: ranks plan alike.
+
+    Nobody knows what an optimizer keeps before its update has been traced.
+    """
+    per_element = MOMENTS * precision.moment_storage(info.dtype, info.numel).itemsize
+    if precision.keeps_master(info.dtype):
+        per_element += torch.float32.itemsize
+    return shard_numel(info.numel, info.world_size) * per_element

@@ -37,7 +37,7 @@ def dumped(tmp_path):
     return dump
 
 
-IN_FILES = {"offload": "optimizer", "offload_tier": "nvme", "offload_dir": "scratch"}
+IN_FILES = {"offload": "optimizer,activations", "offload_tier": "nvme", "offload_dir": "scratch"}
 
 
 def files(folder):
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(dumped, tmp_path, caplo
         everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES}
         reports = run_passes(program, on_program=writer.write, **everything)
         writer.write_summary(list(reports.values()))
-    assert nodes_of(program, ops.update)
+    assert nodes_of(program, ops.update_on_host_start)
     messages = [record.getMessage() for record in caplog.records if record.name == "zerofx"]
     assert len(messages) == len(PIPELINE) + 2
     assert str(tmp_path / "rank0" / "step0_0" / "00_captured.py") in messages[0]

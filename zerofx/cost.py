@@ -12,10 +12,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat, ops
-from zerofx.codegen.storage import Precision
 from zerofx.figures import Figures
 from zerofx.graph import aliased_inputs, input_role, mutated_inputs, role
-from zerofx.plan import ParameterInfo, ParameterTable, shard_numel
+from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
 
@@ -157,9 +156,6 @@ def _bytes_of(value: Any) -> int:
 
 _ON_HOST = (*ops.TO_HOST, ops.states_from_file_start)
 
-MOMENTS = 2
-"""What AdamW keeps of each element, beside a master."""
-
 UPDATE_STREAMS = 7
 """What AdamW reads and writes: a gradient, and the value and both moments twice."""
 
@@ -202,17 +198,6 @@ def host_update_s(start: fx.Node, figures: Figures, table: ParameterTable) -> fl
     """What the updates of equal shares take on the host, by its memory.  Units: seconds."""
     infos = [table[index] for index in start.args[3]]
     return sum(UPDATE_STREAMS * i.nbytes / i.world_size for i in infos) / figures.host_bytes_per_s
-
-
-def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
-    """Bytes of AdamW's states of an equal share of a parameter: ranks plan alike.
-
-    Nobody knows what an optimizer keeps before its update has been traced.
-    """
-    per_element = MOMENTS * precision.moment_storage(info.dtype, info.numel).itemsize
-    if precision.keeps_master(info.dtype):
-        per_element += torch.float32.itemsize
-    return shard_numel(info.numel, info.world_size) * per_element
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:

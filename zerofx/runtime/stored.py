@@ -98,7 +98,8 @@ class StateStorage:
                 continue
             if name == MASTER or value.shape != data.shape:
                 continue
-            is_moment = not self.precision.is_plain and value.is_floating_point()
+            is_stored = name in native or value.is_floating_point()
+            is_moment = not self.precision.is_plain and is_stored
             found[name] = (storage if is_moment else value.dtype, numel)
             if is_moment and storage is torch.int8:
                 found[name + SCALE] = (torch.float32, num_blocks(numel))
