@@ -17,7 +17,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.cost import live_bytes
-from zerofx.errors import StepError
+from zerofx.errors import BudgetError
 from zerofx.graph import program_order, set_kept_gathered, set_resident
 from zerofx.passes.base import PassContext
 from zerofx.passes.residency import stay_on_device
@@ -36,7 +36,7 @@ def keep_within_budget(
 
     What the ranks have agreed on for programs with these gathers is taken over, if it fits.
 
-    Raises: StepError if the program does not fit with nothing kept.
+    Raises: BudgetError if the program does not fit with nothing kept.
     """
     budget = ctx.options.memory_budget
     assert budget is not None
@@ -91,7 +91,7 @@ def keep_within_budget(
 def check_fits(least: int, ctx: PassContext) -> int:
     """Return what a step allocates at least, but for activations that can leave.
 
-    Raises: StepError if that is more than the budget.
+    Raises: BudgetError if that is more than the budget.
     """
     budget = ctx.options.memory_budget
     assert budget is not None
@@ -100,8 +100,8 @@ def check_fits(least: int, ctx: PassContext) -> int:
     return least
 
 
-def _does_not_fit(least: int, budget: int) -> StepError:
-    return StepError(
+def _does_not_fit(least: int, budget: int) -> BudgetError:
+    return BudgetError(
         f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
         "with nothing kept gathered: give it that much (the most that any rank says), or a "
         "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
@@ -175,7 +175,7 @@ def keep_gathered(
     forward.
     Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
 
-    Raises: StepError if the program does not fit with nothing kept.
+    Raises: BudgetError if the program does not fit with nothing kept.
     """
     least = _peak(planned, alive, False, carried_from)
     if least > budget:

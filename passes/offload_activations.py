@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.cost import live_bytes
-from zerofx.errors import StepError
+from zerofx.errors import BudgetError
 from zerofx.graph import (
     Builder,
     aliased_inputs,
@@ -59,7 +59,7 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Staging buffers in host memory are numbered, and used again once what was in them is back.
     Source: vDNN, Rhu et al. 2016; SSDTrain, Wu et al. 2024.
 
-    Raises: StepError if the program does not fit its budget with all away that can be.
+    Raises: BudgetError if the program does not fit its budget with all away that can be.
     """
     device = ctx.table.parameters[0].device if len(ctx.table) else None
     activations = [] if device is None else saved_activations(gm.graph, device)
@@ -130,9 +130,9 @@ def _planned(
     raise _does_not_fit(budget, found.peak, found.trips)
 
 
-def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> StepError:
+def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> BudgetError:
     away = sum(trip.nbytes for trip in trips)
-    return StepError(
+    return BudgetError(
         f"memory_budget is {budget} bytes, and this step allocates {peak} on this rank with "
         f"{len(trips)} activations of {away} bytes in host memory and nothing kept gathered: give "
         "it that much, or a smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."

@@ -688,35 +688,26 @@ def test_the_options_are_read_from_the_code_and_the_environment():
     assert resolve({"offload_tier": "cpu"}, {}).offload_tier == "cpu"
 
 
-@pytest.mark.parametrize("environ", (False, True))
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("offload", "auto"),
-    ],
-)
-def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
-    options = ({}, {f"ZEROFX_{name.upper()}": value}) if environ else ({name: value}, {})
-    with pytest.raises(ValueError, match=f"'{value}' is planned but not .* What works: optimizer"):
-        resolve(*options)
-
-
 @pytest.mark.parametrize(
     "options, error, words",
     [
         (
             {"offload": "optimiser"},
             ValueError,
-            "must be one of optimizer, params, activations, not 'optimiser'",
+            "must be one of optimizer, params, activations, auto, not 'optimiser'",
         ),
         (
             {"offload": True},
             TypeError,
-            "words like 'optimizer', 'params', 'activations', or a list of them",
+            "words like 'optimizer', 'params', 'activations', 'auto', or a list of them",
         ),
         ({"offload": ["optimizer", 3]}, TypeError, "must be one of optimizer"),
         ({"offload": "optimizer, optimiser"}, ValueError, "not 'optimiser'"),
-        ({"offload": ""}, ValueError, "must be one of optimizer, params, activations, not ''"),
+        (
+            {"offload": ""},
+            ValueError,
+            "must be one of optimizer, params, activations, auto, not ''",
+        ),
         ({"offload_tier": "disk"}, ValueError, "must be one of cpu, nvme, not 'disk'"),
         ({"offload_tier": None}, TypeError, "must be one of cpu"),
         ({"offload_tier": "nvme"}, ValueError, "does not say what: add offload='optimizer'"),
@@ -732,6 +723,9 @@ def test_what_is_to_come_is_refused_with_what_works(name, value, environ):
         ({"offload_dir": ["x", "y", "./x"]}, ValueError, "names one folder twice"),
         ({"offload_cache_bytes": 0}, ValueError, "must be a positive number of bytes"),
         ({"stage": 0, **OFFLOAD}, ValueError, "offload 'optimizer' needs stage 1, 2 or 3"),
+        ({"offload": "auto"}, ValueError, "say how much fits with memory_budget"),
+        ({"offload": "auto,params", "memory_budget": 9}, ValueError, "drop it, or what stands"),
+        ({"stage": 0, "offload": "auto", "memory_budget": 9}, ValueError, "'auto' needs stage 1"),
         ({"delayed_update": True}, ValueError, "planned but not in this version"),
     ],
 )

@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import fx
 
 from zerofx import compat, ops, traced
 from zerofx.account import wire_bytes
+from zerofx.auto_offload import attempts, first_that_fits
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
 from zerofx.codegen.whole_tensors import whole_update_flops
@@ -93,6 +95,7 @@ class CompiledFunction:
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
+        self.attempt: int | None = None  # which one offload="auto" has come to
         self.mover = Mover(REGISTRY.host)
         backend.functions.add(self)
 
@@ -248,6 +251,9 @@ class Program:
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
+        if "auto" in options.offload:
+            ctx = self._automatic(ctx, step)
+            options = self.options = ctx.options
         agrees = options.memory_budget is not None and communicator.world_size > 1
         captured = copied(self.gm.graph) if agrees else None
         self.reports = self._rewritten(ctx)
@@ -261,6 +267,31 @@ class Program:
             *([f"offload_tier {options.offload_tier}"] if options.offload else []),
         )
         self.runtime: StepRuntime | None = None
+
+    def _automatic(self, ctx: PassContext, step: CapturedStep) -> PassContext:
+        """Find the least that has to leave the device, on any rank; the first program decides."""
+        captured, function = copied(self.gm.graph), self.function
+        tried = attempts(ctx.options, step.table)
+
+        def context(options: Options) -> PassContext:
+            return replace(
+                ctx,
+                options=options,
+                state_bytes=state_bytes(step, options),
+                host_parameters=_kept_on_host(options, step),
+            )
+
+        def try_passes(options: Options) -> None:
+            self.gm.graph = copied(captured)
+            run_pipeline(self.gm, context(options), PIPELINE)
+
+        if function.attempt is None:
+            mine = first_that_fits(tried, try_passes)
+            lines = (f"offload auto within {ctx.options.memory_budget} bytes",)
+            found = function.agreement.exchange(lines, str(mine).encode(), AGREEMENT_TIMEOUT_S)
+            function.attempt = max(map(int, found))
+        self.gm.graph = captured
+        return context(tried[function.attempt])
 
     def _rewritten(self, ctx: PassContext) -> list[PassReport]:
         """Run the passes, and dump what they make."""

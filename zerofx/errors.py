@@ -9,6 +9,10 @@ class StepError(ValueError):
     """The step cannot be compiled as written: says what, why, and what to change."""
 
 
+class BudgetError(StepError):
+    """The step does not fit ``memory_budget``: says what it needs."""
+
+
 class FileTierError(RuntimeError):
     """A directory or a file of the file tier failed: says which, why, and what to do.
 

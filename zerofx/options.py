@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Options:
     offload: tuple[str, ...] = ()
     """What does not stay on the device.  ``optimizer``: states, and updates run on the host;
     ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
-    for backward, while nobody reads it."""
+    for backward, while nobody reads it; ``auto``: as little of these as has to."""
     offload_tier: str = "cpu"
     """Where to: host memory, or files (``nvme``)."""
     offload_dir: tuple[str, ...] = ()
@@ -161,13 +161,16 @@ def _check_together(options: Options) -> None:
             " moment_dtype are rounded stochastically in either case"
         )
     on_shards = {name: getattr(options, name) for name in ("master_weights", "moment_dtype")}
-    on_shards["offload 'optimizer'"] = "optimizer" in options.offload
+    for target in ("optimizer", "auto"):
+        on_shards[f"offload {target!r}"] = target in options.offload
     for name, value in on_shards.items():
         if options.stage == 0 and value:
             raise ValueError(
                 f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
                 f" Drop {name}, or choose another stage"
             )
+    if "auto" in options.offload:
+        _check_auto(options)
     if "params" in options.offload and options.stage < 3:
         raise ValueError(
             f"offload='params' needs stage 3: stage {options.stage} keeps whole parameters on the"
@@ -177,6 +180,20 @@ def _check_together(options: Options) -> None:
         raise ValueError(
             "prefetch_across_steps keeps parameters gathered on the device between steps, and"
             " offload='params' keeps all of them off it. Choose one"
+        )
+
+
+def _check_auto(options: Options) -> None:
+    """Raise ValueError if what ``offload="auto"`` needs is not there, or somebody else chooses."""
+    if len(options.offload) > 1:
+        raise ValueError(
+            "offload='auto' chooses what leaves the device: drop it, or what stands beside it"
+        )
+    if options.memory_budget is None:
+        raise ValueError(
+            "offload='auto' lets leave the device what does not fit: say how much fits with"
+            " memory_budget, in bytes for parameters, optimizer states and all that a step"
+            " allocates, for example 0.9 * torch.cuda.mem_get_info()[0] before the model is there"
         )
 
 
@@ -220,14 +237,10 @@ def refuse_mode(mode: object) -> None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of a few values of one type; None too if ``optional``.
-
-    ``planned`` are values to come, and what to do until then.
-    """
+    """One of a few values of one type; None too if ``optional``."""
 
     choices: tuple[object, ...]
     optional: bool = False
-    planned: Mapping[object, str] = field(default_factory=dict)
 
     def from_object(self, name: str, value: object) -> object:
         if value is None and self.optional:
@@ -252,11 +265,6 @@ class _Choice:
         raise self._refused(name, text)
 
     def _refused(self, name: str, value: object) -> ValueError:
-        if value in self.planned:
-            return ValueError(
-                f"{name}={value!r} is planned but not in this version: {self.planned[value]}."
-                f" What works: {self._allowed()}"
-            )
         return ValueError(f"{name} must be one of {self._allowed()}, not {value!r}")
 
     def _allowed(self) -> str:
@@ -264,13 +272,10 @@ class _Choice:
 
 
 class _Several:
-    """Some of a few words, one after the other with commas or in a list; none of them for None.
+    """Some of a few words, one after the other with commas or in a list; none of them for None."""
 
-    ``planned`` are words to come, and what to do until then.
-    """
-
-    def __init__(self, choices: tuple[str, ...], planned: Mapping[object, str]) -> None:
-        self.one = _Choice(choices, planned=planned)
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.one = _Choice(choices)
 
     def from_object(self, name: str, value: object) -> tuple[str, ...]:
         if value is None:
@@ -494,12 +499,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "bucket_bytes": _Bytes(),
     "memory_budget": _Bytes(),
     "link": _Link(),
-    "offload": _Several(
-        ("optimizer", "params", "activations"),
-        planned={
-            "auto": "say what is to leave the device",
-        },
-    ),
+    "offload": _Several(("optimizer", "params", "activations", "auto")),
     "offload_tier": _Choice(("cpu", "nvme")),
     "offload_dir": _Folders(),
     "offload_cache_bytes": _Bytes(),
