@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,6 +52,33 @@ def test_what_is_abandoned_has_ended_or_never_begins():
     assert lane.start(lambda: 1).result() == 1 and ended == ["slow"]
 
 
+@pytest.mark.parametrize("is_queued", (True, False))
+def test_who_interrupts_a_start_abandons_it_too(is_queued, monkeypatch):
+    lane, begun, ended = Lane("test"), threading.Event(), []
+    lane.start(lambda: None).result()
+
+    def slow():
+        begun.set()
+        time.sleep(0.2)
+        ended.append("slow")
+
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(pool, *arguments):
+        if is_queued:
+            submit(pool, *arguments)
+            begun.wait()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.start(slow)
+    lane.abandon()
+    assert ended == ["slow"] * is_queued, "nothing goes on behind"
+    assert lane.start(lambda: 1).result() == 1
+
+
 def test_its_thread_goes_with_it():
     before = threading.active_count()
     lane = Lane("test")
@@ -67,6 +95,10 @@ def test_its_thread_goes_with_it():
 
 IN_A_FORK = """
 import os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
 from zerofx.runtime.lanes import Lane
 lane = Lane("test")
 assert lane.start(lambda: 1).result() == 1

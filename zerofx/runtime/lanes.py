@@ -27,13 +27,25 @@ class Lane:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"zerofx {self.name}")
             self._process, self._started = os.getpid(), []
         self._started = [future for future in self._started if not future.done()]
-        self._started.append(future := self._thread.submit(job))
+        future: Future = Future()
+        self._started.append(future)  # first: who interrupts what follows abandons it too
+        self._thread.submit(_do, job, future)
         return future
 
     def abandon(self) -> None:
         """Leave out what has not begun, and return when nothing is under way."""
         if self._process == os.getpid():
-            for future in self._started:
-                future.cancel()
-            wait(self._started)
+            wait([future for future in self._started if not future.cancel()])
         self._started = []
+
+
+def _do(job: Callable[[], Any], future: Future) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = job()
+    except BaseException as error:
+        future.set_exception(error)
+        del job, future  # which the error's traceback would keep, and be kept by
+    else:
+        future.set_result(result)
