@@ -21,9 +21,13 @@ from tests.files import Failing, Short, Slow, files_of
 from tests.ranks import Ranks
 from tests.test_offload import assert_same, built, clipped, program_of, run, zero
 from tests.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flush, squares
+from zerofx.codegen.trace import Update
 from zerofx.errors import FileTierError
+from zerofx.runtime.file_tier import FileTier
+from zerofx.runtime.filed_states import StateBucket
 from zerofx.runtime.files import scratch
 from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.step import StepRuntime
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +176,6 @@ def test_a_bit_flip_is_found_with_checksums_and_the_bucket_named(tmp_path, expec
 
 def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monkeypatch, expected):
     """As without files: updates that have run have run, and the next step goes on."""
-    from zerofx.runtime.step import StepRuntime
 
     def failing(options):
         torch._dynamo.reset()
@@ -183,7 +186,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
 
         def update(self, *arguments):
             calls.append(arguments)
-            if len(calls) == 3:
+            if len(calls) == 1:  # later ones find some under way: how far they come is a race
                 raise KeyboardInterrupt
             return original(self, *arguments)
 
@@ -201,6 +204,82 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
 
     offload = {"offload": "optimizer"}
     assert_same(failing(files(tmp_path, TWO_BUCKETS)), failing(offload))
+
+
+def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, monkeypatch):
+    pair = built()
+    compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
+    run(compiled, pair, range(2))
+    mover = program_of(compiled).function.mover
+    compute, failed, under_way = Update.__call__, FileTier.failed, []
+
+    def slow(update, *arguments):
+        time.sleep(0.1)
+        return compute(update, *arguments)
+
+    def watched(tier, error):
+        under_way.append([future for future in mover.updates._started if not future.done()])
+        failed(tier, error)
+
+    monkeypatch.setattr(Update, "__call__", slow)
+    monkeypatch.setattr(FileTier, "failed", watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRuntime, "wait_update", _interrupted)
+        for node in program_of(compiled).runtime.program.graph.nodes:
+            if getattr(node.target, "__name__", "") == "wait_update":
+                node.target = _interrupted
+        program_of(compiled).runtime.program.recompile()
+        with pytest.raises(KeyboardInterrupt):
+            run(compiled, pair, [2])
+    assert under_way == [[]]
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ("give", "take", "leave_stubs"))
+@pytest.mark.parametrize("at", range(3))
+def test_who_interrupts_a_states_coming_or_going_finds_them_all_there(
+    method, at, tmp_path, monkeypatch
+):
+    """A key may be pressed anywhere: what has been assigned by then, and what has not, is right."""
+    pair = built()
+    compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
+    run(compiled, pair, range(2))
+    original, calls = getattr(StateBucket, method), []
+
+    class Interrupts(dict):
+        """A parameter's state, whose second assignment is one too many."""
+
+        def __setitem__(self, name, value):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            super().__setitem__(name, value)
+
+    def interrupted(bucket, states, *views):
+        calls.append(bucket)
+        if len(calls) != at + 1:
+            return original(bucket, states, *views)
+        first = Interrupts(states[0])
+        first.left = 1
+        try:
+            original(bucket, [first, *states[1:]], *views)
+        finally:
+            states[0].update(first)
+
+    monkeypatch.setattr(StateBucket, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(compiled, pair, [2])
+    monkeypatch.undo()
+    assert all(torch.isfinite(value).all() for value in squares_of_states(pair[1]))
+    assert run(compiled, pair, range(3, 5))
+
+
+def squares_of_states(optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [state["exp_avg_sq"] for state in states]
 
 
 # Processes

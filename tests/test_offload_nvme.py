@@ -651,6 +651,17 @@ def test_folders_go_with_the_last_that_uses_them(tmp_path):
     assert saved["state"][0]["exp_avg"].shape == (11, 6)
 
 
+def test_a_function_outlives_models_and_their_room_is_used_again(tmp_path):
+    compiled, found = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)), []
+    for _ in range(3):
+        pair = built()
+        run(compiled, pair, range(2))
+        found.append(sum(len(names) for *_, names in os.walk(tmp_path)))
+        del pair
+        gc.collect()
+    assert found[0] == found[1] == found[2], "files of the one before are gone"
+
+
 def test_explain_says_what_is_in_files(tmp_path):
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     run(compiled, pair, range(2))

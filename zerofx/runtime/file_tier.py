@@ -184,8 +184,8 @@ class FileTier:
             views = self.cache.use(bucket.name)
             states = bucket.states()
             if bucket.is_whole_of(states):
+                self._in_use[bucket] = None  # from its first state on: it may be interrupted
                 bucket.give(states, views)
-                self._in_use[bucket] = None
                 return
             bring_back(states)
             bucket.forget()
@@ -202,7 +202,6 @@ class FileTier:
         """Take a bucket's states back from the optimizer, with those that its update has made."""
         with self._lock:
             assert self.cache is not None, "a step has begun"
-            self._in_use.pop(bucket)
             states = bucket.states()
             parts = parts_there(states)
             if not parts:
@@ -216,6 +215,7 @@ class FileTier:
                 self._lay_out_anew(bucket, states, parts)
                 # Only now may something else be read into the memory that they lay in.
                 self.cache.release(before, dirty=False)
+            self._in_use.pop(bucket)
 
     def finish(self) -> None:
         """End a step.  Raises: FileTierError if a write is known to have failed."""
@@ -231,6 +231,14 @@ class FileTier:
                     self.release(bucket)
                 except FileTierError as another:
                     self._lose(another)
+                except Exception as another:
+                    self._lose(
+                        FileTierError(
+                            f"{bucket.name!r} could not be let go of after {error!r}: {another}",
+                            bucket=bucket.name,
+                        )
+                    )
+            self._in_use.clear()
 
     def read(self, bucket: StateBucket) -> dict[str, Tensor]:
         """All of a bucket, in memory of its own, at any time.
@@ -258,6 +266,10 @@ class FileTier:
         return self.host.empty(self.store.layout(bucket).nbytes, torch.uint8)
 
     def _remove_gone(self) -> None:
+        for bucket in list(self._all):
+            if bucket.optimizer() is None:  # a program that outlives it has the bucket still
+                self._all.discard(bucket)
+                self._gone.append(bucket.name)
         while self._gone:
             name = self._gone.popleft()
             if name in self.store.layouts:

@@ -142,9 +142,14 @@ class StateBucket:
             states[place][name] = value
 
     def take(self, states: States, views: Mapping[str, Tensor]) -> None:
-        """Copy what does not lie in the bucket's memory already there; leave stubs."""
+        """Copy what does not lie in the bucket's memory already there; leave stubs.
+
+        What a stub of this bucket stands for lies there: ``give``, or this, was interrupted.
+        """
         for place, name, view in self._cut(views):
             value = states[place][name]
+            if value is self.stubs.get((place, name)):
+                continue
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
         self.leave_stubs(states)

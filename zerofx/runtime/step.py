@@ -352,12 +352,12 @@ class StepRuntime:
             if self.tier is not None:
                 self.tier.finish()
         except BaseException as error:
-            if self.tier is not None:
-                self.tier.failed(error)
-            REGISTRY.carried.step_failed(self.communicator, self.resumed)
             self._updating.clear()
             if self.mover is not None:
                 self.mover.abandon()
+            if self.tier is not None:  # what no update writes to any more
+                self.tier.failed(error)
+            REGISTRY.carried.step_failed(self.communicator, self.resumed)
             if self.communicates:
                 self.communicator.abandon()
             raise
