@@ -24,8 +24,9 @@ from tests.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flu
 from zerofx.codegen.trace import Update
 from zerofx.errors import FileTierError
 from zerofx.runtime.file_tier import FileTier
-from zerofx.runtime.filed_states import StateBucket
+from zerofx.runtime.filed_states import StateBucket, per_element
 from zerofx.runtime.files import scratch
+from zerofx.runtime.guarded import GuardedState
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.step import StepRuntime
 
@@ -273,6 +274,8 @@ def test_who_interrupts_a_states_coming_or_going_finds_them_all_there(
     with pytest.raises(KeyboardInterrupt):
         run(compiled, pair, [2])
     monkeypatch.undo()
+    held = [value for state in pair[1].state.values() for _, value in per_element(state)]
+    assert held and all(isinstance(value, GuardedState) for value in held), "no cache's memory"
     assert all(torch.isfinite(value).all() for value in squares_of_states(pair[1]))
     assert run(compiled, pair, range(3, 5))
 
