@@ -25,6 +25,7 @@ from zerofx.graph import (
     writers,
 )
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.delay import check_can_be_delayed
 from zerofx.passes.host_parameters import keep_on_host, place_parameters
 from zerofx.passes.memory_budget import check_fits, with_moves
 from zerofx.passes.residency import stay_on_device
@@ -66,6 +67,8 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     parameters are kept on the host too, values neither leave nor come back: what moves then,
     ``place_parameters`` says.  Staging buffers in host memory are numbered, and used again once
     what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    With ``delayed_update`` the program is the same: at run time ``wait_update`` gives what the call
+    before has made, and this call's update goes on into the next one.
     With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
@@ -90,6 +93,8 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
                 "rank that owns it (Muon), and options={'offload': 'optimizer'} moves updates that "
                 "are elementwise. Leave offload out, or train it with another optimizer."
             )
+    if ctx.options.delayed_update:
+        check_can_be_delayed(gm.graph, updates, ctx.table)
     groups = _groups(gm.graph, updates, ctx)
     for group in groups:
         with gm.graph.inserting_before(group.updates[-1]):

@@ -557,7 +557,7 @@ BAD_OPTIONS = [
     ({"options": {"stage": "3"}}, TypeError, "stage must be one of"),
     ({"options": {"prefech": True}}, ValueError, "did you mean 'prefetch'"),
     ({"options": {"validate": 1}}, ValueError, "planned but not in this version"),
-    ({"options": {"offload": "params"}}, ValueError, "planned but not in this version"),
+    ({"options": {"offload": "auto"}}, ValueError, "say how much fits with memory_budget"),
     ({"mode": "max-autotune"}, ValueError, "Drop mode="),
 ]
 
@@ -573,7 +573,7 @@ def test_bad_options_are_refused_where_they_are_written(arguments, error, says):
     [
         ("ZEROFX_STAGE", "4", "ZEROFX_STAGE must be one of 0, 1, 2, 3, not '4'"),
         ("ZEROFX_PREFECH", "0", "did you mean 'ZEROFX_PREFETCH'"),
-        ("ZEROFX_OFFLOAD", "params", "planned but not in this version"),
+        ("ZEROFX_OFFLOAD", "auto", "say how much fits with memory_budget"),
         ("ZEROFX_OFFLOAD", "1", "must be one of"),
     ],
 )

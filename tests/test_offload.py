@@ -726,7 +726,7 @@ def test_the_options_are_read_from_the_code_and_the_environment():
         ({"offload": "auto"}, ValueError, "say how much fits with memory_budget"),
         ({"offload": "auto,params", "memory_budget": 9}, ValueError, "drop it, or what stands"),
         ({"stage": 0, "offload": "auto", "memory_budget": 9}, ValueError, "'auto' needs stage 1"),
-        ({"delayed_update": True}, ValueError, "planned but not in this version"),
+        ({"delayed_update": True}, ValueError, "add offload='optimizer'"),
     ],
 )
 def test_bad_options_are_refused_with_words(options, error, words):

@@ -36,6 +36,7 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.plan import KeptGathered
 from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.communication import Communicator, default_group
+from zerofx.runtime.delayed import DelayedUpdates
 from zerofx.runtime.file_tier import FileTier
 from zerofx.runtime.link import measured
 from zerofx.runtime.moves import Mover
@@ -97,6 +98,7 @@ class CompiledFunction:
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.mover = Mover(REGISTRY.host)
+        self.delayed = DelayedUpdates(REGISTRY.host, REGISTRY.delayed)
         backend.functions.add(self)
 
     @contextlib.contextmanager
@@ -265,6 +267,7 @@ class Program:
             *Precision.of(options).description,
             *([f"offload {', '.join(options.offload)}"] if options.offload else []),
             *([f"offload_tier {options.offload_tier}"] if options.offload else []),
+            *(["delayed_update"] if options.delayed_update else []),
         )
         self.runtime: StepRuntime | None = None
 
@@ -335,6 +338,7 @@ class Program:
                 states_on_host="optimizer" in options.offload,
                 joins_updates=fuses,
                 open_files=self._open_files if options.offload_tier == "nvme" else None,
+                delayed=self.function.delayed if options.delayed_update else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

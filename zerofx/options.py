@@ -29,7 +29,6 @@ OPTIONAL_PASSES = (
 PLANNED = (
     "validate",
     "clip",
-    "delayed_update",
 )
 
 
@@ -70,6 +69,9 @@ class Options:
     machine has available, divided by its ranks."""
     offload_checksums: bool = False
     """What is read from files is compared with a checksum of what was written there."""
+    delayed_update: bool = False
+    """Updates on the host go on while the next call computes, which stores what they make: a call
+    computes with values that lack the last update.  Changes numerics; at stage 3."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
     recompute: bool = True
@@ -149,6 +151,7 @@ def resolve(
     _check_together(resolved := Options(**values))
     if is_complete:
         _check_files(resolved)
+        _check_delayed(resolved)
     return resolved
 
 
@@ -194,6 +197,38 @@ def _check_auto(options: Options) -> None:
             "offload='auto' lets leave the device what does not fit: say how much fits with"
             " memory_budget, in bytes for parameters, optimizer states and all that a step"
             " allocates, for example 0.9 * torch.cuda.mem_get_info()[0] before the model is there"
+        )
+
+
+def _check_delayed(options: Options) -> None:
+    """Raise ValueError for delayed_update with what updates on the host cannot be delayed with."""
+    if not options.delayed_update:
+        return
+    if "optimizer" not in options.offload:
+        raise ValueError(
+            "delayed_update is about updates that run on the host: add offload='optimizer', or"
+            " drop delayed_update"
+        )
+    if options.stage != 3:
+        raise ValueError(
+            f"delayed_update needs stage 3: stage {options.stage} keeps whole parameters, ordinary"
+            " tensors that a state_dict() or an evaluation reads without waiting for an update that"
+            " is under way. Choose stage 3, or drop delayed_update"
+        )
+    if options.offload_tier != "cpu" or "params" in options.offload:
+        raise ValueError(
+            "delayed_update needs optimizer states in host memory and parameters on the device:"
+            " drop offload_tier='nvme' and offload='params', or delayed_update"
+        )
+    if options.prefetch_across_steps:
+        raise ValueError(
+            "prefetch_across_steps gathers for the next call what delayed_update may still change"
+            " before it. Choose one"
+        )
+    if options.memory_budget is not None:
+        raise ValueError(
+            "with a memory_budget some updates stay on the device, where delayed_update does not"
+            " delay them. Choose one"
         )
 
 
@@ -513,6 +548,7 @@ _SWITCHES = (
     "master_weights",
     "stochastic_rounding",
     "offload_checksums",
+    "delayed_update",
 )
 _ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, *_SWITCHES)}
 

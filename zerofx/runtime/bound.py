@@ -111,6 +111,15 @@ class BoundParameter:
             copy_range(self._shard, whole, self.info, self.communicator.rank)
         self.snapshot = None
 
+    def write_shard(self, values: torch.Tensor) -> None:
+        """Keep these new values of the shard, if the parameter has not been given back."""
+        if self._shard is None:
+            return
+        self._settle()
+        with ordinary_tensors():
+            self._shard.copy_(values)
+        self.snapshot = None
+
     def _settle(self) -> None:
         """Wait until nothing reads the shard that may now be written to."""
         if self.host is not None and self._shard is not None:

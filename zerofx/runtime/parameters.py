@@ -21,6 +21,7 @@ from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import CarriedGathers
+from zerofx.runtime.delayed import DelayedUpdates
 from zerofx.runtime.file_tier import FileTiers
 from zerofx.runtime.flat import (
     make_equal,
@@ -54,6 +55,7 @@ class ParameterRegistry:
         self.carried = CarriedGathers()
         self.host = HostMemory()
         self.files = FileTiers(self.host)
+        self.delayed: set[DelayedUpdates] = set()  # that have updates pending
         # Whose shards this rank has written by itself, since it last met the others, and how.
         self.written: dict[BoundParameter, set[str]] = {}
         # The dict that the ranks last met to fill, and when: see value_for_state_dict.
@@ -207,6 +209,8 @@ class ParameterRegistry:
         self._guarded = None
         self.carried.forget(bound)
         bound.retire()
+        for delayed in list(self.delayed):
+            delayed.drop_retired()
 
     def _unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         unseen = []
@@ -305,6 +309,7 @@ class ParameterRegistry:
         """Give a sharded parameter its whole value and its own class.  Collective; nests."""
         with self._lock:
             if bound.open_count == 0:
+                self.settle([bound])
                 whole, parameter = bound.gather(), bound.parameter
                 parameter.__class__ = bound.own_class
                 parameter.data = whole  # type: ignore[union-attr]
@@ -330,10 +335,23 @@ class ParameterRegistry:
     def write(self, bound: BoundParameter, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole`` as the sharded parameter's value."""
         with self._lock:
+            self.settle([bound])
             how = "load_state_dict() or copy_()"
             self.carried.shard_changes(bound, by=how)
             bound.write(whole)
             self.note_write(bound, how)
+
+    def settle(
+        self,
+        bounds: Collection[BoundParameter],
+        optimizers: Collection[torch.optim.Optimizer] = (),
+    ) -> None:
+        """Wait for delayed updates of these and what they were left with, and store them.
+
+        Raises: what an update has raised.
+        """
+        for delayed in list(self.delayed):
+            delayed.settle(bounds, optimizers)
 
     def note_write(self, bound: BoundParameter, how: str) -> None:
         """Note that this rank has written its shards: the others must too, each their own."""

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zerofx.graph import (
     aliases,
     gradient_outputs,
     groups_in_files,
+    hinted_bytes,
     input_role,
     operands_of_updates,
     placeholders,
@@ -35,6 +37,8 @@ from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
+from zerofx.runtime.delayed import DelayedUpdates
+from zerofx.runtime.delayed import Key as DelayedKey
 from zerofx.runtime.file_tier import FileTier
 from zerofx.runtime.filed_states import StateBucket
 from zerofx.runtime.flat import (
@@ -64,7 +68,7 @@ class StepRuntime:
     the program's moves; with ``states_on_host`` optimizer states live there, and updates run there,
     those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for those that a
     program reads from files.  ``host_needs`` are the bytes that all this will take there, by what
-    for.
+    for.  With ``delayed`` updates go on into the next call, which stores what they have made.
 
     Raises: UpdateError if an optimizer's update cannot be compiled, StepError if the host has no
     room for it; nothing has changed then.
@@ -89,6 +93,7 @@ class StepRuntime:
         states_on_host: bool = False,
         joins_updates: bool = False,
         open_files: Callable[[], FileTier] | None = None,
+        delayed: DelayedUpdates | None = None,
     ):
         self.communicator = communicator
         self.table = table
@@ -138,6 +143,13 @@ class StepRuntime:
         self.mover = mover
         self.states_on_host = states_on_host
         self.joins_updates = joins_updates
+        self.delayed = delayed
+        self._updates_on_host = [
+            (node.args[2], tuple(node.args[3]))
+            for node in graph.nodes
+            if node.target in ops.HOST_UPDATES
+        ]
+        self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
         self.moved_out = _moved_out(graph)
         read_later = _gradients_read_after_update(graph)
         owned = _owned_parameters(graph)
@@ -180,6 +192,7 @@ class StepRuntime:
         self._carried: list[tuple[Key, torch.Tensor]] = []
         self._updated: dict[int, set[int]] = {}
         self._updating: dict[int, _HostUpdate] = {}  # by the id of what it writes
+        self._asked: dict[int, _Asked] = {}  # updates that begin when they are waited for, as well
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
         self._reading: dict[int, tuple[torch.Tensor, StateBucket]] = {}  # by what stands for it
         self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
@@ -207,6 +220,7 @@ class StepRuntime:
             "staging buffers": self.mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,))),
             "parameter shards": self._shards_to_come(),
             "activations": self.mover.bytes_to_come(staging_bytes(graph, (ops.offload_start,))),
+            "delayed updates": self._delayed_bytes(graph),
         }
         if self.tier is not None:
             cached = self.tier.cache_bytes_to_come(self.filed)
@@ -218,6 +232,13 @@ class StepRuntime:
             needs = {"optimizer states": states, **needs}
         self.host_needs = {what: nbytes for what, nbytes in needs.items() if nbytes}
         REGISTRY.host.check_room(self.host_needs)
+
+    def _delayed_bytes(self, graph: fx.Graph) -> int:
+        """Bytes of values and gradients that updates have to themselves between two calls."""
+        if self.delayed is None:
+            return 0
+        moves = (node for node in graph.nodes if node.target is ops.to_host_start)
+        return sum(hinted_bytes(move) for move in moves)
 
     def _shards_to_come(self) -> int:
         """Bytes of shards that will be in host memory and are not there yet."""
@@ -254,6 +275,14 @@ class StepRuntime:
                 if all(self.bound[index].memory is memory for index in parameters):
                     self._memories.append((weakref.ref(memory), parameters))
         self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
+        self._delayed_keys = {
+            (handle, of): (
+                weakref.ref(self.runners[handle].live_optimizer()),
+                tuple(self.bound[index] for index in of),
+            )
+            for handle, of in self._updates_on_host
+            if self.delayed is not None
+        }
         for optimizer in map(_alive, self.optimizers):
             attach_optimizer(optimizer, keeps_loaded_dtypes=not self.precision.is_plain)
 
@@ -296,6 +325,7 @@ class StepRuntime:
         """Run the program once on Dynamo's inputs; empties the list it is given."""
         if any(bound.retired for bound in self.bound):  # unsharded since: take charge again
             self.bind()
+        self._settle_what_is_not_taken_over()
         values = list(inputs)
         inputs.clear()
         for position, parameter in self.parameter_inputs:
@@ -351,8 +381,12 @@ class StepRuntime:
                 self.communicator.settle()
             if self.tier is not None:
                 self.tier.finish()
+            if self.delayed is not None:
+                self.delayed.end(self._delayed_keys.values())
         except BaseException as error:
             self._updating.clear()
+            if self.delayed is not None:
+                self._settle_after(error)
             if self.mover is not None:
                 self.mover.abandon()
             if self.tier is not None:  # what no update writes to any more
@@ -366,6 +400,7 @@ class StepRuntime:
             self._updated.clear()
             self._found_inf.clear()
             self._reading.clear()
+            self._asked.clear()
             self._changed.clear()
             self._cuts.clear()
             self._homes.clear()
@@ -378,6 +413,21 @@ class StepRuntime:
         if self.unreduced_results or self.renewed_gradients:
             self._keep_unreduced(results, values)
         return results
+
+    def _settle_what_is_not_taken_over(self) -> None:
+        """Settle delayed updates of what this call is about, but for those that it stores."""
+        optimizers = [optimizer for one in self.optimizers if (optimizer := one()) is not None]
+        for delayed in list(REGISTRY.delayed):
+            mine = self._delayed_keys.values() if delayed is self.delayed else ()
+            delayed.settle(self.bound, optimizers, taken_over=mine)
+
+    def _settle_after(self, error: BaseException) -> None:
+        """Leave no update half done: the call before's, nor what this one has started."""
+        assert self.delayed is not None
+        try:
+            self.delayed.settle(self.bound)
+        except Exception as another:
+            error.add_note(f"An update that had been started failed too: {another!r}")
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
@@ -580,9 +630,16 @@ class StepRuntime:
         parameters: list[int],
         found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        data = values.detach().split([self.table[index].shard_numel for index in parameters])
+        if self.delayed is not None:
+            is_skipped = found_inf is not None and self._is_set(found_inf)
+            self._asked[id(values)] = _Asked(values, grads, optimizer, parameters, is_skipped)
+            return values
+        data = self._parts(values, parameters)
         self._start_updates(values, data, [values, grads], optimizer, parameters, found_inf)
         return values
+
+    def _parts(self, flat: torch.Tensor, parameters: list[int]) -> Sequence[torch.Tensor]:
+        return flat.detach().split([self.table[index].shard_numel for index in parameters])
 
     def update_kept_start(
         self,
@@ -618,16 +675,30 @@ class StepRuntime:
             self._updating[id(written)] = _HostUpdate(written, None)
             return
         assert self.mover is not None
+        arrivals = [self.mover.arrival(move) for move in arriving]
+        self._updating[id(written)] = self._started_update(
+            written, data, arriving[-1], arrivals, optimizer, parameters
+        )
+
+    def _started_update(
+        self,
+        written: Any,
+        data: Sequence[torch.Tensor],
+        gradients: torch.Tensor,
+        arrivals: Sequence[Callable[[], object]],
+        optimizer: int,
+        parameters: list[int],
+    ) -> _HostUpdate:
+        """Start the updates of ``data``; ``arrivals`` return when all is there that they read."""
+        assert self.mover is not None
         self._runner(optimizer, parameters)  # in the same step as this one
         runner = self.host_runners[optimizer]
-        pieces = arriving[-1].split([shard.numel() for shard in data])
+        pieces = gradients.split([shard.numel() for shard in data])
         self._place_states(runner, optimizer, parameters)
         if self.joins_updates:
             ready = runner.ready_together(data, pieces, parameters)
         else:
             ready = [runner.ready(*one) for one in zip(data, pieces, parameters, strict=True)]
-
-        arrivals = [self.mover.arrival(move) for move in arriving]
 
         def compute() -> list[Any]:
             for has_arrived in arrivals:
@@ -641,7 +712,7 @@ class StepRuntime:
             self._place_states(runner, optimizer, parameters)  # those it has made
 
         computing = self.mover.updates.start(compute)
-        self._updating[id(written)] = _HostUpdate(written, computing, finish, optimizer)
+        return _HostUpdate(written, computing, finish, optimizer)
 
     def _place_states(self, runner: OptimizerRunner, optimizer: int, parameters: list[int]) -> None:
         """Have states in host memory; those in files, ``wait_states`` has brought there."""
@@ -651,9 +722,30 @@ class StepRuntime:
             self._changed.update((optimizer, parameter) for parameter in parameters)
 
     def wait_update(self, started: Any) -> Any:
+        """The new values: if updates are delayed, those that the call before's has made.
+
+        Both moves have been waited for then, and this call's begins from those values.
+        """
+        if id(started) in self._asked:
+            return self._exchange(self._asked.pop(id(started)))
         update = self._updating.pop(id(started))
         update.complete()
         return update.values
+
+    def _exchange(self, asked: _Asked) -> torch.Tensor:
+        assert self.delayed is not None
+        key = self._delayed_keys[asked.optimizer, tuple(asked.parameters)]
+        self.delayed.exchange(key, asked.values)
+        if asked.is_skipped:
+            return asked.values
+        if asked.optimizer not in self._updated:  # its step reads states and groups
+            self.delayed.complete(self.runners[asked.optimizer].live_optimizer())
+        update = self.delayed.leave(key, asked.values, asked.gradients)
+        data = self._parts(update.values, asked.parameters)
+        update.updating = self._started_update(
+            update.values, data, update.gradients, [], asked.optimizer, asked.parameters
+        )
+        return asked.values
 
     def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
         is_update = id(started) in self._updating
@@ -759,11 +851,24 @@ class StepRuntime:
 
     def _end(self, optimizer: int) -> None:
         for runner in self._runners_of(optimizer):
-            runner.end()
+            keep_groups = runner.end()
+            if self.delayed is not None and runner is self.host_runners.get(optimizer):
+                self.delayed.keep_groups(runner.live_optimizer(), keep_groups)
 
     def _finish_updates(self) -> None:
         for optimizer in self._updated:
             self._end(optimizer)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A delayed update before it begins: its operands, in staging buffers."""
+
+    values: torch.Tensor
+    gradients: torch.Tensor
+    optimizer: int
+    parameters: list[int]
+    is_skipped: bool
 
 
 class _HostUpdate:
@@ -790,6 +895,11 @@ class _HostUpdate:
             assert self._finish is not None
             with torch.no_grad():
                 self._finish(results)
+
+    def forget_states(self) -> None:
+        """Keep no states when it completes: there is no optimizer to keep them."""
+        if self._finish is not None:
+            self._finish = lambda results: None
 
 
 def _updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:

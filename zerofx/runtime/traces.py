@@ -126,8 +126,11 @@ class Traces:
         """What a group gives to its parameters' updates in this step."""
         if group.arguments is None:
             given = group_values(group.values)
-            if self._on_host:  # a learning rate on a GPU is read there once a step
-                given = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
+            if self._on_host:  # a learning rate that is a tensor is read once a step
+                given = {
+                    k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v
+                    for k, v in given.items()
+                }
             group.arguments = read_arguments(
                 given, shard_shape=None, inputs=self._changing_integers
             )

@@ -111,7 +111,7 @@ class OptimizerRunner:
 
     def begin(self) -> None:
         """Start one optimizer step: look up every parameter's group as it is now."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         self._traces.begin(optimizer)
         self._groups = {}
         self._begun.clear()  # what a step that failed has left
@@ -129,7 +129,7 @@ class OptimizerRunner:
 
         Raises: UpdateError if an update cannot be traced, or not run on shards.
         """
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         check_independent(optimizer)
         self.begin()
         assert self._groups is not None
@@ -153,7 +153,7 @@ class OptimizerRunner:
         Before the first step; those that there are may be whole still.
         """
         assert self._host is not None
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         total = 0
         for parameter, kept in self._kept(list(parameters)):
             reference, info = self._parameters[parameter]
@@ -176,7 +176,7 @@ class OptimizerRunner:
         self, parameters: Sequence[int]
     ) -> Iterator[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
         """What will be kept per element of each parameter's shard; outside of a step."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         self.begin()
         assert self._groups is not None
         nothing = read_arguments({}, shard_shape=None, inputs=())
@@ -199,7 +199,7 @@ class OptimizerRunner:
 
     def group_of(self, parameters: Sequence[int]) -> Group:
         """What ``FileTier.reserve`` takes for the states of these parameters."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         users, names = [], []
         for parameter in parameters:
             reference, info = self._parameters[parameter]
@@ -223,7 +223,7 @@ class OptimizerRunner:
         """Have these parameters' states in host memory, side by side, if that is where they are
         updated, and else on the device.
         """
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         users = [self._parameters[parameter][0]() for parameter in parameters]
         states = [optimizer.state[user] for user in users if user in optimizer.state]
         bring_back(states)  # from files, where another function has put them
@@ -248,7 +248,7 @@ class OptimizerRunner:
 
     def ready(self, data: Tensor, grad: Tensor, parameter: int) -> ReadyUpdate:
         """Do of ``run`` what only the step's thread may: trace, compile and read numbers."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         user_parameter, info, group = self._of_step(parameter)
         with torch.no_grad():
             values = optimizer.state.get(user_parameter) or {}
@@ -303,7 +303,7 @@ class OptimizerRunner:
     ) -> None:
         group.changed.update(new_group)
         if new_state or values:
-            live = self._live_optimizer().state[user_parameter]
+            live = self.live_optimizer().state[user_parameter]
             for name in [name for name in live if name not in new_state]:
                 del live[name]
             live.update(new_state)
@@ -348,7 +348,7 @@ class OptimizerRunner:
 
     def _begin(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         user_parameter, info, group = self._of_step(parameter)
         values = optimizer.state.get(user_parameter) or {}
         self._check_shards(values, data, info)
@@ -366,7 +366,7 @@ class OptimizerRunner:
         """Run the rest of an update that has begun."""
         begun = self._begun.pop(parameter)
         user_parameter, _, group = self._of_step(parameter)
-        values = self._live_optimizer().state.get(user_parameter) or {}
+        values = self.live_optimizer().state.get(user_parameter) or {}
         with torch.no_grad():
             new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
         self._keep(user_parameter, group, values, new_state, new_group)
@@ -552,7 +552,7 @@ class OptimizerRunner:
         gives_squares: bool = False,
     ) -> _JoinedUpdate | None:
         """One kernel's call for shards that are one piece of memory; None if that cannot be."""
-        optimizer = self._live_optimizer()
+        optimizer = self.live_optimizer()
         parameters = tuple(parameter for *_, parameter in members)
         users = [self._parameters[parameter][0]() for parameter in parameters]
         info = self._parameters[parameters[0]][1]
@@ -602,7 +602,7 @@ class OptimizerRunner:
             self._storage.settle(new_state, values, data, info, draw)
             group.changed.update(new_group)
             if new_state:
-                live = self._live_optimizer().state
+                live = self.live_optimizer().state
                 keep_state(new_state, values, [live[user] for user in users], lengths)
 
         return _JoinedUpdate(kernel, inputs, kernel.may_wait and is_settled, finish)
@@ -625,15 +625,25 @@ class OptimizerRunner:
             self._extensions[key] = update, made
         return self._extensions[key][1]
 
-    def end(self) -> None:
-        """Finish the step: write changed group entries back, and let LR schedulers know."""
-        for group in (self._groups or {}).values():
-            group.values.update(group.changed)
+    def end(self) -> Callable[[], None]:
+        """Finish the step: write changed group entries back, and let LR schedulers know.
+
+        What it returns writes back what updates change that finish later.
+        """
+        groups = list((self._groups or {}).values())
+
+        def keep_groups() -> None:
+            for group in groups:
+                group.values.update(group.changed)
+
+        keep_groups()
         self._groups = None
         self._draws.end()
-        self._live_optimizer()._opt_called = True
+        self.live_optimizer()._opt_called = True
+        return keep_groups
 
-    def _live_optimizer(self) -> torch.optim.Optimizer:
+    def live_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer.  Raises: RuntimeError if it is gone."""
         optimizer = self._optimizer()
         if optimizer is None:
             raise RuntimeError(

@@ -92,6 +92,7 @@ def value_for_state_dict(bound: BoundParameter, destination: Any) -> torch.Tenso
 
     A parameter with two names is gathered once: as in plain torch, both entries share memory.
     """
+    REGISTRY.settle([bound])
     if not _has_met_for(destination):
         join([bound], "state_dict()")
         REGISTRY.last_destination = _meeting(destination)
@@ -173,6 +174,7 @@ class OptimizerAttachment:
         self.keeps_loaded_dtypes = False
         self.handles = [
             optimizer.register_step_pre_hook(self.on_step),
+            optimizer.register_state_dict_pre_hook(self.before_state_dict),
             optimizer.register_state_dict_post_hook(self.on_state_dict),
             optimizer.register_load_state_dict_pre_hook(self.on_load),
             optimizer.register_load_state_dict_post_hook(self.on_loaded),
@@ -231,6 +233,10 @@ class OptimizerAttachment:
             "zerofx.unshard(model, optimizer)."
         )
 
+    def before_state_dict(self, optimizer: Optimizer) -> None:
+        """Have all states there are, and of one step."""
+        REGISTRY.settle(self.bounds(optimizer), [optimizer])
+
     def on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Put whole CPU tensors in place of the shards; ``optimizer.state`` stays as it is."""
         bounds = [bound for bound in self.bounds(optimizer) if bound in self.sharded]
@@ -251,6 +257,7 @@ class OptimizerAttachment:
         state_dict["state"] = dict(sorted(state_dict["state"].items(), key=lambda entry: entry[0]))
 
     def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        REGISTRY.settle(self.bounds(optimizer), [optimizer])
         self.loading = state_dict
         self.before_load = {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
@@ -347,6 +354,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
     """
     given = [optimizer for optimizer in optimizers if optimizer is not None]
     bounds = _bound_in(model)
+    REGISTRY.settle(bounds, given)
     for optimizer, attachment in REGISTRY.attached.items():
         held = [b for b in bounds if b in attachment.sharded and optimizer.state.get(b.parameter)]
         if held and not any(optimizer is other for other in given):
