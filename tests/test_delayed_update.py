@@ -19,6 +19,7 @@ from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_offload import (
     CLIPPED,
+    PRECISIONS,
     accumulated,
     assert_same,
     built,
@@ -143,6 +144,23 @@ def test_is_the_definition_with_other_options(options):
     (losses,), *states = expected(plain, 4)
     got = trained(plain, 4, options)
     torch.testing.assert_close(got, (losses, *states), rtol=1e-5, atol=1e-7)
+
+
+def settled_each_time(options, calls=3):
+    torch._dynamo.reset()
+    pair, losses = built(torch.bfloat16), []
+    compiled = zero(**options)
+    for number in range(calls):
+        losses += run(compiled, pair, [number])
+        pair[1].state_dict()
+    return losses, pair[0].state_dict(), pair[1].state_dict()
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_settled_after_every_call_it_is_the_same_as_without(name):
+    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+        delayed = settled_each_time({**DELAYED, **PRECISIONS[name]})
+        assert_same(delayed, settled_each_time({"offload": "optimizer", **PRECISIONS[name]}))
 
 
 def test_differs_from_updates_in_time():
