@@ -348,7 +348,7 @@ def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 1000)
     compiled, model, optimizer = gpt_pair(stage=0, **ACTIVATIONS)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    words = r"needs \d+ bytes of host memory .*, \d+ of activations\), and 1000 are available"
+    words = r"needs \d+ bytes of host memory .*\(\d+ of activations\), and 1000 are available"
     with pytest.raises(StepError, match=words):
         compiled(model, optimizer, *tokens(0, 4))
     assert_same(dict(model.state_dict()), before)

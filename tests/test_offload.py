@@ -485,6 +485,27 @@ def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(
     assert not pair[1].state and REGISTRY.lookup(pair[0].head.weight) is None
 
 
+def without_room_on_rank_1(options):
+    """What each rank is told, and whether anything has changed."""
+    is_short = torch.distributed.get_rank() == 1
+    available = mock.Mock(return_value=1000 if is_short else 2**30)
+    pair = built()
+    with mock.patch.object(HostMemory, "available_bytes", available):
+        try:
+            run(zero(**options), pair, range(1))
+        except Exception as error:
+            return str(error), bool(pair[1].state), REGISTRY.lookup(pair[0].head.weight) is None
+    return None
+
+
+@pytest.mark.parametrize("options", (OFFLOAD, {"offload": "optimizer,params,activations"}), ids=str)
+def test_a_rank_without_room_stops_all_of_them_before_the_first_step(options, ranks):
+    other, short = ranks(2).run(without_room_on_rank_1, options)
+    assert "1000 are available" in short[0]
+    assert "rank 1" in other[0] and "bytes of host memory" in other[0]
+    assert short[1:] == other[1:] == (False, True)
+
+
 def test_what_is_there_already_needs_no_more_room(monkeypatch):
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
