@@ -1,12 +1,14 @@
 """``offload="auto"``: as little leaves the device as makes the step fit ``memory_budget``."""
 
 import functools
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_offload import assert_same, program_of, tensors_of
 from zerofx.account import moved_bytes
@@ -113,6 +115,18 @@ def test_the_more_fits_the_less_leaves_and_results_are_the_same(stage):
             assert one["states"] == one["all states"]
     params = [one["params"] for one in away]
     assert params == sorted(params, reverse=True)
+
+
+def test_explain_says_what_leaves():
+    pair = built()
+    options = {"lowering": "eager", "offload": "auto", "memory_budget": 180_000}
+    compiled = torch.compile(step, backend="zero", options=options)
+    compiled(*pair, torch.randn(ROWS, WIDTH))
+    chosen = ", ".join(program_of(compiled).options.offload)
+    assert chosen.startswith("optimizer")
+    assert re.search(
+        f"leaves the device, as far as it has to +{chosen}\n", zerofx.explain(compiled)
+    )
 
 
 def test_what_cannot_be_met_is_refused_with_the_numbers_before_anything_changes():

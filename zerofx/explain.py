@@ -94,7 +94,9 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     stays = (
         [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
     )
+    targets = ", ".join(program.options.offload) or "what another function keeps there"
     rows = [
+        ("leaves the device, as far as it has to", targets),
         ("parameters in host memory", _size(_on_host(program))),
         *_files(program),
         ("optimizer states in host memory", _size(states)),
