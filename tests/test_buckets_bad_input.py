@@ -15,7 +15,8 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx import StepError, backend
+from zerofx import backend
+from zerofx.errors import BudgetError
 from zerofx.runtime.agreement import AgreementError
 from zerofx.runtime.communication import Communicator
 
@@ -345,7 +346,7 @@ def test_what_is_kept_stays_so_while_it_fits_and_is_agreed_on_anew_when_not(rank
 def test_a_budget_that_is_too_small_on_one_rank_ends_both(ranks):
     rows = ((FEW, MANY),)
     (kind, text, _), (other_kind, other, _) = ranks(2).run(uneven, 0.9, rows, timeout_s=60)
-    assert (kind, other_kind) == (AgreementError.__name__, StepError.__name__)
+    assert (kind, other_kind) == (AgreementError.__name__, BudgetError.__name__)
     assert "rank 1 could not compile" in text
     assert "memory_budget is" in other and "give it that much" in other and other[:40] in text
 
