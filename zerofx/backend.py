@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat, ops, traced
+from zerofx import compat, traced
 from zerofx.account import wire_bytes
 from zerofx.auto_offload import attempts, first_that_fits
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
 from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
+from zerofx.effects import has_moves
 from zerofx.errors import GraphError, StepError
 from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
@@ -334,7 +335,7 @@ class Program:
                 in_place=[bucket.parameters for bucket in in_place],
                 keep_source=self.dump.write_kernel if self.dump else None,
                 precision=Precision.of(options),
-                mover=self.function.mover if _moves(self.gm.graph) else None,
+                mover=self.function.mover if has_moves(self.gm.graph) else None,
                 states_on_host="optimizer" in options.offload,
                 joins_updates=fuses,
                 open_files=self._open_files if options.offload_tier == "nvme" else None,
@@ -424,10 +425,6 @@ def _kept_on_host(options: Options, step: CapturedStep) -> frozenset[int]:
         return frozenset()
     bounds = map(REGISTRY.lookup, step.tensors)
     return frozenset(i for i, bound in enumerate(bounds) if bound and bound.host is not None)
-
-
-def _moves(graph: fx.Graph) -> bool:
-    return any(ops.is_move(node.target) for node in graph.nodes)
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -13,23 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from zerofx import ops
+from zerofx import effects, ops
 from zerofx.codegen.gradient_norm import squares_of
 from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.storage import Precision
 from zerofx.errors import StepError
 from zerofx.graph import (
-    aliases,
     gradient_outputs,
     groups_in_files,
     hinted_bytes,
     input_role,
-    operands_of_updates,
     placeholders,
     sharded_results,
     staging_bytes,
     unreduced_results,
-    writers,
     written_gradients,
 )
 from zerofx.plan import ParameterTable
@@ -126,8 +123,8 @@ class StepRuntime:
         self.unreduced_results = frozenset(unreduced_results(graph))
         self.renewed_gradients = dict(written_gradients(graph))
         self.sharded_results = frozenset(sharded_results(graph))
-        self.changed_gradients = _changed_gradients(graph)
-        self.written = _written_shards(graph)
+        self.changed_gradients = effects.changed_gradients(graph)
+        self.written = effects.written_shards(graph)
         self.resumes = [
             (node.args[1], node.meta["val"].dtype)
             for node in graph.nodes
@@ -144,15 +141,11 @@ class StepRuntime:
         self.states_on_host = states_on_host
         self.joins_updates = joins_updates
         self.delayed = delayed
-        self._updates_on_host = [
-            (node.args[2], tuple(node.args[3]))
-            for node in graph.nodes
-            if node.target in ops.HOST_UPDATES
-        ]
+        self._updates_on_host = effects.groups_on_host(graph)
         self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
-        self.moved_out = _moved_out(graph)
-        read_later = _gradients_read_after_update(graph)
-        owned = _owned_parameters(graph)
+        self.moved_out = effects.moved_out(graph)
+        read_later = effects.gradients_read_after_update(graph)
+        owned = effects.owned_parameters(graph)
 
         def runners(on_host: bool) -> dict[int, OptimizerRunner]:
             return {
@@ -171,7 +164,7 @@ class StepRuntime:
             }
 
         self.runners, self.host_runners = runners(False), runners(True) if states_on_host else {}
-        on_host = _updated_on_host(graph)
+        on_host = effects.updated_on_host(graph)
         for handle, runner in self.runners.items():
             runner.prepare(p for h, p in updates if h == handle and (h, p) not in on_host)
         for handle, runner in self.host_runners.items():
@@ -902,64 +895,7 @@ class _HostUpdate:
             self._finish = lambda results: None
 
 
-def _updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:
-    """The updates, as (optimizer, parameter), that the program runs in host memory."""
-    starts = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
-    return list(
-        dict.fromkeys((start.args[2], index) for start in starts for index in start.args[3])
-    )
-
-
-def _written_shards(graph: fx.Graph) -> set[int]:
-    """The parameters whose shards the program writes to."""
-    return {
-        input_role(node).parameter
-        for node in placeholders(graph, "parameter")
-        if input_role(node).sharded and writers(node)
-    }
-
-
-def _owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
-    """By optimizer, the parameters whose updates may need them whole."""
-    owned: dict[int, frozenset[int]] = {}
-    for node in graph.nodes:
-        if node.target is ops.on_owners:
-            optimizer, parameters = node.args[2:4]
-            owned[optimizer] = owned.get(optimizer, frozenset()) | frozenset(parameters)
-    return owned
-
-
-def _changed_gradients(graph: fx.Graph) -> set[int]:
-    """The parameters whose unreduced gradient the program adds to or replaces."""
-    return set(written_gradients(graph).values()) | {
-        input_role(node).parameter
-        for node in placeholders(graph, "gradient")
-        if input_role(node).unreduced and writers(node)
-    }
-
-
 def _alive(reference: weakref.ref) -> Any:
     value = reference()
     assert value is not None, "whoever calls the step holds what it was compiled for"
     return value
-
-
-def _gradients_read_after_update(graph: fx.Graph) -> set[int]:
-    """The parameters whose gradient has a reader behind the update that reads it."""
-    return {
-        update.parameter
-        for node in graph.nodes
-        for update in operands_of_updates(node)
-        for alias in aliases(update.gradient)
-        if any(reader > node for reader in alias.users)
-    }
-
-
-def _moved_out(graph: fx.Graph) -> set[int]:
-    """The parameters of whose whole value a shard is taken to be moved to the host, once."""
-    found: Counter[int] = Counter()
-    for node in graph.nodes:
-        if node.target is ops.take_shard:
-            only_moves = all(user.target is ops.to_host_start for user in node.users)
-            found[node.args[1]] += 1 if only_moves else 2
-    return {parameter for parameter, count in found.items() if count == 1}
