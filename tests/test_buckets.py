@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-import zerofx.runtime.step
+import zerofx.runtime.buckets
 from tests import models
 from tests.models import squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
@@ -304,17 +304,17 @@ def check_nothing_is_copied() -> None:
     pair = Pair(3)
     packed = []
 
-    def recording(shards, infos, own=zerofx.runtime.step.pack):
+    def recording(shards, infos, own=zerofx.runtime.buckets.pack):
         result = own(shards, infos)
         packed.append((result, [s for s in shards if s.numel()]))
         return result
 
     pair.train(0)
-    zerofx.runtime.step.pack, original = recording, zerofx.runtime.step.pack
+    zerofx.runtime.buckets.pack, original = recording, zerofx.runtime.buckets.pack
     try:
         pair.train(1)
     finally:
-        zerofx.runtime.step.pack = original
+        zerofx.runtime.buckets.pack = original
     assert len(packed) >= 3
     memory = set()
     for own in bounds_by_bucket(pair.model):

@@ -34,6 +34,7 @@ from tests.test_offload import (
 from zerofx.errors import StepError
 from zerofx.options import resolve
 from zerofx.runtime.moves import Mover
+from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import ReadyUpdate
 
@@ -406,9 +407,7 @@ def test_a_step_that_fails_after_its_updates_has_made_them():
         reference.call(*features(number, 8))
         run(compiled, (model, optimizer), [number])
     with (
-        mock.patch.object(
-            zerofx.runtime.step.StepRuntime, "_finish_updates", side_effect=OSError("no more")
-        ),
+        mock.patch.object(OptimizerSteps, "finish", side_effect=OSError("no more")),
         pytest.raises(OSError, match="no more"),
     ):
         run(compiled, (model, optimizer), [2])

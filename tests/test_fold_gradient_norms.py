@@ -21,7 +21,7 @@ from zerofx.fold_gradient_norms import fold_gradient_norms
 from zerofx.fold_gradient_work import fold_gradient_work
 from zerofx.regions import is_compute
 from zerofx.runtime import update as updates
-from zerofx.runtime.step import StepRuntime
+from zerofx.runtime.device_updates import DeviceUpdates
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -391,7 +391,7 @@ def peak_of_updates(monkeypatch):
         monitored_step, backend="zero", options={"stage": 3, "bucket_bytes": 1 << 16 | 1 << 10}
     )
     spans = []
-    update = StepRuntime.update_together
+    update = DeviceUpdates.update_together
 
     def noted(self, *args, **kwargs):
         begin = time.time_ns()
@@ -399,7 +399,7 @@ def peak_of_updates(monkeypatch):
         spans.append((begin, time.time_ns()))
         return result
 
-    monkeypatch.setattr(StepRuntime, "update_together", noted)
+    monkeypatch.setattr(DeviceUpdates, "update_together", noted)
     for _ in range(3):
         step(model, optimizer, torch.randn(2, 128))
     spans.clear()

@@ -22,7 +22,7 @@ from zerofx.graph import InputRole, set_input_role
 from zerofx.regions import CompiledRegion, is_compute
 from zerofx.runtime import update as updates
 from zerofx.runtime.communication import Communicator
-from zerofx.runtime.step import StepRuntime
+from zerofx.runtime.device_updates import DeviceUpdates
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -446,7 +446,7 @@ def allocated_for_updates(monkeypatch) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = torch.compile(functools.partial(clipped_step, clip_norm), backend="zero")
     waited, spans = [0], []
-    wait, update = Communicator.wait, StepRuntime.update_together
+    wait, update = Communicator.wait, DeviceUpdates.update_together
 
     def noted_wait(self, started):
         result = wait(self, started)
@@ -459,7 +459,7 @@ def allocated_for_updates(monkeypatch) -> int:
         return result
 
     monkeypatch.setattr(Communicator, "wait", noted_wait)
-    monkeypatch.setattr(StepRuntime, "update_together", noted_update)
+    monkeypatch.setattr(DeviceUpdates, "update_together", noted_update)
     for _ in range(3):
         step(model, optimizer, torch.randn(2, 512))
     spans.clear()

@@ -34,9 +34,9 @@ from zerofx.errors import StepError
 from zerofx.options import resolve
 from zerofx.runtime import moves
 from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.update import OptimizerRunner
 
 OFFLOAD = {"offload": "optimizer"}
@@ -677,7 +677,7 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
 
     with mock.patch.object(Update, "__call__", slow):
         with mock.patch.object(Mover, "to_device_start", side_effect=Broken("no")):
-            with mock.patch.object(StepRuntime, "wait_update", lambda self, started: started):
+            with mock.patch.object(HostUpdates, "wait_update", lambda self, started: started):
                 with pytest.raises(Broken, match="no"):
                     run(compiled, pair, range(1))
         count = len(ended)

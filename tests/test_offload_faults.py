@@ -27,8 +27,8 @@ from zerofx.runtime.file_tier import FileTier
 from zerofx.runtime.filed_states import StateBucket, per_element
 from zerofx.runtime.files import scratch
 from zerofx.runtime.guarded import GuardedState
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.step import StepRuntime
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_a_failing_disk_stops_the_step_and_leaves_the_checkpoint_good(
     pair, compiled = built(), filed(tmp_path)
     assert run(compiled, pair, range(2)) == expected[:2]
     torch.save([part.state_dict() for part in pair], tmp_path / "checkpoint")
-    flush(program_of(compiled).runtime.tier)
+    flush(program_of(compiled).runtime.files.tier)
     system.arm(kind, code, at)
     losses, error = train_until_it_fails(compiled, pair)
     system.armed = None
@@ -164,7 +164,7 @@ def flip_a_bit(path):
 def test_a_bit_flip_is_found_with_checksums_and_the_bucket_named(tmp_path, expected):
     pair, compiled = built(), filed(tmp_path, offload_checksums=True)
     assert run(compiled, pair, range(2)) == expected[:2]
-    tier = program_of(compiled).runtime.tier
+    tier = program_of(compiled).runtime.files.tier
     flush(tier)
     for path in files_of(tier.store):
         flip_a_bit(path)
@@ -183,7 +183,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
         pair = built()
         compiled = zero(clipped, **SMALL_BUCKETS, **options)
         run(compiled, pair, range(2))
-        original, calls = StepRuntime.update_on_host_start, []
+        original, calls = HostUpdates.update_on_host_start, []
 
         def update(self, *arguments):
             calls.append(arguments)
@@ -191,7 +191,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
                 raise KeyboardInterrupt
             return original(self, *arguments)
 
-        monkeypatch.setattr(StepRuntime, "update_on_host_start", update)
+        monkeypatch.setattr(HostUpdates, "update_on_host_start", update)
         program = program_of(compiled).runtime.program
         for node in program.graph.nodes:  # bound methods, taken when it was lowered
             if getattr(node.target, "__name__", "") == "update_on_host_start":
@@ -199,7 +199,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
         program.recompile()
         with pytest.raises(KeyboardInterrupt):
             run(compiled, pair, [2])
-        monkeypatch.setattr(StepRuntime, "update_on_host_start", original)
+        monkeypatch.setattr(HostUpdates, "update_on_host_start", original)
         states = pair[1].state_dict()
         return states, run(compiled, pair, range(3, 5)), pair[1].state_dict()
 
@@ -225,7 +225,7 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
     monkeypatch.setattr(Update, "__call__", slow)
     monkeypatch.setattr(FileTier, "failed", watched)
     with monkeypatch.context() as patch:
-        patch.setattr(StepRuntime, "wait_update", _interrupted)
+        patch.setattr(HostUpdates, "wait_update", _interrupted)
         for node in program_of(compiled).runtime.program.graph.nodes:
             if getattr(node.target, "__name__", "") == "wait_update":
                 node.target = _interrupted

@@ -72,7 +72,7 @@ def files(directory, cache_bytes=LARGE, **options):
 
 
 def store_of(compiled):
-    return program_of(compiled).runtime.tier.store
+    return program_of(compiled).runtime.files.tier.store
 
 
 def trained(step, options, dtype=torch.float32, make=torch.optim.AdamW, steps=4):
@@ -86,14 +86,14 @@ def trained(step, options, dtype=torch.float32, make=torch.optim.AdamW, steps=4)
     for number in range(steps):
         losses += run(compiled, pair, [number])
         if "offload_dir" in options:
-            tier = program_of(compiled).runtime.tier
+            tier = program_of(compiled).runtime.files.tier
             flush(tier)
             moved.append((tier.store.bytes_read, tier.store.bytes_written))
             assert tier.cached_bytes <= options["offload_cache_bytes"]
             live = [p for p in pair[0].parameters() if p.requires_grad]
             values = [v for p in live for _, v in per_element(pair[1].state[p])]
             assert values and all(isinstance(value, GuardedState) for value in values)
-    buckets = program_of(compiled).runtime.filed if "offload_dir" in options else []
+    buckets = program_of(compiled).runtime.files.buckets if "offload_dir" in options else []
     sizes = [bucket.nbytes for bucket in buckets]
     return losses, pair[0].state_dict(), pair[1].state_dict(), moved, sizes
 
@@ -149,10 +149,10 @@ def test_a_step_that_is_skipped_writes_nothing(tmp_path):
     for number in range(5):
         x, y = features(number, 8)
         compiled(*pair, x if number < 2 else x * torch.inf, y)
-        flush(program_of(compiled).runtime.tier)
+        flush(program_of(compiled).runtime.files.tier)
         store = store_of(compiled)
         moved.append((store.bytes_read, store.bytes_written))
-    nbytes = sum(bucket.nbytes for bucket in program_of(compiled).runtime.filed)
+    nbytes = sum(bucket.nbytes for bucket in program_of(compiled).runtime.files.buckets)
     (read, written), (more_read, more_written) = moved[-2:]
     assert more_read - read == nbytes and more_written == written == 2 * nbytes
     assert pair[1].state_dict()["state"][0]["step"] == 2
@@ -189,7 +189,7 @@ def test_an_optimizer_without_states_needs_no_files_room(tmp_path):
     other = built(make=torch.optim.SGD)
     losses = run(compiled, pair, range(3))
     assert losses == run(zero(), other, range(3))
-    assert sum(bucket.nbytes for bucket in program_of(compiled).runtime.filed) == 0
+    assert program_of(compiled).runtime.files is None
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -225,7 +225,7 @@ def test_room_is_reserved_for_just_what_will_be_kept(name, tmp_path):
         pair, compiled = built(dtype), zero(**options)
         run(compiled, pair, range(3))
     states = sum(value.numel() * value.itemsize for value in tensors_of(pair[1]))
-    assert sum(bucket.nbytes for bucket in program_of(compiled).runtime.filed) == states > 0
+    assert sum(bucket.nbytes for bucket in program_of(compiled).runtime.files.buckets) == states > 0
 
 
 def test_where_there_is_room_in_host_memory_nothing_is_read_or_written(ranks, tmp_path):
@@ -605,10 +605,10 @@ def test_host_memory_never_holds_all_states(tmp_path):
     for _ in range(2):
         compiled(model, optimizer, x)
     runtime = program_of(compiled).runtime
-    states = sum(bucket.nbytes for bucket in runtime.filed)
+    states = sum(bucket.nbytes for bucket in runtime.files.buckets)
     staging = runtime.host_needs["staging buffers"]
     assert states > 2 * bound
-    assert runtime.tier.cached_bytes <= bound
+    assert runtime.files.tier.cached_bytes <= bound
     assert 0 < REGISTRY.host.peak_nbytes - before <= bound + staging
     count = REGISTRY.host.num_allocations
     for _ in range(3):
@@ -620,12 +620,12 @@ def test_the_cache_has_a_bound_of_its_own_if_none_is_given(tmp_path, monkeypatch
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 10**9)
     compiled = zero(**files(tmp_path, None))
     run(compiled, built(), range(1))
-    assert program_of(compiled).runtime.tier.cache_bytes == 5 * 10**8
+    assert program_of(compiled).runtime.files.tier.cache_bytes == 5 * 10**8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     torch._dynamo.reset()
     (tmp_path / "other").mkdir()
     run(compiled := zero(clipped, **files(tmp_path / "other", None)), built(), range(1))
-    assert program_of(compiled).runtime.tier.cache_bytes == 5 * 10**8 // 4
+    assert program_of(compiled).runtime.files.tier.cache_bytes == 5 * 10**8 // 4
 
 
 def test_two_of_the_largest_buckets_fit_if_none_is_given(tmp_path, monkeypatch):
@@ -633,7 +633,7 @@ def test_two_of_the_largest_buckets_fit_if_none_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, None))
     run(compiled, built(), range(1))
-    assert program_of(compiled).runtime.tier.cache_bytes == TWO_BUCKETS
+    assert program_of(compiled).runtime.files.tier.cache_bytes == TWO_BUCKETS
 
 
 def test_folders_go_with_the_last_that_uses_them(tmp_path):
@@ -667,10 +667,10 @@ def test_explain_says_what_is_in_files(tmp_path):
     run(compiled, pair, range(2))
     text = zerofx.explain(compiled)
     runtime = program_of(compiled).runtime
-    nbytes = sum(bucket.nbytes for bucket in runtime.filed)
+    nbytes = sum(bucket.nbytes for bucket in runtime.files.buckets)
     for line in (
         rf"optimizer states in files +{nbytes / 1024:.2f} KiB in {re.escape(str(tmp_path))}",
-        rf"their largest bucket +{max(b.nbytes for b in runtime.filed)} B",
+        rf"their largest bucket +{max(b.nbytes for b in runtime.files.buckets)} B",
         rf"read and written per step, at most +{nbytes / 1024:.2f} KiB each",
         r"kept of them in host memory, at most +16.00 KiB",
         r"optimizer states in host memory +16.00 KiB",
@@ -811,8 +811,8 @@ def test_only_what_is_per_element_is_in_files():
 
 
 def test_batches_of_other_shapes_use_the_same_buckets(tmp_path):
-    pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     other, without = built(), zero(**SMALL_BUCKETS)
+    pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     losses = []
     for function, objects in ((without, other), (compiled, pair)):
         losses.append([])
@@ -820,6 +820,8 @@ def test_batches_of_other_shapes_use_the_same_buckets(tmp_path):
             losses[-1].append(function(*objects, *features(number, rows)).item())
     assert losses[0] == losses[1]
     names = {
-        bucket.name for p in program_of(compiled).function.programs for bucket in p.runtime.filed
+        bucket.name
+        for p in program_of(compiled).function.programs
+        for bucket in p.runtime.files.buckets
     }
-    assert len(names) == len(program_of(compiled).runtime.filed)
+    assert len(names) == len(program_of(compiled).runtime.files.buckets)

@@ -24,7 +24,6 @@ from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
 from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
-from zerofx.effects import has_moves
 from zerofx.errors import GraphError, StepError
 from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
@@ -46,6 +45,7 @@ from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import PeerMemory
 from zerofx.runtime.state_bytes import bytes_of_states
 from zerofx.runtime.step import StepRuntime
+from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
 from zerofx.timeline import predict
@@ -324,22 +324,27 @@ class Program:
             runtime = StepRuntime(
                 communicator,
                 self.gm.graph,
-                self.table,
-                step.tensors,
-                step.buffers,
-                options.stage,
-                updates(self.gm.graph),
-                {handle: traced.optimizer_of(handle) for handle in self.optimizers},
-                reuses_buffers=options.memory_budget is None,
-                moves_whole=options.bucket,
-                in_place=[bucket.parameters for bucket in in_place],
+                Trained(
+                    self.table,
+                    step.tensors,
+                    step.buffers,
+                    {handle: traced.optimizer_of(handle) for handle in self.optimizers},
+                ),
+                DeviceSetup(
+                    options.stage,
+                    Precision.of(options),
+                    moves_whole=options.bucket,
+                    in_place=[bucket.parameters for bucket in in_place],
+                    reuses_buffers=options.memory_budget is None,
+                ),
+                HostSetup(
+                    self.function.mover,
+                    keeps_states="optimizer" in options.offload,
+                    joins_updates=fuses,
+                    open_files=self._open_files if options.offload_tier == "nvme" else None,
+                    delayed=self.function.delayed if options.delayed_update else None,
+                ),
                 keep_source=self.dump.write_kernel if self.dump else None,
-                precision=Precision.of(options),
-                mover=self.function.mover if has_moves(self.gm.graph) else None,
-                states_on_host="optimizer" in options.offload,
-                joins_updates=fuses,
-                open_files=self._open_files if options.offload_tier == "nvme" else None,
-                delayed=self.function.delayed if options.delayed_update else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
@@ -350,10 +355,10 @@ class Program:
             self.gm,
             runtime.kernels(),
             options.lowering,
-            runtime.update_together if fuses else None,
+            runtime.device_updates.update_together if fuses else None,
             # A budget counts a bucket's buffer, and its gradients as gone once they are in it.
-            runtime.reduce_bucket_start if options.memory_budget is None else None,
-            runtime.write_back,
+            runtime.buckets.reduce_bucket_start if options.memory_budget is None else None,
+            runtime.buckets.write_back,
             in_place,
         )
         logger.info(

@@ -123,11 +123,12 @@ def _ways(program: Program) -> str:
 
 def _files(program: Program) -> list[tuple[str, str]]:
     """What a step keeps in files; nothing without ``offload_tier="nvme"``."""
-    tier = program.runtime.tier if program.runtime is not None else None
-    if program.runtime is None or tier is None:
+    files = program.runtime.files if program.runtime is not None else None
+    if files is None:
         return []
-    nbytes = sum(bucket.nbytes for bucket in set(program.runtime.filed))
-    largest = max(bucket.nbytes for bucket in program.runtime.filed)
+    tier = files.tier
+    nbytes = sum(bucket.nbytes for bucket in set(files.buckets))
+    largest = max(bucket.nbytes for bucket in files.buckets)
     return [
         ("optimizer states in files", f"{_size(nbytes)} in {', '.join(tier.directories)}"),
         ("their largest bucket", _size(largest)),

@@ -142,7 +142,11 @@ def _slowed(
     if program.options.bucket:
         in_place = buckets_updated_in_place(program.gm.graph, program.table)
     slowed = lower(
-        program.gm, runtime.kernels(), "eager", write_back=runtime.write_back, in_place=in_place
+        program.gm,
+        runtime.kernels(),
+        "eager",
+        write_back=runtime.buckets.write_back,
+        in_place=in_place,
     )
     assert isinstance(slowed, fx.GraphModule)
     traveling: dict[int, Any] = {}  # by the id of what a collective makes

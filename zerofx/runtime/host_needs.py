@@ -1,0 +1,55 @@
+"""What a program will take of host memory that it has not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx, nn
+
+from zerofx import ops
+from zerofx.effects import updated_on_host
+from zerofx.graph import hinted_bytes, staging_bytes
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.moves import Mover
+from zerofx.runtime.optimizer_steps import OptimizerSteps
+from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.states_in_files import StatesInFiles
+
+
+def host_needs(
+    graph: fx.Graph,
+    kept: Iterable[tuple[nn.Parameter, ParameterInfo]],
+    mover: Mover,
+    steps: OptimizerSteps,
+    files: StatesInFiles | None,
+    is_delayed: bool,
+) -> dict[str, int]:
+    """Return the bytes to come, by what for.  ``kept`` are the parameters with shards there."""
+    needs = {
+        "staging buffers": mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,))),
+        "parameter shards": _shards_to_come(kept),
+        "activations": mover.bytes_to_come(staging_bytes(graph, (ops.offload_start,))),
+        "delayed updates": _delayed_bytes(graph) if is_delayed else 0,
+    }
+    if files is not None:
+        cached = files.tier.cache_bytes_to_come(files.buckets)
+        needs = {"a cache of optimizer states": cached, **needs}
+    else:
+        states = steps.host_bytes_to_come(updated_on_host(graph))
+        needs = {"optimizer states": states, **needs}
+    return {what: nbytes for what, nbytes in needs.items() if nbytes}
+
+
+def _shards_to_come(kept: Iterable[tuple[nn.Parameter, ParameterInfo]]) -> int:
+    """Bytes of shards that will be in host memory and are not there yet."""
+    known = [(REGISTRY.lookup(parameter), info) for parameter, info in kept]
+    return sum(
+        info.shard_numel * info.dtype.itemsize
+        for bound, info in known
+        if bound is None or bound.host is None
+    )
+
+
+def _delayed_bytes(graph: fx.Graph) -> int:
+    """Bytes of values and gradients that updates have to themselves between two calls."""
+    return sum(hinted_bytes(node) for node in graph.nodes if node.target is ops.to_host_start)
