@@ -1,11 +1,10 @@
 """The pass ``place_offload``: updates on the host, moves as nodes, at most a few under way."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
+from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
 from tests.programs import (
     assert_program,
     assert_same_numerics,
@@ -20,7 +19,7 @@ from tests.programs import (
     rewritten_by_rank,
     smallest_step,
 )
-from zerofx import GraphError, StepError, ops
+from zerofx import StepError, ops
 from zerofx.account import moved_bytes
 from zerofx.cost import live_bytes
 from zerofx.figures import NOMINAL, Figures
@@ -31,54 +30,7 @@ from zerofx.verify import verify
 
 aten = torch.ops.aten
 
-FACTS = frozenset({"averaged_gradients", "sharded_updates"})
 EITHER_WAY = (ops.to_host_start, ops.to_device_start)
-OFFLOADED = {"offload": "optimizer", "update_in_backward": True, "bucket": True}
-
-
-@functools.cache
-def tied_step():
-    """A weight used twice, a frozen one, two groups, and a parameter read after its update."""
-    torch.manual_seed(0)
-    tied, other, frozen = (nn.Parameter(torch.randn(5, 5)) for _ in range(3))
-    bias = nn.Parameter(torch.zeros(5))
-    frozen.requires_grad_(False)
-    groups = [{"params": [tied, other]}, {"params": [bias], "lr": 0.5}]
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
-
-    def step(x):
-        y = ((x @ tied).relu() @ other @ frozen + bias) @ tied
-        y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return tied.detach().sum()
-
-    return capture(step, torch.randn(3, 5), world_size=2)
-
-
-@functools.cache
-def twice_step():
-    """One parameter is updated twice in a step."""
-    torch.manual_seed(0)
-    model = nn.Linear(5, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x):
-        for _ in range(2):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return capture(step, torch.randn(3, 5), world_size=2)
-
-
-STEPS = {
-    "smallest": smallest_step,
-    "layers": mlp_step,
-    "clipped": lambda: mlp_step(clip=True),
-    "tied": tied_step,
-    "twice": twice_step,
-}
 
 
 def test_rewrites_the_smallest_program():
@@ -245,12 +197,6 @@ def test_an_update_of_whole_tensors_is_refused():
 @pytest.fixture(params=(1, 3), name="program")
 def program_fixture(request):
     return clone(rewritten(mlp_step(), stage=request.param, **OFFLOADED))
-
-
-def refused(program, match):
-    program.gm.graph.lint()
-    with pytest.raises(GraphError, match=match):
-        verify(program.gm, program.table, FACTS)
 
 
 def test_the_program_is_as_it_should_be(program):
