@@ -16,12 +16,12 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.device_memory import measured
+from tests.fake_cuda import Cuda
 from tests.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_memory import Allocations
-from tests.test_offload import Cuda, Deep, assert_same, highest, program_of
+from tests.trainings import assert_same, program_of
 from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
 from zerofx.regions import CompiledRegion
@@ -236,69 +236,39 @@ def test_equal_layers_are_compiled_once_however_many_there_are(stage, small_valu
 # Memory
 
 
-def squares(model, optimizer, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def measured(stage, **options):
-    """What a step has on the device at most, what that is predicted to be, and what moves."""
-    torch._dynamo.reset()
-    gc.collect()
-    x = torch.ones(1500, 96)
-    torch.manual_seed(0)
-    model = Deep()
-    optimizer = torch.optim.AdamW(model.parameters())
-    compiled = torch.compile(
-        squares, backend="zero", options={"stage": stage, "lowering": "eager", **options}
-    )
+def on_a_slow_device(stage, options):
     with mock.patch.dict(os.environ, {"ZEROFX_LINK": SLOW}):
-        for _ in range(3):
-            compiled(model, optimizer, x)
-    with Allocations() as step:
-        compiled(model, optimizer, x)
-    program = program_of(compiled)
-    ranks = program.function.communicator.world_size
-    sockets = not program.options.peer_memory
-    predicted = max(live_bytes(program.gm.graph, ranks, sockets=sockets, table=program.table))
-    return highest(step), predicted, moved_bytes(program.gm).activations
-
-
-def measured_there(stage, options):
-    return measured(stage, **options)
+        return measured(stage=stage, **options)
 
 
 def check_memory(without, offloaded):
-    plan = without[1] - offloaded[1]
-    assert plan > 0.4 * without[1] and offloaded[2] >= plan
-    assert without[0] - offloaded[0] == pytest.approx(plan, rel=0.05)
-    assert offloaded[0] == pytest.approx(offloaded[1], rel=0.05)
+    plan = without.predicted - offloaded.predicted
+    assert plan > 0.4 * without.predicted and offloaded.activations >= plan
+    assert without.step - offloaded.step == pytest.approx(plan, rel=0.05)
+    assert offloaded.step == pytest.approx(offloaded.predicted, rel=0.05)
 
 
 @pytest.mark.parametrize("stage", (0, OTHERS_LONG[1], 3))
 def test_the_devices_peak_falls_by_what_the_plan_says(stage):
-    check_memory(measured(stage), measured(stage, **ACTIVATIONS))
+    check_memory(on_a_slow_device(stage, {}), on_a_slow_device(stage, ACTIVATIONS))
 
 
 @pytest.mark.parametrize("stage", (OTHERS_LONG[0], 3))
 def test_on_two_ranks_too(stage, ranks):
-    before = ranks(2).run(measured_there, stage, {})
-    after = ranks(2).run(measured_there, stage, ACTIVATIONS)
+    before = ranks(2).run(on_a_slow_device, stage, {})
+    after = ranks(2).run(on_a_slow_device, stage, ACTIVATIONS)
     for without, offloaded in zip(before, after, strict=True):
         check_memory(without, offloaded)
 
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_a_step_keeps_within_its_memory_budget(stage):
-    without = measured(stage)
-    least = measured(stage, **ACTIVATIONS)
-    budget = (without[1] + least[1]) // 2
-    within = measured(stage, memory_budget=budget, **ACTIVATIONS)
-    assert within[0] <= budget + 2**10 and within[1] <= budget
-    assert 0 < within[2] < least[2]
+    without = on_a_slow_device(stage, {})
+    least = on_a_slow_device(stage, ACTIVATIONS)
+    budget = (without.predicted + least.predicted) // 2
+    within = on_a_slow_device(stage, {"memory_budget": budget, **ACTIVATIONS})
+    assert within.step <= budget + 2**10 and within.predicted <= budget
+    assert 0 < within.activations < least.activations
 
 
 def test_a_budget_that_cannot_be_met_is_refused_before_the_first_step():

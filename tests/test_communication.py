@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.device_memory import Allocations
 from tests.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
-from tests.test_memory import Allocations
 from zerofx.runtime.communication import (
     SCALAR_BYTES,
     Communicator,

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.device_memory import Allocations
 from tests.models import Gpt, language_loss, tokens
 from tests.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_memory import Allocations
 from zerofx import StepError, backend, ops
 from zerofx.cost import live_bytes
 

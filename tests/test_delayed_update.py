@@ -17,9 +17,10 @@ from torch.nn.utils import clip_grad_norm_
 import zerofx
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_offload import (
+from tests.trainings import (
     CLIPPED,
     PRECISIONS,
+    SCALERS,
     accumulated,
     assert_same,
     built,
@@ -361,9 +362,6 @@ def skipping(model, optimizer, x, y):
     return loss
 
 
-SCALERS: list = []
-
-
 def test_a_skipped_update_stores_the_one_before_and_leaves_nothing():
     SCALERS[:] = [torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)]
     reference, pair = Reference(make=torch.optim.SGD), built(make=torch.optim.SGD)
@@ -439,7 +437,8 @@ def test_the_process_may_end_with_updates_pending():
     program = """
         import time, torch, zerofx
         from unittest import mock
-        from tests.test_delayed_update import DELAYED, built, run, zero
+        from tests.test_delayed_update import DELAYED
+        from tests.trainings import built, run, zero
         from zerofx.runtime.update import ReadyUpdate
         original = ReadyUpdate.__init__
         def slow(self, compute, finish):

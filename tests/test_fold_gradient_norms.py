@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_fold_gradient_work import Program, counting
-from tests.test_memory import Allocations
 from zerofx import lower, ops
 from zerofx.codegen import kernel
 from zerofx.fold_gradient_norms import fold_gradient_norms

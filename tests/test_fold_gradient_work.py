@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_memory import Allocations
 from zerofx import compat, lower, ops
 from zerofx.codegen import kernel
 from zerofx.fold_gradient_work import fold_gradient_work

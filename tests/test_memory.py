@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.communication import Communicator
@@ -50,32 +51,6 @@ def storages() -> dict[int, int]:
             del found[key]
         end = max(end, start - negative)
     return found
-
-
-class Allocations:
-    """Every allocation that torch's CPU allocator made in a with block: (time in ns, bytes)."""
-
-    def __enter__(self) -> Allocations:
-        self.profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
-        self.profile.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.profile.__exit__(*error)
-        events = self.profile.profiler.kineto_results.events()
-        self.changes = sorted(
-            (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-        )
-
-    def sizes(self, spans=None) -> list[int]:
-        """Sizes of the allocations, in order; of those within ``spans`` of time if given."""
-        return [
-            nbytes
-            for at, nbytes in self.changes
-            if nbytes > 0 and (spans is None or any(start <= at <= end for start, end in spans))
-        ]
 
 
 # Between steps.

@@ -11,21 +11,36 @@ import pathlib
 import re
 import threading
 import time
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.models import features
+from tests.device_memory import Deep, assert_falls_as_planned, measured, squares
+from tests.fake_cuda import Cuda
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_memory import Allocations
-from zerofx import backend
+from tests.trainings import (
+    FORMS,
+    OFFLOAD,
+    PRECISIONS,
+    assert_same,
+    built,
+    clipped,
+    plain,
+    program_of,
+    read_after,
+    run,
+    save_and_resume,
+    stepped_twice,
+    tensors_of,
+    train_with,
+    trained,
+    with_kernels,
+    write_between,
+    zero,
+)
 from zerofx.account import moved_bytes
 from zerofx.codegen.storage import MASTER
 from zerofx.codegen.trace import Update
@@ -39,138 +54,10 @@ from zerofx.runtime.moves import Mover
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.update import OptimizerRunner
 
-OFFLOAD = {"offload": "optimizer"}
-CLIPPED = 0.05  # under the norm of every step's gradients
-
 
 @pytest.fixture(autouse=True)
 def forget_compiled_code():
     torch._dynamo.reset()
-
-
-class Tower(nn.Module):
-    """Layers, one of them used twice, and one frozen.  Odd sizes leave padding on two ranks."""
-
-    def __init__(self, width: int = 11):
-        super().__init__()
-        self.body, self.twice = nn.Linear(6, width), nn.Linear(width, width)
-        self.frozen, self.head = nn.Linear(width, width), nn.Linear(width, 3)
-        for parameter in self.frozen.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, x):
-        x = self.twice(torch.tanh(self.body(x)))
-        return self.head(self.frozen(torch.tanh(self.twice(x))))
-
-
-def built(dtype=torch.float32, make=torch.optim.AdamW):
-    torch.manual_seed(0)
-    model = Tower().to(dtype)
-    groups = [
-        {"params": [*model.body.parameters(), *model.twice.parameters()]},
-        {"params": [*model.frozen.parameters(), *model.head.parameters()], "lr": 3e-3},
-    ]
-    return model, make(groups, lr=1e-2)
-
-
-def plain(model, optimizer, x, y):
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def clipped(model, optimizer, x, y):
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    clip_grad_norm_(model.parameters(), CLIPPED)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def accumulated(model, optimizer, x, y):
-    losses = []
-    for part in zip(x.chunk(2), y.chunk(2), strict=True):
-        losses.append(F.mse_loss(model(part[0]), part[1]))
-        losses[-1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack(losses).sum()
-
-
-def gradients_stay(model, optimizer, x, y):
-    """The gradient outlives the step, and is added to in the next."""
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def read_after(model, optimizer, x, y):
-    loss = plain(model, optimizer, x, y)
-    return loss + model.twice.weight.detach().sum()
-
-
-def stepped_twice(model, optimizer, x, y):
-    """The optimizer's second step begins while the first one's updates are under way."""
-    plain(model, optimizer, x, y)
-    return plain(model, optimizer, x, y)
-
-
-def scaled(model, optimizer, x, y):
-    scaler = SCALERS[0]
-    loss = F.mse_loss(model(x), y)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), CLIPPED)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
-
-
-SCALERS: list = []
-FORMS = (plain, clipped, accumulated, gradients_stay, read_after, scaled)
-
-
-def zero(step=plain, stage=3, **options):
-    return torch.compile(
-        step, backend="zero", options={"stage": stage, "lowering": "eager", **options}
-    )
-
-
-def run(compiled, pair, numbers):
-    dtype = next(pair[0].parameters()).dtype
-    losses = []
-    for number in numbers:
-        batch = [part.to(dtype) for part in features(number, 8)]
-        if torch.distributed.is_initialized():
-            rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-            batch = [part.chunk(ranks)[rank] for part in batch]
-        losses.append(compiled(*pair, *batch).double().item())
-    return losses
-
-
-def trained(step, options, dtype=torch.float32, steps=4):
-    torch._dynamo.reset()
-    # Its scale overflows once: the third step is skipped.
-    SCALERS[:] = [torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)]
-    pair = built(dtype)
-    losses = run(zero(step, **options), pair, range(steps))
-    held = sum(map(REGISTRY.host.holds, tensors_of(pair[1])))
-    return losses, pair[0].state_dict(), pair[1].state_dict(), (held, len(tensors_of(pair[1])))
-
-
-def tensors_of(optimizer) -> list[torch.Tensor]:
-    """The optimizer's states that are there per element."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
-
-
-def assert_same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def both(step, stage, options, dtype):
@@ -228,14 +115,6 @@ def test_with_other_options_it_is_bitwise_the_same(options, stage, ranks):
     check(ranks(2).run(both, clipped, stage, options, torch.float32))
 
 
-PRECISIONS = {
-    "masters": {"master_weights": True},
-    "rounded": {"stochastic_rounding": True},
-    "bfloat16 moments": {"moment_dtype": "bfloat16"},
-    "masters, int8 moments": {"master_weights": True, "moment_dtype": "int8"},
-}
-
-
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_precision_options_are_bitwise_the_same(name):
     with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
@@ -246,11 +125,6 @@ def test_precision_options_are_bitwise_the_same(name):
 @pytest.mark.parametrize("name", ["masters, int8 moments", "rounded"])
 def test_precision_options_are_bitwise_the_same_on_two_ranks(name, stage, ranks):
     check(ranks(2).run(both, clipped, stage, PRECISIONS[name], torch.bfloat16))
-
-
-def train_with(options_of_ranks):
-    torch._dynamo.reset()
-    return run(zero(**options_of_ranks[torch.distributed.get_rank()]), built(), range(1))
 
 
 def test_ranks_that_disagree_hear_of_it(ranks):
@@ -271,110 +145,21 @@ def test_other_optimizers_are_bitwise_the_same(make):
 # The kernel
 
 
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 4000), nn.Linear(4000, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x)))
-
-
-def with_kernels(stage, **options):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Wide()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    joined: Counter = Counter()
-    original = OptimizerRunner._joined
-
-    def counted(self, members, *rest):
-        found = original(self, members, *rest)
-        joined[len(members), found is not None] += 1
-        return found
-
-    with mock.patch.object(OptimizerRunner, "_joined", counted):
-        losses = run(
-            zero(clipped, stage, lowering="inductor", **options), (model, optimizer), range(3)
-        )
-    return losses, model.state_dict(), joined
-
-
 @pytest.mark.parametrize("stage", (1, 3))
 def test_a_bucket_is_one_kernel_there_too_and_bitwise_the_same(stage):
     without, offloaded = with_kernels(stage), with_kernels(stage, **OFFLOAD)
-    assert_same(offloaded[:2], without[:2])
-    assert offloaded[2] == without[2] and all(found for _, found in offloaded[2])
+    assert_same(offloaded[:3], without[:3])
+    assert offloaded[3] == without[3] and all(found for _, found in offloaded[3])
 
 
 # Memory
 
 
-class Deep(nn.Module):
-    """Activations outweigh the parameters, so that a step peaks in between the two."""
-
-    def __init__(self, width=96, layers=6):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def squares(model, optimizer, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def measured(stage, layers=6, **options):
-    """What the device holds at most, over a life of a model; of a step; and what is predicted."""
-    torch._dynamo.reset()
-    gc.collect()
-    x = torch.ones(1500, 96)
-    compiled = torch.compile(
-        squares, backend="zero", options={"stage": stage, "lowering": "eager", **options}
-    )
-    with Allocations() as life:
-        torch.manual_seed(0)
-        model = Deep(layers=layers)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(3):
-            compiled(model, optimizer, x)
-    with Allocations() as step:
-        compiled(model, optimizer, x)
-    program = program_of(compiled)
-    ranks = program.function.communicator.world_size
-    sockets = not program.options.peer_memory
-    predicted = max(live_bytes(program.gm.graph, ranks, sockets=sockets, table=program.table))
-    states = program.runtime.host_state_bytes()
-    staging = moved_bytes(program.gm).staging
-    return highest(life), highest(step), predicted, states, staging
-
-
-def highest(allocations):
-    alive = most = 0
-    for _, change in allocations.changes:
-        alive += change
-        most = max(most, alive)
-    return most
-
-
-def check_memory(without, offloaded):
-    life, step, predicted, states, staging = offloaded
-    assert states > 0 and staging > 0 and without[3] == 0
-    plan = states - (predicted - without[2])
-    assert without[0] - life == pytest.approx(plan, rel=0.05)
-    assert step == pytest.approx(predicted, rel=0.05)
-
-
 @pytest.mark.parametrize("stage", (1, 3))
 def test_the_devices_peak_falls_by_what_the_plan_says(stage):
-    check_memory(measured(stage), measured(stage, **OFFLOAD))
+    without, offloaded = measured(stage=stage), measured(stage=stage, **OFFLOAD)
+    assert offloaded.staging > 0
+    assert_falls_as_planned(without, offloaded)
 
 
 def test_on_two_ranks_too(ranks):
@@ -382,13 +167,13 @@ def test_on_two_ranks_too(ranks):
         ranks(2).run(measured_there, {}), ranks(2).run(measured_there, OFFLOAD), strict=True
     )
     for without, offloaded in found:
-        check_memory(without, offloaded)
+        assert_falls_as_planned(without, offloaded)
 
 
 def measured_there(options):
     # So many layers that one buffer is 3% of the states: a rank that is ahead takes another one
     # while its neighbour still reads the last.
-    return measured(3, layers=32, **options)
+    return measured(layers=32, **options)
 
 
 @pytest.mark.parametrize("stage", (1, 3))
@@ -417,13 +202,6 @@ def test_the_account_is_of_states_and_staging_buffers_and_of_nothing_when_they_a
     torch._dynamo.reset()
     gc.collect()
     assert REGISTRY.host.nbytes == before
-
-
-def program_of(compiled):
-    """The last program of what was compiled last from the same code."""
-    code = compiled._torchdynamo_orig_callable.__code__
-    functions = [function for function in backend.zero.functions if function.code is code]
-    return max(functions, key=lambda function: function.number).programs[-1]
 
 
 def test_what_a_step_moves_is_what_the_program_says():
@@ -524,20 +302,6 @@ def test_the_machine_says_what_is_available():
 # Checkpoints and the user's writes
 
 
-def save_and_resume(stage, first, then):
-    """Train, save, load into other objects with other options, and train on."""
-    torch._dynamo.reset()
-    one, other = built(), built()
-    run(zero(stage=stage, **first), one, range(3))
-    saved = [copy.deepcopy(part.state_dict()) for part in one]
-    compiled = zero(stage=stage, **then)
-    torch._dynamo.reset()
-    for part, state in zip(other, saved, strict=True):
-        part.load_state_dict(state)
-    losses = run(compiled, other, range(3, 6))
-    return losses, other[0].state_dict(), other[1].state_dict()
-
-
 @pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
 @pytest.mark.parametrize("first, then", [(OFFLOAD, {}), ({}, OFFLOAD)])
 def test_checkpoints_interchange_with_runs_without_offload(first, then, stage, ranks):
@@ -566,24 +330,6 @@ def test_states_move_there_and_back_with_the_options_and_unshard_gives_them_whol
     found = ranks(2).run(switch_over, stage, [{}, OFFLOAD, {}])
     assert_same([each[:3] for each in found], [each[:3] for each in expected])
     assert all(each[3] == [0, 1, 0] for each in found)
-
-
-def write_between(stage, options):
-    torch._dynamo.reset()
-    pair, compiled = built(), zero(stage=stage, **options)
-    losses = run(compiled, pair, range(2))
-    with zerofx.full_params(pair[0]), torch.no_grad():
-        pair[0].head.weight.fill_(0.25)
-    losses += run(compiled, pair, range(2, 3))
-    state = {name: value + 0.125 for name, value in pair[0].state_dict().items()}
-    pair[0].load_state_dict(state)
-    losses += run(compiled, pair, range(3, 5))
-    saved = pair[1].state_dict()
-    for entry in saved["state"].values():
-        entry["exp_avg"].mul_(0.5)
-    pair[1].load_state_dict(saved)
-    losses += run(compiled, pair, range(5, 7))
-    return losses, pair[0].state_dict(), pair[1].state_dict()
 
 
 @pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
@@ -768,45 +514,6 @@ def test_folders_are_one_or_several_and_may_come_from_the_environment():
 
 
 # Streams: what is asked of CUDA, in which order.  No GPU has run it.
-
-
-class Cuda:
-    """Stands for ``torch.cuda``: notes what is asked, and does nothing."""
-
-    def __init__(self):
-        self.asked = []
-        self.current = self.Stream("current")
-
-    def __call__(self, *words):
-        self.asked.append(" ".join(map(str, words)))
-
-    def Stream(self, device):  # noqa: N802
-        stream = mock.MagicMock()
-        stream.number = len(self.asked)
-        name = device if device == "current" else f"stream{sum('new' in a for a in self.asked)}"
-        if device != "current":
-            self("new", name)
-        stream.name = name
-        stream.wait_stream = lambda other: self(name, "behind", other.name)
-        stream.wait_event = lambda event: self(name, "after", event.of)
-        return stream
-
-    def Event(self):  # noqa: N802
-        event = mock.MagicMock()
-
-        def record(stream):
-            event.of = f"event of {stream.name}"
-            self("record", event.of)
-
-        event.record = record
-        event.synchronize = lambda: self("host after", event.of)
-        return event
-
-    def current_stream(self, device):
-        return self.current
-
-    def stream(self, stream):
-        return mock.MagicMock()
 
 
 def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypatch):

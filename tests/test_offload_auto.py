@@ -10,7 +10,11 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_offload import assert_same, program_of, tensors_of
+from tests.trainings import (
+    assert_same,
+    program_of,
+    tensors_of,
+)
 from zerofx.account import moved_bytes
 from zerofx.cost import live_bytes
 from zerofx.errors import BudgetError

@@ -17,10 +17,18 @@ import pytest
 import torch
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.device_memory import squares
 from tests.files import Failing, Short, Slow, files_of
 from tests.ranks import Ranks
-from tests.test_offload import assert_same, built, clipped, program_of, run, zero
-from tests.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flush, squares
+from tests.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flush
+from tests.trainings import (
+    assert_same,
+    built,
+    clipped,
+    program_of,
+    run,
+    zero,
+)
 from zerofx.codegen.trace import Update
 from zerofx.errors import FileTierError
 from zerofx.runtime.file_tier import FileTier
@@ -292,8 +300,8 @@ TRAIN = """
     import sys, time
     import torch
     import tests.conftest
-    from tests.test_offload import built, clipped, run, zero
     from tests.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, files
+    from tests.trainings import built, clipped, run, zero
 
     if __name__ == "__main__":
         torch.set_num_threads(1)

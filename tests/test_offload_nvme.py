@@ -20,22 +20,26 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.device_memory import squares
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_offload import (
+from tests.trainings import (
     FORMS,
     OFFLOAD,
     PRECISIONS,
     SCALERS,
-    Wide,
     assert_same,
     built,
     clipped,
     plain,
     program_of,
     run,
+    save_and_resume,
     scaled,
     tensors_of,
+    train_with,
+    with_kernels,
+    write_between,
     zero,
 )
 from zerofx.errors import FileTierError, StepError
@@ -44,7 +48,6 @@ from zerofx.runtime.files.system import SystemCalls
 from zerofx.runtime.guarded import GuardedState
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import OptimizerRunner
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PAGE = 4096
@@ -284,31 +287,10 @@ def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
 # Kernels
 
 
-def with_kernels(options):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Wide()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    joined: Counter = Counter()
-    original = OptimizerRunner._joined
-
-    def counted(self, members, *rest):
-        found = original(self, members, *rest)
-        joined[len(members), found is not None] += 1
-        return found
-
-    compiled = zero(clipped, lowering="inductor", **options)
-    with (
-        mock.patch.object(OptimizerRunner, "_joined", counted),
-        # Where states that are no neighbours would be copied to.
-        mock.patch("zerofx.runtime.joined.prefer_huge_pages", side_effect=AssertionError),
-    ):
-        losses = run(compiled, (model, optimizer), range(3))
-    return losses, model.state_dict(), optimizer.state_dict(), joined
-
-
 def test_a_bucket_is_one_kernel_there_too_which_takes_states_where_they_lie(tmp_path):
-    without, filed = with_kernels({}), with_kernels(files(tmp_path))
+    # Where states that are no neighbours would be copied to.
+    with mock.patch("zerofx.runtime.joined.prefer_huge_pages", side_effect=AssertionError):
+        without, filed = with_kernels(3), with_kernels(3, **files(tmp_path))
     assert_same(filed[:3], without[:3])
     assert filed[3] == without[3] and all(found for _, found in filed[3])
 
@@ -398,25 +380,12 @@ def test_a_bucket_may_be_used_twice_in_a_step(tmp_path):
 # State dicts, and functions without files
 
 
-def save_and_resume(first, then):
-    torch._dynamo.reset()
-    gc.collect()
-    one, other = built(), built()
-    run(zero(**SMALL_BUCKETS, **first), one, range(3))
-    saved = [copy.deepcopy(part.state_dict()) for part in one]
-    torch._dynamo.reset()
-    for part, state in zip(other, saved, strict=True):
-        part.load_state_dict(state)
-    losses = run(zero(**SMALL_BUCKETS, **then), other, range(3, 6))
-    return losses, other[0].state_dict(), other[1].state_dict(), saved
-
-
 @pytest.mark.parametrize("is_first", (True, long(False)))
 def test_checkpoints_interchange_with_runs_without_offload(is_first, ranks, tmp_path):
-    expected = ranks(2).run(save_and_resume, {}, {})
-    filed = files(tmp_path, TWO_BUCKETS)
-    first, then = (filed, {}) if is_first else ({}, filed)
-    assert_same(ranks(2).run(save_and_resume, first, then), expected)
+    expected = ranks(2).run(save_and_resume, 3, SMALL_BUCKETS, SMALL_BUCKETS)
+    filed = {**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)}
+    first, then = (filed, SMALL_BUCKETS) if is_first else (SMALL_BUCKETS, filed)
+    assert_same(ranks(2).run(save_and_resume, 3, first, then), expected)
 
 
 def switch_over(stage, options_of_steps):
@@ -450,30 +419,10 @@ def test_states_move_with_the_options_and_unshard_gives_them_whole(stage, ranks,
     assert [each[3] for each in found] == [kinds] * 2
 
 
-def write_between(options):
-    torch._dynamo.reset()
-    gc.collect()
-    pair, compiled = built(), zero(**SMALL_BUCKETS, **options)
-    losses = run(compiled, pair, range(2))
-    with zerofx.full_params(pair[0]), torch.no_grad():
-        pair[0].head.weight.fill_(0.25)
-    losses += run(compiled, pair, range(2, 3))
-    state = {name: value + 0.125 for name, value in pair[0].state_dict().items()}
-    pair[0].load_state_dict(state)
-    losses += run(compiled, pair, range(3, 5))
-    saved = pair[1].state_dict()
-    for entry in saved["state"].values():
-        entry["exp_avg"].mul_(0.5)
-    pair[1].load_state_dict(saved)
-    losses += run(compiled, pair, range(5, 7))
-    zerofx.unshard(*pair)
-    losses += run(compiled, pair, range(7, 9))
-    return losses, pair[0].state_dict(), pair[1].state_dict()
-
-
 def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
-    expected = ranks(2).run(write_between, {})
-    assert_same(ranks(2).run(write_between, files(tmp_path, TWO_BUCKETS)), expected)
+    expected = ranks(2).run(write_between, 3, SMALL_BUCKETS)
+    options = {**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)}
+    assert_same(ranks(2).run(write_between, 3, options), expected)
 
 
 def test_a_state_that_the_user_replaces_is_the_one_that_is_used(tmp_path):
@@ -544,18 +493,28 @@ def test_what_is_in_files_does_not_count_as_kept(between):
     assert REGISTRY.persistent_bytes([optimizer])["optimizer_states"] == steps > 0
 
 
-def test_a_step_that_reads_a_state_itself_is_refused_or_right(tmp_path):
-    """Without files such a step is compiled, or not: with them nothing wrong comes out."""
+def adds_a_state(model, optimizer, x, y):
+    loss = plain(model, optimizer, x, y)
+    return loss + optimizer.state[model.head.weight]["exp_avg"].sum()
 
-    def step(model, optimizer, x, y):
-        loss = plain(model, optimizer, x, y)
-        state = optimizer.state.get(model.head.weight)
-        return loss if state is None else loss + state["exp_avg"].sum()
 
-    pair = built()
-    run(zero(**files(tmp_path)), pair, range(2))
-    with pytest.raises(Exception, match="(?s).+"):
-        run(zero(step, **files(tmp_path)), pair, range(2))
+def test_a_step_that_reads_a_state_itself_is_refused_and_nothing_has_changed(tmp_path):
+    pair, compiled = built(), zero(**files(tmp_path))
+    losses = run(compiled, pair, range(2))
+    words = r"'sum' needs the values of state 'exp_avg' of 'AdamW of .*zerofx\.unshard\(model"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        run(zero(adds_a_state, **files(tmp_path)), pair, range(2))
+    losses += run(compiled, pair, range(2, 4))
+    expected = trained(plain, {})
+    assert_same((losses, *(part.state_dict() for part in pair)), expected[:3])
+
+
+def test_a_step_that_reads_a_state_itself_is_right_where_states_are_in_host_memory():
+    pair, other = built(), built()
+    losses = run(zero(**OFFLOAD), pair, range(2)) + run(
+        zero(adds_a_state, **OFFLOAD), pair, range(2, 4)
+    )
+    assert losses == run(plain, other, range(2)) + run(adds_a_state, other, range(2, 4))
 
 
 def test_a_stub_that_has_been_replaced_is_refused(tmp_path):
@@ -582,14 +541,6 @@ class Deep(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
-
-
-def squares(model, optimizer, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def test_host_memory_never_holds_all_states(tmp_path):
@@ -773,11 +724,6 @@ def test_functions_that_disagree_about_the_cache_are_refused(tmp_path):
     for other in (files(tmp_path, 2 * LARGE), files(tmp_path, LARGE, offload_checksums=True)):
         with pytest.raises(StepError, match="Give all of them the same"):
             run(zero(clipped, **other), pair, range(1))
-
-
-def train_with(options_of_ranks):
-    torch._dynamo.reset()
-    return run(zero(**options_of_ranks[torch.distributed.get_rank()]), built(), range(1))
 
 
 def test_ranks_that_disagree_about_the_tier_hear_of_it(ranks, tmp_path):

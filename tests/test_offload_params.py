@@ -16,23 +16,21 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.device_memory import Deep, assert_falls_as_planned, measured, squares
+from tests.fake_cuda import Cuda
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_memory import Allocations
-from tests.test_offload import (
+from tests.trainings import (
     FORMS,
     PRECISIONS,
-    Cuda,
-    Deep,
     assert_same,
     built,
     clipped,
-    highest,
     plain,
     program_of,
     run,
     save_and_resume,
-    squares,
     tensors_of,
+    train_with,
     trained,
     with_kernels,
     write_between,
@@ -179,8 +177,8 @@ def test_precision_options_are_bitwise_the_same(name):
 @EITHER
 def test_a_bucket_is_one_compiled_kernel_there_too(offload):
     without, offloaded = with_kernels(3), with_kernels(3, **offload)
-    assert_same(offloaded[:2], without[:2])
-    assert offloaded[2] == without[2] and all(found for _, found in offloaded[2])
+    assert_same(offloaded[:3], without[:3])
+    assert offloaded[3] == without[3] and all(found for _, found in offloaded[3])
 
 
 # Where shards are
@@ -249,41 +247,9 @@ def test_explain_says_where_parameters_are(offload):
 # Memory
 
 
-def measured(layers=12, **options):
-    """What the device holds at most in a model's life and in a step; what is predicted; shards."""
-    torch._dynamo.reset()
-    gc.collect()
-    x = torch.ones(1500, 96)
-    compiled = torch.compile(squares, backend="zero", options={"lowering": "eager", **options})
-    with Allocations() as life:
-        torch.manual_seed(0)
-        model = Deep(layers=layers)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(3):
-            compiled(model, optimizer, x)
-    with Allocations() as step:
-        compiled(model, optimizer, x)
-    program = program_of(compiled)
-    ranks = program.function.communicator.world_size
-    sockets = not program.options.peer_memory
-    predicted = max(live_bytes(program.gm.graph, ranks, sockets=sockets, table=program.table))
-    shards = [shard for shard in shards_of(model) if REGISTRY.host.holds(shard)]
-    kept = sum(shard.nbytes for shard in shards) + program.runtime.host_state_bytes()
-    return highest(life), highest(step), predicted, kept
-
-
-def check_memory(without, offloaded):
-    life, step, predicted, kept = offloaded
-    assert kept > 0 and without[3] == 0
-    plan = kept - (predicted - without[2])
-    assert plan > 0
-    assert without[0] - life == pytest.approx(plan, rel=0.05)
-    assert step == pytest.approx(predicted, rel=0.05)
-
-
 @EITHER
 def test_the_devices_peak_falls_by_what_the_plan_says(offload):
-    check_memory(measured(), measured(**offload))
+    assert_falls_as_planned(measured(12), measured(12, **offload))
 
 
 def measured_there(options):
@@ -295,7 +261,7 @@ def measured_there(options):
 def test_it_falls_on_two_ranks_too(offload, ranks):
     there = ranks(2)
     for pair in zip(there.run(measured_there, {}), there.run(measured_there, offload), strict=True):
-        check_memory(*pair)
+        assert_falls_as_planned(*pair)
 
 
 @pytest.mark.parametrize("room", (0, pytest.param(20_000, marks=LONG)))
@@ -444,14 +410,9 @@ def test_a_step_that_fails_leaves_the_next_one_alone():
     assert run(compiled, pair, range(1, 3))
 
 
-def ranks_that(options_of_ranks):
-    torch._dynamo.reset()
-    return run(zero(**options_of_ranks[torch.distributed.get_rank()]), built(), range(1))
-
-
 def test_ranks_that_disagree_hear_of_it(ranks):
     with pytest.raises(Exception, match="offload params"):
-        ranks(2).run(ranks_that, [PARAMS, {}])
+        ranks(2).run(train_with, [PARAMS, {}])
 
 
 # Options

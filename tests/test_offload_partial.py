@@ -8,7 +8,7 @@ import torch
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.ranks import ranks_fixture  # noqa: F401
-from tests.test_offload import (
+from tests.trainings import (
     FORMS,
     OFFLOAD,
     SCALERS,

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401
+from tests.device_memory import Allocations
 from tests.models import Gpt, language_loss, tokens
 from tests.test_cost import llama_loss, tiny_llama
-from tests.test_memory import Allocations
 
 WIDTH = 48
 TOLERANCE = 1.01
