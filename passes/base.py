@@ -24,7 +24,8 @@ class PassContext:
     are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
     as (optimizer, parameter), and the floating point operations of each; ``state_bytes`` is what
     updates keep per element, where that is known and needed.  ``host_parameters`` are the
-    parameters, by index, whose shards are kept in host memory.
+    parameters, by index, whose shards are kept in host memory, ``filed_parameters`` those of them
+    that are in files while nothing is done with them there.
     """
 
     options: Options
@@ -38,6 +39,7 @@ class PassContext:
     whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
     state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
     host_parameters: frozenset[int] = frozenset()
+    filed_parameters: frozenset[int] = frozenset()
 
     @property
     def bucket_bytes(self) -> int:
@@ -48,6 +50,12 @@ class PassContext:
         """What this program keeps off the device: by its options, or as it finds parameters."""
         found = {"params"} if self.host_parameters else set()
         return frozenset({*self.options.offload, *found})
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Where to: by its options, or as it finds parameters."""
+        found = {"nvme"} if self.filed_parameters else set()
+        return frozenset({self.options.offload_tier, *found})
 
 
 @dataclass(frozen=True)

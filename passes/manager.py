@@ -75,7 +75,7 @@ def _why_skipped(step: Pass, ctx: PassContext) -> str:
         return f"stage {ctx.options.stage} (needs {step.smallest_stage})"
     if step.offloads and step.offloads.isdisjoint(ctx.offloads):
         return "no offload"
-    if step.tiers and ctx.options.offload_tier not in step.tiers:
+    if step.tiers and step.tiers.isdisjoint(ctx.tiers):
         return f"offload_tier {ctx.options.offload_tier}"
     if step.optional and not ctx.options.enabled(step.name):
         return "turned off"

@@ -57,6 +57,8 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     those first that lie idle longest.  What is computed again in backward is not saved, and no
     candidate: ``recompute`` chooses first.  Views of a value are taken again of what comes back.
     Staging buffers in host memory are numbered, and used again once what was in them is back.
+    With ``offload_tier="nvme"`` ``place_files`` has them in files meanwhile: a copy then takes as
+    long as the slower of the two ways.
     Source: vDNN, Rhu et al. 2016; SSDTrain, Wu et al. 2024.
 
     Raises: BudgetError if the program does not fit its budget with all away that can be.
@@ -71,7 +73,7 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         alive = _alive(gm.graph, ctx)
         if max(alive) > budget:
             raise _does_not_fit(budget, max(alive), trips)
-    num_slots = _assign_slots(gm.graph)
+    num_slots = _assign_slots(gm.graph, of_one_size=ctx.options.offload_tier == "nvme")
     if ctx.options.stage == 0 or not ctx.options.prefetch:
         _explain(gm.graph, ctx)
     return {
@@ -94,8 +96,12 @@ def _planned(
 ) -> list[Trip]:
     """Which activations leave, where each is gone and where it comes back."""
 
+    slowest = ctx.figures.copy_bytes_per_s
+    if ctx.options.offload_tier == "nvme":
+        slowest = min(slowest, ctx.figures.file_bytes_per_s)
+
     def copy_s(nbytes: int) -> float:
-        return MARGIN * nbytes / ctx.figures.copy_bytes_per_s
+        return MARGIN * nbytes / slowest
 
     budget = _budget(graph, ctx)
     if not activations:
@@ -234,10 +240,12 @@ def _read_what_came_back(builder: Builder, activation: Activation, reloaded: fx.
     erase_unused(builder.graph, replaced)
 
 
-def _assign_slots(graph: fx.Graph) -> int:
+def _assign_slots(graph: fx.Graph, of_one_size: bool) -> int:
     """Number the staging buffers behind those there are: each a value's until that is back.
 
-    A free one as large as the value, or the one that has to grow least.  Return how many.
+    A free one as large as the value, or the one that has to grow least.  With ``of_one_size`` only
+    values of equal sizes share one, which is written to a file and read as a whole.  Return how
+    many.
     """
     order = program_order(graph)
     starts = [node for node in graph.nodes if node.target in ops.TO_HOST]
@@ -249,6 +257,8 @@ def _assign_slots(graph: fx.Graph) -> int:
             continue
         begins, ends, nbytes = order[start], staged_until(start, order), hinted_bytes(start)
         free = [slot for slot, position in enumerate(free_from) if position < begins]
+        if of_one_size:
+            free = [slot for slot in free if sizes[slot] == nbytes]
         if free:
             fitting = [slot for slot in free if sizes[slot] >= nbytes]
             slot = (

@@ -76,16 +76,7 @@ PIPELINE = (
         place_offload,
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
-        provides=frozenset({"updates_on_host"}),
         offloads=frozenset({"optimizer", "params"}),
-    ),
-    Pass(
-        "place_files",
-        place_files,
-        requires=frozenset({"updates_on_host"}),
-        smallest_stage=1,
-        offloads=frozenset({"optimizer"}),
-        tiers=frozenset({"nvme"}),
     ),
     Pass(
         "offload_activations",
@@ -106,5 +97,12 @@ PIPELINE = (
         requires=frozenset({"sharded_parameters"}),
         optional=True,
         smallest_stage=3,
+    ),
+    Pass(
+        "place_files",
+        place_files,
+        requires=frozenset({"averaged_gradients"}),
+        offloads=frozenset({"optimizer", "params", "activations"}),
+        tiers=frozenset({"nvme"}),
     ),
 )

@@ -1,13 +1,23 @@
-"""Keep the optimizer's states in files: read before an update on the host, let go after it."""
+"""Keep in files what host memory does not hold: read before it is used there, let go after it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.storage import Precision
-from zerofx.graph import Builder, bucket_of
+from zerofx.graph import (
+    Builder,
+    bucket_of,
+    is_kept_on_host,
+    memory_of,
+    placeholders,
+    program_order,
+    shard_of,
+)
 from zerofx.passes.base import Counts, PassContext
 from zerofx.plan import ParameterInfo, shard_numel
 
@@ -16,62 +26,171 @@ MOMENTS = 2
 
 
 def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
-    """Have every update's states in host memory while it runs, and in files else.
+    """Have what updates and moves use in host memory while they do, and in files else.
 
     Before::
 
-        values = zerofx.to_host_start([p, q], [0, 1], 0)
-        grads = zerofx.to_host_start([g, h], [0, 1], 1)
-        update = zerofx.update_on_host_start(values, grads, 1, [0, 1])
-        ...                                                   # the next bucket starts to leave
-        s = zerofx.wait_update(update);  back = zerofx.to_device_start([s], [0, 1], "cuda")
+        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
+        ...
+        h_to_device = zerofx.reload_start(h_on_host, "cuda");  h_1 = zerofx.wait_move(h_to_device)
+        ...
+        up = zerofx.to_device_start([p, q], [0, 1], "cuda")   # of shards that are on the host
+        w = zerofx.wait_move(up)
+        ...
+        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
+        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        ...
+        s = zerofx.wait_update(update)
 
     After::
 
-        states = zerofx.states_from_file_start(1, [0, 1], 8192)
-        values = zerofx.to_host_start([p, q], [0, 1], 0)
-        grads = zerofx.to_host_start([g, h], [0, 1], 1)
-        there = zerofx.wait_states(states)
-        update = zerofx.update_on_host_start(values, grads, 1, [0, 1])
+        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
+        h_in_file = zerofx.value_to_file(h_on_host)
         ...
-        s = zerofx.wait_update(update);  zerofx.states_to_file(there, 1, [0, 1])
-        back = zerofx.to_device_start([s], [0, 1], "cuda")
+        h_there = zerofx.wait_file(zerofx.value_from_file_start(h_in_file))
+        h_to_device = zerofx.reload_start(h_there, "cuda");  h_1 = zerofx.wait_move(h_to_device)
+        zerofx.drop_value(h_there)
+        ...
+        there = zerofx.wait_file(zerofx.shards_from_file_start([0, 1], 4096))
+        up = zerofx.to_device_start([p, q], [0, 1], "cuda")
+        w = zerofx.wait_move(up);  zerofx.shards_to_file(there, [0, 1], False)
+        ...
+        states = zerofx.states_from_file_start(1, [2], 8192)
+        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
+        there = zerofx.wait_file(states)
+        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        ...
+        s = zerofx.wait_update(update);  zerofx.states_to_file(there, 1, [2])
 
-    A bucket's states are read while the one before it is updated, at the latest: the runtime reads
-    as far ahead as its memory goes, in the order of these waits.  What it writes, and when, follows
-    from that order too.
+    Each read starts where the one before it is waited for, that of states where their gradients
+    leave: at the latest, for the runtime reads as far ahead as its memory goes, in the order of
+    these waits.  What it writes, and when, follows from that order too.
     Source: ZeRO-Infinity, Rajbhandari et al. 2021.
     """
-    builder = Builder(gm, "place_files", ctx.table)
-    precision = Precision.of(ctx.options)
-    updates = [node for node in gm.graph.nodes if node.target in ops.HOST_UPDATES]
-    for update in updates:
-        _, gradients, optimizer, indices, *_ = update.args
-        nbytes = sum(assumed_state_bytes(ctx.table[index], precision) for index in indices)
-        origin = {"like": update}
-        if bucket_of(update) >= 0:
-            origin["bucket"] = bucket_of(update)
-        else:
-            origin["parameter"] = indices[0]
-        moves = [move for move in (update.args[0], gradients) if isinstance(move, fx.Node)]
-        with gm.graph.inserting_before(min(moves)):
-            start = builder.call(
-                ops.states_from_file_start,
-                optimizer,
-                indices,
-                nbytes,
-                role="states_from_file",
-                **origin,
-            )
-        with gm.graph.inserting_before(update):
-            there = builder.call(ops.wait_states, start, role="states", **origin)
-        (wait,) = update.users
-        with gm.graph.inserting_after(wait):
-            builder.call(
-                ops.states_to_file, there, optimizer, indices, role="states_to_file", **origin
-            )
-    num_updates = sum(len(update.args[3]) for update in updates)
-    return {"buckets of states": len(updates), "updates": num_updates}
+    filing = _Filing(gm, ctx)
+    counts = {
+        "buckets of states": filing.file_states() if "optimizer" in ctx.options.offload else 0,
+        "uses of shards": filing.file_shards() if ctx.filed_parameters else 0,
+        "activations": filing.file_values() if "activations" in ctx.options.offload else 0,
+    }
+    filing.start_one_ahead()
+    return counts
+
+
+class _Filing:
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        self.graph, self.table = gm.graph, ctx.table
+        self.precision = Precision.of(ctx.options)
+        self.filed = ctx.filed_parameters
+        self.builder = Builder(gm, "place_files", ctx.table)
+
+    def file_states(self) -> int:
+        """Read states for each group of updates on the host; count the groups."""
+        updates = [node for node in self.graph.nodes if node.target in ops.HOST_UPDATES]
+        for update in updates:
+            _, gradients, optimizer, indices, *_ = update.args
+            nbytes = sum(assumed_state_bytes(self.table[i], self.precision) for i in indices)
+            origin = self._origin(update, indices)
+            moves = [move for move in (update.args[0], gradients) if isinstance(move, fx.Node)]
+            with self.graph.inserting_before(min(moves)):
+                start = self.builder.call(
+                    ops.states_from_file_start,
+                    optimizer,
+                    indices,
+                    nbytes,
+                    role="states_from_file",
+                    **origin,
+                )
+            with self.graph.inserting_before(update):
+                there = self.builder.call(ops.wait_file, start, role="states", **origin)
+            (wait,) = update.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(
+                    ops.states_to_file, there, optimizer, indices, role="states_to_file", **origin
+                )
+        return len(updates)
+
+    def file_shards(self) -> int:
+        """Read shards for each move and update that is about them there; count these."""
+        uses = [node for node in self.graph.nodes if uses_shards_on_host(node)]
+        for use in uses:
+            indices = [index for index in _parameters_of(use) if index in self.filed]
+            if not indices:
+                continue
+            nbytes = sum(_shared_bytes(self.table[index]) for index in indices)
+            origin = self._origin(use, indices)
+            with self.graph.inserting_before(use):
+                start = self.builder.call(
+                    ops.shards_from_file_start, indices, nbytes, role="shards_from_file", **origin
+                )
+                there = self.builder.call(ops.wait_file, start, role="shards", **origin)
+            changes = use.target in (ops.store_start, *ops.HOST_UPDATES)
+            (wait,) = use.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(
+                    ops.shards_to_file, there, indices, changes, role="shards_to_file", **origin
+                )
+        return len(uses)
+
+    def file_values(self) -> int:
+        """Let go of each activation on the host, and read it before it returns; count them."""
+        reloads = [node for node in self.graph.nodes if node.target is ops.reload_start]
+        for reload in reloads:
+            on_host = reload.args[0]
+            with self.graph.inserting_after(on_host):
+                filed = self.builder.call(ops.value_to_file, on_host, role="to_file", like=on_host)
+            with self.graph.inserting_before(reload):
+                start = self.builder.call(
+                    ops.value_from_file_start, filed, role="from_file", like=reload
+                )
+                there = self.builder.call(ops.wait_file, start, role="value", like=reload)
+            reload.args = (there, *reload.args[1:])
+            (wait,) = reload.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(ops.drop_value, there, role="drop_value", like=reload)
+        return len(reloads)
+
+    def start_one_ahead(self) -> None:
+        """Start to read shards and activations where what is used before them is there."""
+        order = program_order(self.graph)
+        before = max(placeholders(self.graph), key=order.__getitem__, default=None)
+        waits = [node for node in self.graph.nodes if node.target is ops.wait_file]
+        for wait in waits:
+            (start,) = wait.args
+            if start.target is not ops.states_from_file_start:
+                behind = [*([before] if before else []), *start.all_input_nodes]
+                anchor = max(behind, key=order.__getitem__)
+                anchor.append(start)
+            before = wait
+
+    def _origin(self, like: fx.Node, indices: Sequence[int]) -> dict:
+        if bucket_of(like) >= 0:
+            return {"like": like, "bucket": bucket_of(like)}
+        return {"like": like, "parameter": indices[0]}
+
+
+def uses_shards_on_host(node: fx.Node) -> bool:
+    """Whether a node reads or writes shards of parameters that are kept on the host."""
+    if not (node.target in ops.MOVES or node.target in ops.HOST_UPDATES):
+        return False
+    return any(is_kept_on_host(operand) for operand in node.all_input_nodes)
+
+
+def _parameters_of(use: fx.Node) -> list[int]:
+    """Whose shards a use is about, in its order."""
+    found = dict.fromkeys(
+        shard_of(source)
+        for operand in use.all_input_nodes
+        if is_kept_on_host(operand)
+        for source in memory_of(operand)
+        if source.op == "placeholder"
+    )
+    return sorted(found)
+
+
+def _shared_bytes(info: ParameterInfo) -> int:
+    """Bytes of an equal share of a parameter: ranks plan alike."""
+    return shard_numel(info.numel, info.world_size) * info.dtype.itemsize
 
 
 def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:

@@ -312,7 +312,7 @@ def listing(captured: Captured) -> str:
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
-            if target in ("zerofx.free", "zerofx.carry", "zerofx.states_to_file"):
+            if node.target in _WITHOUT_RESULT:
                 lines.append(called)
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
@@ -488,6 +488,8 @@ def _moved(operand: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(operand) if isinstance(operand, list) else operand.clone()
 
 
+_WITHOUT_RESULT = (ops.free, ops.carry, ops.states_to_file, ops.shards_to_file, ops.drop_value)
+
 Row = tuple[fx.Node, ...]
 """One instruction: the node of every rank's program, by rank."""
 
@@ -509,6 +511,10 @@ class _Machine:
             node.target is ops.states_from_file_start for node in programs[0].graph.nodes
         )
         self.states_there: set[tuple[int, int]] | None = set() if in_files else None
+        # By parameter: the shard, its values while it is in a file, and how many use it now.
+        self.filed_shards: list[dict[int, tuple[torch.Tensor, torch.Tensor, int]]] = [
+            {} for _ in self.ranks
+        ]
         self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
         self.optimizers = [self._own_optimizers() for _ in self.ranks]
         self.whole_updates: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in self.ranks]
@@ -537,6 +543,7 @@ class _Machine:
                 if input_role(node).sharded:
                     value = self._shard_input(rank, node, value)
                 self.memory[rank][node] = value
+        self._file_shards()
         for row in self.rows:
             if row[0].op == "get_attr":
                 for rank, node in enumerate(row):
@@ -549,6 +556,20 @@ class _Machine:
                 message = f"the input of {start[rank].name}, which is in flight, changed"
                 assert_bitwise(result, self.started[start][rank], message)
         return self._harvest(entries)
+
+    def _file_shards(self) -> None:
+        """Have poison in the shards that the program reads from files."""
+        filed = {
+            index
+            for node in nodes_of(self.captured, ops.shards_from_file_start)
+            for index in node.args[0]
+        }
+        for rank in self.ranks:
+            for node, value in self.memory[rank].items():
+                role = input_role(node)
+                if role.kind == "parameter" and role.parameter in filed:
+                    self.filed_shards[rank][role.parameter] = value, value.clone(), 0
+                    value.fill_(_poison(value.dtype))
 
     def _shard_input(self, rank: int, node: fx.Node, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard: memory of its own, or a part of its bucket's."""
@@ -603,8 +624,13 @@ class _Machine:
             ops.store_start: self._store_start,
             ops.wait_store: self._wait_store,
             ops.states_from_file_start: lambda row: [torch.empty(0) for _ in row],
-            ops.wait_states: self._wait_states,
+            ops.shards_from_file_start: lambda row: [torch.empty(0) for _ in row],
+            ops.value_from_file_start: self._value_from_file_start,
+            ops.wait_file: self._wait_file,
             ops.states_to_file: self._states_to_file,
+            ops.shards_to_file: self._shards_to_file,
+            ops.value_to_file: self._value_to_file,
+            ops.drop_value: self._free,
         }
         if target in special:
             return special[target](row)
@@ -782,12 +808,47 @@ class _Machine:
                 shard.copy_(stored)
         return results
 
-    def _wait_states(self, row: Row) -> list[torch.Tensor]:
-        """From here on updates of these parameters have their states."""
-        assert self.states_there is not None
-        optimizer, indices = row[0].args[0].args[:2]
-        self.states_there |= {(optimizer, index) for index in indices}
+    def _wait_file(self, row: Row) -> list[torch.Tensor]:
+        """From here on updates of these parameters have their states, or moves their shards."""
+        start = tuple(node.args[0] for node in row)
+        if start[0].target is ops.value_from_file_start:
+            for rank, there in enumerate(self._operands(row)):
+                there.copy_(self.started[start][rank])
+        elif start[0].target is ops.shards_from_file_start:
+            for rank, node in enumerate(start):
+                for index in node.args[0]:
+                    shard, values, num_uses = self.filed_shards[rank][index]
+                    if not num_uses:
+                        shard.copy_(values)
+                    self.filed_shards[rank][index] = shard, values, num_uses + 1
+        else:
+            assert self.states_there is not None
+            optimizer, indices = start[0].args[:2]
+            self.states_there |= {(optimizer, index) for index in indices}
         return self._operands(row)
+
+    def _shards_to_file(self, row: Row) -> list[None]:
+        """What is read of these shards is poison from here on, if nobody else uses them."""
+        for rank, node in enumerate(row):
+            for index in node.args[1]:
+                shard, values, num_uses = self.filed_shards[rank][index]
+                assert num_uses > 0, f"{node.name} lets go of what is not there"
+                if num_uses == 1:
+                    values = shard.clone()
+                    shard.fill_(_poison(shard.dtype))
+                self.filed_shards[rank][index] = shard, values, num_uses - 1
+        return [None for _ in row]
+
+    def _value_to_file(self, row: Row) -> list[torch.Tensor]:
+        """The value in a file; whoever reads the memory that it was in gets poison."""
+        filed = [value.clone() for value in self._operands(row)]
+        for value in self._operands(row):
+            value.fill_(_poison(value.dtype))
+        return filed
+
+    def _value_from_file_start(self, row: Row) -> list[torch.Tensor]:
+        self.started[row] = self._operands(row)
+        return [torch.full_like(value, _poison(value.dtype)) for value in self.started[row]]
 
     def _states_to_file(self, row: Row) -> list[None]:
         assert self.states_there is not None
@@ -914,6 +975,10 @@ class _Machine:
 
     def _harvest(self, entries: list[Row]) -> Execution:
         table = self.captured.table
+        for filed in self.filed_shards:
+            for shard, values, num_uses in filed.values():
+                assert not num_uses, "shards have been read that nobody let go of"
+                shard.copy_(values)
         parameters: dict[str, list[torch.Tensor]] = {}
         buffers: list[list[torch.Tensor]] = []
         for row in entries:

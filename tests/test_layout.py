@@ -22,7 +22,8 @@ SEEN_BY_PASSES += ("provenance", "compat")
 
 # The runner alone verifies and dumps.
 RUNNER = ROOT / "passes" / "manager.py"
-SEEN_BY_RUNNER = (*SEEN_BY_PASSES, "verify", "verify_offload", "verify_averages", "broken", "dump")
+SEEN_BY_RUNNER = (*SEEN_BY_PASSES, "verify", "verify_offload", "verify_files", "verify_averages")
+SEEN_BY_RUNNER += ("broken", "dump")
 
 
 def sources(*folders):

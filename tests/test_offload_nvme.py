@@ -622,9 +622,10 @@ def test_explain_says_what_is_in_files(tmp_path):
     for line in (
         rf"optimizer states in files +{nbytes / 1024:.2f} KiB in {re.escape(str(tmp_path))}",
         rf"their largest bucket +{max(b.nbytes for b in runtime.files.buckets)} B",
-        rf"read and written per step, at most +{nbytes / 1024:.2f} KiB each",
-        r"kept of them in host memory, at most +16.00 KiB",
-        r"optimizer states in host memory +16.00 KiB",
+        rf"read per step, at most +{nbytes / 1024:.2f} KiB",
+        rf"written per step, at most +{nbytes / 1024:.2f} KiB",
+        r"of that in host memory +16.00 KiB of at most 16.00 KiB",
+        r"optimizer states in host memory +0 B",
         r"place_files +on",
     ):
         assert re.search(line, text), (line, text)

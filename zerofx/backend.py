@@ -251,6 +251,7 @@ class Program:
             whole_updates(step),
             state_bytes(step, options),
             _kept_on_host(options, step),
+            _kept_in_files(options, step),
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
@@ -283,6 +284,7 @@ class Program:
                 options=options,
                 state_bytes=state_bytes(step, options),
                 host_parameters=_kept_on_host(options, step),
+                filed_parameters=_kept_in_files(options, step),
             )
 
         def try_passes(options: Options) -> None:
@@ -341,7 +343,7 @@ class Program:
                     self.function.mover,
                     keeps_states="optimizer" in options.offload,
                     joins_updates=fuses,
-                    open_files=self._open_files if options.offload_tier == "nvme" else None,
+                    open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,
                 ),
                 keep_source=self.dump.write_kernel if self.dump else None,
@@ -373,6 +375,11 @@ class Program:
         return runtime
 
     def _open_files(self) -> FileTier:
+        """The tier of the directories that the options name; without any, where shards are."""
+        if self.options.offload_tier != "nvme":
+            (step,) = self.captured
+            bounds = filter(None, map(REGISTRY.lookup, step.tensors))
+            return next(bound.file.tier for bound in bounds if bound.file is not None)
         ranks = environment().get("LOCAL_WORLD_SIZE") or self.function.communicator.world_size
         return REGISTRY.files.open(
             self.options.offload_dir,
@@ -430,6 +437,15 @@ def _kept_on_host(options: Options, step: CapturedStep) -> frozenset[int]:
         return frozenset()
     bounds = map(REGISTRY.lookup, step.tensors)
     return frozenset(i for i, bound in enumerate(bounds) if bound and bound.host is not None)
+
+
+def _kept_in_files(options: Options, step: CapturedStep) -> frozenset[int]:
+    """Those of them, by index, that are in files while nothing is done with them there."""
+    on_host = _kept_on_host(options, step)
+    if "params" in options.offload:
+        return on_host if options.offload_tier == "nvme" else frozenset()
+    bounds = {index: REGISTRY.lookup(step.tensors[index]) for index in on_host}
+    return frozenset(i for i, bound in bounds.items() if bound and bound.file is not None)
 
 
 def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -154,7 +154,7 @@ def _bytes_of(value: Any) -> int:
     return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
-_ON_HOST = (*ops.TO_HOST, ops.states_from_file_start)
+_ON_HOST = (*ops.TO_HOST, *ops.FROM_FILE, ops.value_to_file)
 
 UPDATE_STREAMS = 7
 """What AdamW reads and writes: a gradient, and the value and both moments twice."""

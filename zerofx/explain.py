@@ -11,6 +11,7 @@ from zerofx.account import gathered_peak, moved_bytes, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import input_role, placeholders, resident, served, value_bytes
+from zerofx.runtime.filed_bucket import words_for
 from zerofx.timeline import Timeline, Transfer, milliseconds, predict
 
 
@@ -89,7 +90,7 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     moved = moved_bytes(program.gm)
     if not (program.options.offload or moved.to_device):
         return []
-    states = program.runtime.host_state_bytes() if program.runtime is not None else 0
+    states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
     there = resident(program.gm.graph)
     stays = (
         [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
@@ -97,8 +98,11 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     targets = ", ".join(program.options.offload) or "what another function keeps there"
     rows = [
         ("leaves the device, as far as it has to", targets),
-        ("parameters in host memory", _size(_on_host(program))),
         *_files(program),
+        (
+            "parameters in host memory",
+            _size(0 if _files_hold_shards(program) else _on_host(program)),
+        ),
         ("optimizer states in host memory", _size(states)),
         *stays,
         ("staging buffers in host memory", _size(moved.staging)),
@@ -130,11 +134,22 @@ def _files(program: Program) -> list[tuple[str, str]]:
     nbytes = sum(bucket.nbytes for bucket in set(files.buckets))
     largest = max(bucket.nbytes for bucket in files.buckets)
     return [
-        ("optimizer states in files", f"{_size(nbytes)} in {', '.join(tier.directories)}"),
+        (
+            f"{words_for(files.buckets)} in files",
+            f"{_size(nbytes)} in {', '.join(tier.directories)}",
+        ),
         ("their largest bucket", _size(largest)),
-        ("read and written per step, at most", f"{_size(nbytes)} each"),
-        ("kept of them in host memory, at most", _size(tier.cache_bytes)),
+        ("read per step, at most", _size(files.read_bytes)),
+        ("written per step, at most", _size(files.written_bytes)),
+        (
+            "of that in host memory",
+            f"{_size(tier.cached_bytes)} of at most {_size(tier.cache_bytes)}",
+        ),
     ]
+
+
+def _files_hold_shards(program: Program) -> bool:
+    return any(node.target is ops.shards_from_file_start for node in program.gm.graph.nodes)
 
 
 def _kept(program: Program, stage: int, ranks: int) -> int:

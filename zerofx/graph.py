@@ -25,7 +25,7 @@ _UNDECLARED_ALIASES = {
     ops.wait,
     ops.wait_move,
     ops.wait_update,
-    ops.wait_states,
+    ops.wait_file,
 }
 
 
@@ -236,7 +236,7 @@ class Builder:
 
     def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        started = (*ops.STARTS, *ops.HOST_UPDATES, ops.states_from_file_start)
+        started = (*ops.STARTS, *ops.HOST_UPDATES, *ops.FROM_FILE)
         stem = f"{role}_start" if target in started or ops.is_move(target) else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
@@ -410,11 +410,11 @@ def moved_values(start: fx.Node) -> list[fx.Node]:
 def staging_bytes(graph: fx.Graph, moves: tuple[object, ...] = ops.TO_HOST) -> dict[int, int]:
     """The staging buffers in host memory that a program's moves use, by number.  Units: bytes.
 
-    Symbolic sizes count as they were when captured.
+    Symbolic sizes count as they were when captured.  What files hold meanwhile has none.
     """
     staging: dict[int, int] = {}
     for node in graph.nodes:
-        if node.target in moves:
+        if node.target in moves and not goes_to_file(node):
             slot = slot_of(node)
             staging[slot] = max(staging.get(slot, 0), hinted_bytes(node))
     return staging
@@ -433,13 +433,37 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
     return max(last)
 
 
-def groups_in_files(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
-    """Whose states a program reads from files, in the order in which it uses them.
+def uses_of_files(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes where something that files may hold has to be in host memory, in order.
 
-    As (optimizer, parameters); one that is used twice is there twice.
+    A ``wait_file`` for what is read, an ``offload_start`` for a value that is let go of there.
     """
-    starts = [node.args[0] for node in graph.nodes if node.target is ops.wait_states]
-    return [(start.args[0], tuple(start.args[1])) for start in starts]
+    return [
+        node
+        for node in graph.nodes
+        if node.target is ops.wait_file or (node.target is ops.offload_start and goes_to_file(node))
+    ]
+
+
+def goes_to_file(start: fx.Node) -> bool:
+    """Whether what a move to the host has brought there is let go of to files."""
+    return any(user.target is ops.value_to_file for wait in start.users for user in wait.users)
+
+
+def released_at(use: fx.Node) -> fx.Node:
+    """The node that lets go of what is in host memory from one of ``uses_of_files`` on."""
+    holder = use if use.target is ops.wait_file else next(iter(use.users))
+    (release,) = (
+        user for user in holder.users if user.target in ops.TO_FILE or user.target is ops.drop_value
+    )
+    return release
+
+
+def changes_files(release: fx.Node) -> bool:
+    """Whether what a node lets go of may have to be written to files."""
+    if release.target is ops.shards_to_file:
+        return release.args[2]
+    return release.target in ops.TO_FILE
 
 
 def writers(node: fx.Node) -> set[fx.Node]:
@@ -539,7 +563,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-_KEPT_UNREAD = (ops.free, ops.carry, ops.wait_move, ops.states_to_file)
+_KEPT_UNREAD = (ops.free, ops.carry, ops.wait_move, ops.drop_value, *ops.TO_FILE)
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:

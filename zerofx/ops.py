@@ -201,9 +201,13 @@ def states_from_file_start(optimizer, parameters, nbytes):
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-@_define("wait_states(Tensor started) -> Tensor")
-def wait_states(started):
-    """The states that ``states_from_file_start`` reads, in host memory for updates to change."""
+@_define("wait_file(Tensor started) -> Tensor")
+def wait_file(started):
+    """What a ``*_from_file_start`` reads, in host memory; its argument's memory.
+
+    Of states and shards, which lie where updates and moves expect them, it returns what stands for
+    them: they are there until the ``*_to_file`` that reads this.
+    """
     return torch.empty_like(started)
 
 
@@ -214,6 +218,39 @@ def states_to_file(states, optimizer, parameters):
     A write begins when another bucket needs their memory, and what is read into that waits for it,
     not the program.
     """
+    return None
+
+
+@_define("shards_from_file_start(int[] parameters, int nbytes) -> Tensor")
+def shards_from_file_start(parameters, nbytes):
+    """Start reading the shards of these parameters, which are kept on the host, from files.
+
+    What it returns stands for them.  ``nbytes`` is what plans take them for: equal shares.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@_define("shards_to_file(Tensor shards, int[] parameters, bool changed) -> ()")
+def shards_to_file(shards, parameters, changed):
+    """Let go of shards as ``states_to_file`` does; files have them already if not ``changed``."""
+    return None
+
+
+@_define("value_to_file(Tensor value) -> Tensor")
+def value_to_file(value):
+    """Let go of what ``offload_start`` has copied to host memory; return what stands for it."""
+    return torch.empty_like(value)
+
+
+@_define("value_from_file_start(Tensor filed) -> Tensor")
+def value_from_file_start(filed):
+    """Start reading what ``value_to_file`` has let go of, strides and all."""
+    return torch.empty_like(filed)
+
+
+@_define("drop_value(Tensor value) -> ()")
+def drop_value(value):
+    """Give up a value that has been read from files: it is not written again."""
     return None
 
 
@@ -277,7 +314,13 @@ TO_HOST = (to_host_start, offload_start)
 
 TO_DEVICE = (to_device_start, reload_start)
 
-WAITS = (wait, wait_move, wait_store, wait_update, wait_states)
+FROM_FILE = (states_from_file_start, shards_from_file_start, value_from_file_start)
+"""What reads from files, for ``wait_file`` to wait for."""
+
+TO_FILE = (states_to_file, shards_to_file, value_to_file)
+"""What may be written to files from there on."""
+
+WAITS = (wait, wait_move, wait_store, wait_update, wait_file)
 """What waits for something that goes on beside the step."""
 
 STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)

@@ -242,14 +242,14 @@ def _check_files(options: Options) -> None:
                     f" Add offload_tier='nvme', or drop {name}"
                 )
         return
-    if "optimizer" not in options.offload:
+    if not options.offload:
         raise ValueError(
             "offload_tier='nvme' says where to, and offload does not say what: add"
-            " offload='optimizer', or drop offload_tier"
+            " offload='optimizer', 'params' or 'activations', or drop offload_tier"
         )
     if not options.offload_dir:
         raise ValueError(
-            "offload_tier='nvme' keeps optimizer states in files, and nobody has said where: add"
+            "offload_tier='nvme' keeps in files what offload names, and nobody has said where: add"
             " offload_dir, a folder on a fast local disk, or several on different disks"
         )
 

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.cost import host_update_s, owned_bytes, seconds
 from zerofx.figures import Figures
-from zerofx.graph import hinted_bytes, role, value_bytes
+from zerofx.graph import changes_files, hinted_bytes, role, value_bytes
 from zerofx.plan import ParameterTable, shard_numel
 
 
@@ -87,12 +87,18 @@ def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: 
     if ops.is_move(node.target):
         way = "to device" if node.target in ops.TO_DEVICE else "to host"
         return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
-    if node.target in (ops.states_from_file_start, ops.states_to_file):
-        states = node.args[0] if node.target is ops.states_to_file else node
-        return Work("files", value_bytes(states) / figures.file_bytes_per_s)
+    if node.target in (*ops.FROM_FILE, *ops.TO_FILE):
+        return Work("files", _filed_bytes(node) / figures.file_bytes_per_s)
     if node.target in ops.HOST_UPDATES:
         return Work("updates", host_update_s(node, figures, table))
     return Work("compute", seconds(node, figures, table))
+
+
+def _filed_bytes(node: fx.Node) -> int:
+    """What a node reads from files, or may have to write there."""
+    if node.target in ops.TO_FILE and not changes_files(node):
+        return 0
+    return hinted_bytes(node.args[0] if node.target in ops.TO_FILE else node)
 
 
 def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:

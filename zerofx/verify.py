@@ -34,6 +34,7 @@ from zerofx.graph import (
 )
 from zerofx.plan import ParameterInfo, ParameterTable
 from zerofx.verify_averages import verify_averages
+from zerofx.verify_files import verify_files
 from zerofx.verify_offload import verify_offload
 
 aten = torch.ops.aten
@@ -67,6 +68,7 @@ def verify(
     _starts_are_waited_once(gm.graph)
     _what_is_carried_is_resumed(gm.graph, order)
     verify_offload(gm.graph, table, order)
+    verify_files(gm.graph, table, order)
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
     _nothing_reads_what_was_overwritten(gm.graph, order)

@@ -1,4 +1,4 @@
-"""The invariants of what leaves the device: moves, updates in host memory, states in files."""
+"""The invariants of what leaves the device: moves, and updates in host memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, 
     _staging_buffers_are_free(graph, order)
     _what_left_comes_back(graph, order)
     _moves_carry_what_they_say(graph, table)
-    _states_are_there_for_updates(graph, table, order)
 
 
 def _moves_are_waited_once(graph: fx.Graph) -> None:
@@ -115,7 +114,7 @@ def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
         if start.target is ops.offload_start:
             _is_read_before_it_leaves(start, order)
         elif start.target is ops.reload_start:
-            origin = start.args[0]
+            origin = _before_files(start.args[0])
             if origin.target is not ops.wait_move or origin.args[0].target is not ops.offload_start:
                 raise broken(start, f"brings back {origin.name}, which has not left the device.")
             (wait,) = start.users
@@ -126,6 +125,14 @@ def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
                 raise broken(start, f"brings {left.name} back to another device.")
 
 
+def _before_files(there: fx.Node) -> fx.Node:
+    """What was let go of to a file, of what has been read from there; else the node itself."""
+    for target in (ops.wait_file, ops.value_from_file_start, ops.value_to_file):
+        if there.target is target:
+            there = there.args[0]
+    return there
+
+
 def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None:
     (wait,) = start.users
     value = start.args[0]
@@ -134,7 +141,7 @@ def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None
             raise broken(start, f"moves a view: {source.name} keeps its memory on the device.")
     if value.op == "placeholder":
         raise broken(start, f"moves {value.name}, which the caller keeps on the device.")
-    if [reader.target for reader in wait.users] != [ops.reload_start]:
+    if [reader.target for reader in wait.users] not in ([ops.reload_start], [ops.value_to_file]):
         readers = ", ".join(reader.name for reader in wait.users) or "nobody"
         raise broken(
             wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
@@ -299,52 +306,3 @@ def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
             raise broken(
                 start, f"moves {piece.name} as if it were the shard of {table[index].name!r}."
             )
-
-
-def _states_are_there_for_updates(
-    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
-) -> None:
-    """States are read and let go once for each group of updates, which run in between.
-
-    They are there in the order in which they are asked for.
-    """
-    starts = [node for node in graph.nodes if node.target is ops.states_from_file_start]
-    updates = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
-    before = -1
-    covered: set[fx.Node] = set()
-    for start in starts:
-        wait = _only_reader(start, ops.wait_states, "states that are read")
-        release = _only_reader(wait, ops.states_to_file, "states that are there")
-        optimizer, indices = start.args[:2]
-        if list(release.args[1:]) != [optimizer, indices]:
-            raise broken(release, f"lets go of other states than {start.name} reads.")
-        if order[wait] < before:
-            raise broken(wait, "waits for states out of the order in which they are read.")
-        before = order[wait]
-        inside = {
-            update
-            for update in updates
-            if update.args[2:4] == (optimizer, indices)
-            and order[wait] < order[update]
-            and order[_wait_of(update)] < order[release]
-        }
-        if len(inside) != 1:
-            names = ", ".join(table[index].name for index in indices)
-            raise broken(wait, f"is not followed by one update each of {names}, and no others.")
-        covered |= inside
-    for node in graph.nodes:
-        if node.target in (ops.wait_states, ops.states_to_file):
-            source = ops.states_from_file_start
-            if node.target is ops.states_to_file:
-                source = ops.wait_states
-            if node.args[0].target is not source:
-                raise broken(node, "is about states that nobody has asked for.")
-        if starts and node.target in ops.HOST_UPDATES and node not in covered:
-            raise broken(node, "changes states that may be in files: nobody has read them.")
-
-
-def _only_reader(node: fx.Node, target: object, what: str) -> fx.Node:
-    if [user.target for user in node.users] != [target]:
-        readers = ", ".join(user.name for user in node.users) or "nobody"
-        raise broken(node, f"{what} must have one {target} and no other reader, not {readers}.")
-    return next(iter(node.users))

@@ -22,7 +22,7 @@ from tests.programs import (
 from zerofx import ops
 from zerofx.cost import live_bytes
 from zerofx.figures import NOMINAL, of
-from zerofx.graph import groups_in_files, program_order
+from zerofx.graph import program_order, uses_of_files
 from zerofx.timeline import predict
 from zerofx.verify import verify
 
@@ -40,12 +40,12 @@ def test_rewrites_the_smallest_program():
         states_from_file_start = zerofx.states_from_file_start(SGD, [0], 32)
         to_host_start = zerofx.to_host_start([w], [0], 0)
         to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
-        wait_states = zerofx.wait_states(states_from_file_start)
+        wait_file = zerofx.wait_file(states_from_file_start)
         update_on_host_start = zerofx.update_on_host_start({start}, {start}_1, SGD, [0], None)
         wait_move = zerofx.wait_move(to_host_start)
         wait_move_1 = zerofx.wait_move(to_host_start_1)
         wait_update = zerofx.wait_update(update_on_host_start)
-        zerofx.states_to_file(wait_states, SGD, [0])
+        zerofx.states_to_file(wait_file, SGD, [0])
         to_device_start = zerofx.to_device_start([wait_update], [0], device(type='cpu'))
         ...
         return []
@@ -79,7 +79,7 @@ def test_a_buckets_states_are_read_while_the_one_before_is_updated(stage):
     program = rewritten(mlp_step(), stage=stage, **IN_FILES)
     order = program_order(program.graph)
     starts = nodes_of(program, ops.states_from_file_start)
-    waits = nodes_of(program, ops.wait_states)
+    waits = nodes_of(program, ops.wait_file)
     releases = nodes_of(program, ops.states_to_file)
     assert len(starts) == len(waits) == len(releases) > 1
     for following, release in zip(starts[1:], releases, strict=False):
@@ -88,7 +88,7 @@ def test_a_buckets_states_are_read_while_the_one_before_is_updated(stage):
     for third, release in zip(waits[2:], releases, strict=False):
         assert order[release] < order[third]
     buckets = {info.place.bucket for info in program.table}
-    groups = groups_in_files(program.graph)
+    groups = [use.args[0].args[:2] for use in uses_of_files(program.graph)]
     assert len(groups) == len(buckets)
     assert sorted(index for _, indices in groups for index in indices) == list(
         range(len(program.table))
@@ -96,7 +96,7 @@ def test_a_buckets_states_are_read_while_the_one_before_is_updated(stage):
 
 
 def break_wait(program):
-    (wait, *_) = nodes_of(program, ops.wait_states)
+    (wait, *_) = nodes_of(program, ops.wait_file)
     release = next(iter(wait.users))
     release.args = (wait.args[0], *release.args[1:])
 
@@ -132,7 +132,7 @@ def break_uncovered(program):
 
 
 BROKEN = {
-    break_wait: "must have one .*wait_states.* and no other reader",
+    break_wait: "must have one .*wait_file.* and no other reader",
     break_twice: "must have one .*states_to_file.* and no other reader",
     break_others: "lets go of other states",
     break_early: "is not followed by one update each of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from zerofx.plan import ParameterInfo
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.flat import copy_range, gather, ordinary_tensors, take_shard, without_storage
 from zerofx.runtime.host_memory import HostMemory
+
+if TYPE_CHECKING:
+    from zerofx.runtime.filed_shards import ShardBucket
 
 
 @dataclass(eq=False)
@@ -25,6 +28,8 @@ class BoundParameter:
     whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
     one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
     ``memory``.  ``host`` is the memory that the shard lies in if that is not the device's.
+    ``file`` is the bucket that it may be in instead while nobody uses it there, and is if it
+    ``is_in_file``: the shard is then an empty tensor, and the same one as before.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -36,6 +41,8 @@ class BoundParameter:
     bucket: object = None
     memory: BucketMemory | None = None
     host: HostMemory | None = None
+    file: ShardBucket | None = None
+    is_in_file: bool = False
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
@@ -76,7 +83,8 @@ class BoundParameter:
     def shard(self) -> torch.Tensor | None:
         """This rank's flat range of the values at stage 3, else None.
 
-        The same tensor for as long as it stays on the device, or in host memory.
+        The same tensor for as long as it stays on the device, or on the host; empty while its
+        values are in a file.
 
         Raises: RuntimeError while the values are elsewhere.
         """
@@ -100,12 +108,52 @@ class BoundParameter:
         self.host = host
 
     def move_to(self, shard: torch.Tensor, host: HostMemory | None = None) -> None:
-        """Keep the shard there from now on, where its values are already."""
+        """Keep the shard there from now on, where its values are already, and in no file."""
         self._shard, self.host = shard, host
+        self.file, self.is_in_file = None, False
+
+    def values(self) -> torch.Tensor:
+        """The shard's values, wherever they are: the shard itself, or a copy of what is in a file.
+
+        Raises: FileTierError if they are lost, or cannot be read.
+        """
+        assert self._shard is not None
+        if self.file is not None and self.is_in_file:
+            return self.file.value_of(self)
+        return self._shard
+
+    def lie_in(self, part: torch.Tensor) -> None:
+        """Have the shard in this memory: with what is there, or what it has brought along."""
+        assert self._shard is not None
+        with torch.no_grad(), ordinary_tensors():
+            if not self.is_in_file:
+                self._settle()
+                part.copy_(self._shard)
+            self._shard.data = part
+        self.is_in_file = True
+
+    def leave_memory(self) -> None:
+        """Be an empty tensor until the values come back from the file."""
+        assert self._shard is not None
+        if self.is_in_file:
+            with torch.no_grad(), ordinary_tensors():
+                self._shard.data = self._shard.new_empty(0)
+
+    def _leave_file(self) -> None:
+        """Have memory for new values of all the shard: those in the file are no longer its own."""
+        if self.is_in_file:
+            assert self._shard is not None and self.host is not None
+            pinned = self.info.device.type == "cuda"
+            with ordinary_tensors():
+                self._shard.data = self.host.empty(
+                    self.info.shard_numel, self.info.dtype, pinned
+                ).zero_()
+            self.is_in_file = False
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
         assert self._shard is not None
+        self._leave_file()
         self._settle()
         with ordinary_tensors():
             copy_range(self._shard, whole, self.info, self.communicator.rank)
@@ -115,6 +163,7 @@ class BoundParameter:
         """Keep these new values of the shard, if the parameter has not been given back."""
         if self._shard is None:
             return
+        self._leave_file()
         self._settle()
         with ordinary_tensors():
             self._shard.copy_(values)
@@ -129,7 +178,7 @@ class BoundParameter:
         """Return the whole value in memory of its own.  Collective."""
         assert self._shard is not None
         with ordinary_tensors():  # what is kept on the host travels from the device
-            shard = self._shard.to(self.info.device)
+            shard = self.values().to(self.info.device)
             return gather(shard, self.info, self.communicator)
 
     def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
@@ -154,11 +203,12 @@ class BoundParameter:
         """
         parameter = self.parameter
         assert parameter is not None
+        self._leave_file()
         self._settle()
         with ordinary_tensors():
             whole = parameter.detach()
             if self._shard is None or self._shard.dtype != self.info.dtype:
-                self.host = None
+                self.host = self.file = None
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
                 copy_range(self._shard, whole, self.info, self.communicator.rank)
@@ -176,6 +226,7 @@ class BoundParameter:
         if self.memory is not None and parameter is not None:
             self.memory.leave(parameter)
         self.retired, self.gradient, self._shard, self.memory = True, None, None, None
+        self.file, self.is_in_file = None, False
 
     def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
         if self.gradient is not None and parameter.grad is not self.stub:

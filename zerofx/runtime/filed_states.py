@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.errors import FileTierError
+from zerofx.runtime.filed_bucket import FiledBucket, Left
 from zerofx.runtime.files import BucketLayout, Field
 from zerofx.runtime.flat import ordinary_tensors, without_base
 from zerofx.runtime.guarded import GuardedState
@@ -69,13 +70,14 @@ def per_element(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-class StateBucket:
-    """The states of one group of updates, in files or in the host memory that caches them.
+class StateBucket(FiledBucket):
+    """The states of one group of updates.
 
-    ``name`` is the store's for it.  ``stubs`` stand for its values in ``optimizer.state`` while
-    nobody updates them, by place and name; none while it holds nothing.  ``tier`` is the
-    ``FileTier`` that it is in.
+    ``stubs`` stand for its values in ``optimizer.state`` while nobody updates them, by place and
+    name; none while it holds nothing.
     """
+
+    what = "optimizer states"
 
     def __init__(
         self,
@@ -85,8 +87,7 @@ class StateBucket:
         parameters: Sequence[nn.Parameter],
         parts: Parts,
     ) -> None:
-        self.tier = tier
-        self.name = name
+        super().__init__(tier, name)
         self.optimizer = weakref.ref(optimizer)
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.parts = parts
@@ -95,11 +96,6 @@ class StateBucket:
     @property
     def layout(self) -> BucketLayout:
         return BucketLayout(self.name, tuple(part.field for part in self.parts))
-
-    @property
-    def nbytes(self) -> int:
-        """What its values take, without padding; whether it holds any yet or not."""
-        return sum(part.field.nbytes for part in self.parts)
 
     def is_of(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it is for these very objects."""
@@ -128,13 +124,51 @@ class StateBucket:
             and all(there[key] is stub for key, stub in self.stubs.items())
         )
 
+    @property
+    def is_gone(self) -> bool:
+        return self.optimizer() is None
+
     def has_any(self) -> bool:
-        """Whether the optimizer still counts on something that lies here."""
         return any(
             getattr(value, "bucket", None) is self
             for state in self.states()
             for _, value in per_element(state)
         )
+
+    def make_whole(self) -> None:
+        """Have all states at hand that come from elsewhere: a state dict, or other buckets."""
+        states = self.states()
+        if not self.is_whole_of(states):
+            bring_back(states)
+            self.forget()
+
+    def arrive(self, views: Mapping[str, Tensor]) -> None:
+        """Have the optimizer hold what is in memory, with what comes from elsewhere copied there.
+
+        States of another kind than were expected stay where they are.
+        """
+        states = self.states()
+        if not self.stubs:
+            for state in states:
+                state.update(
+                    (name, value.cpu()) for name, value in state.items() if _is_elsewhere(value)
+                )
+            if parts_there(states) != self.parts:
+                return
+            self.take(states, views)
+        self.give(states, views)
+
+    def leave(self, views: Mapping[str, Tensor]) -> Left:
+        """Take the states back from the optimizer, with those that its update has made."""
+        states = self.states()
+        parts = parts_there(states)
+        if not parts:
+            return Left.NOTHING
+        if parts != self.parts:
+            return Left.OTHERWISE
+        is_new = not self.stubs
+        self.take(states, views)
+        return Left.NEW if is_new else Left.KNOWN
 
     def give(self, states: States, views: Mapping[str, Tensor]) -> None:
         """Have the optimizer hold what is in memory, each parameter its part of it."""
@@ -230,6 +264,10 @@ def bring_back(states: States) -> None:
     reader = Reader()
     for state in states:
         state.update(reader.state(state))
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.device.type != "cpu"
 
 
 def _without_memory(dtype: torch.dtype, numel: int) -> GuardedState:

@@ -10,10 +10,11 @@ from zerofx import ops
 from zerofx.effects import updated_on_host
 from zerofx.graph import hinted_bytes, staging_bytes
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.filed_bucket import words_for
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.states_in_files import StatesInFiles
+from zerofx.runtime.program_files import ProgramFiles
 
 
 def host_needs(
@@ -21,7 +22,7 @@ def host_needs(
     kept: Iterable[tuple[nn.Parameter, ParameterInfo]],
     mover: Mover,
     steps: OptimizerSteps,
-    files: StatesInFiles | None,
+    files: ProgramFiles | None,
     is_delayed: bool,
 ) -> dict[str, int]:
     """Return the bytes to come, by what for.  ``kept`` are the parameters with shards there."""
@@ -33,7 +34,7 @@ def host_needs(
     }
     if files is not None:
         cached = files.tier.cache_bytes_to_come(files.buckets)
-        needs = {"a cache of optimizer states": cached, **needs}
+        needs = {f"a cache of {words_for(files.buckets)}": cached, **needs}
     else:
         states = steps.host_bytes_to_come(updated_on_host(graph))
         needs = {"optimizer states": states, **needs}

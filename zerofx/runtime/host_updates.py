@@ -17,7 +17,7 @@ from zerofx.runtime.delayed import Key as DelayedKey
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.states_in_files import StatesInFiles
+from zerofx.runtime.program_files import ProgramFiles
 
 
 class HostUpdates:
@@ -39,7 +39,7 @@ class HostUpdates:
         steps: OptimizerSteps,
         table: ParameterTable,
         *,
-        files: StatesInFiles | None,
+        files: ProgramFiles | None,
         joined: bool,
         delayed: DelayedUpdates | None,
     ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.filed_values import ValueBucket
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.joined import adjoin, join
 from zerofx.runtime.lanes import Lane
@@ -30,21 +31,31 @@ class Mover:
         self.updates = Lane("updates")
         self.copies: Mapping[str, Lane] = {}
         self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
+        self.filed: dict[int, ValueBucket] = {}  # by slot, what is in a file instead
         self._slots: dict[int, Tensor] = {}
         self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
         self._streams: dict[tuple[torch.device, str], Any] = {}
         self._read: dict[int, Any] = {}  # by address of a staging buffer: when it has left again
 
-    def to_host_start(self, pieces: Sequence[Tensor], slot: int) -> Tensor:
-        """Start copying flat tensors, one behind the other, to a staging buffer."""
+    def to_host_start(
+        self, pieces: Sequence[Tensor], slot: int, memory: Tensor | None = None
+    ) -> Tensor:
+        """Start copying flat tensors, one behind the other, to a staging buffer.
+
+        Or to other ``memory`` on the host, uint8 and large enough.
+        """
         first = pieces[0]
         on_gpu = _on_gpu(first.device)
         numel = sum(piece.numel() for piece in pieces)
-        buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
+        buffer = memory
+        if buffer is None:
+            buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
         into = buffer[: numel * first.itemsize].view(first.dtype)
         if on_gpu:
             after = self._read.pop(buffer.data_ptr(), None)
             event = self._copy_beside("to host", first.device, pieces, into, after)
+            if memory is not None:
+                self.memory.is_read_until(event, into)
         else:
             event = self._copy_on_lane("to host", pieces, into)
         self.to_host_bytes += into.nbytes
@@ -83,12 +94,19 @@ class Mover:
         self._started[id(into)] = into, pieces, None, event
         return into
 
-    def offload_start(self, value: Tensor, slot: int) -> Tensor:
+    def offload_start(self, value: Tensor, slot: int, memory: Tensor | None = None) -> Tensor:
         """Start copying a value to a staging buffer, where it has its shape and strides.
 
-        ``wait`` lets go of its memory: kernels that the device is given later may use it.
+        Or to other ``memory``, as above.  ``wait`` lets go of its memory on the device: kernels
+        that the device is given later may use it.
         """
-        return self._laid_out(self.to_host_start([_span(value)], slot), value, value.device)
+        moved = self.to_host_start([_span(value)], slot, memory)
+        return self._laid_out(moved, value, value.device)
+
+    @staticmethod
+    def span_bytes(value: Tensor) -> int:
+        """What a value takes where ``offload_start`` copies it."""
+        return _span(value).nbytes
 
     def reload_start(self, host: Tensor, device: torch.device) -> Tensor:
         """Start copying back what ``offload_start`` has moved, to memory of its own."""

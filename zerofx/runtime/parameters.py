@@ -158,7 +158,7 @@ class ParameterRegistry:
             for members in buckets.values():
                 members.sort(key=lambda bound: (bound.info.place.offset, bound.info.numel))
                 device = members[0].info.device
-                shards = [bound.shard for bound in members if bound.shard is not None]
+                shards = [bound.values() for bound in members if bound.shard is not None]
                 if on_host:
                     parts = self.host.take_in_shards(shards, pinned=device.type == "cuda")
                 else:

@@ -14,12 +14,12 @@ from zerofx import effects, ops
 from zerofx.errors import StepError
 from zerofx.graph import (
     gradient_outputs,
-    groups_in_files,
     input_role,
     placeholders,
     sharded_results,
     unreduced_results,
     updates,
+    uses_of_files,
     written_gradients,
 )
 from zerofx.runtime.bound import BoundParameter
@@ -32,7 +32,7 @@ from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.states_in_files import StatesInFiles
+from zerofx.runtime.program_files import ProgramFiles
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
 
@@ -80,10 +80,11 @@ class StepRuntime:
         self.groups_on_host = effects.groups_on_host(graph)
         self.steps = OptimizerSteps(graph, communicator.rank, trained, device, host, keep_source)
         self.steps.prepare(updates(graph), effects.updated_on_host(graph))
-        self.files: StatesInFiles | None = None
-        groups = groups_in_files(graph)
-        if host.open_files is not None and groups:
-            self.files = StatesInFiles(host.open_files(), groups, self.steps.on_host)
+        self.files: ProgramFiles | None = None
+        if host.open_files is not None and uses_of_files(graph):
+            self.files = ProgramFiles(
+                host.open_files(), graph, trained, self.steps.on_host, self.mover
+            )
         self.host_needs: dict[str, int] = {}
         if self.moves:
             is_delayed = host.delayed is not None
@@ -188,9 +189,7 @@ class StepRuntime:
             ops.wait_store: on_host.wait_store,
         }
         if files is not None:
-            kernels[ops.states_from_file_start] = files.states_from_file_start
-            kernels[ops.wait_states] = files.wait_states
-            kernels[ops.states_to_file] = files.states_to_file
+            kernels |= files.kernels()
         return kernels
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -248,12 +247,17 @@ class StepRuntime:
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
+        filed = self.files.parameters if self.files is not None else frozenset()
         for on_host in (False, True):
-            misplaced = [
-                self.bound[role.parameter]
+            bounds = [
+                (self.bound[role.parameter], role.parameter in filed)
                 for _, role in self.inputs
                 if role.kind == "parameter" and role.on_host is on_host
-                if (self.bound[role.parameter].host is not None) is not on_host
+            ]
+            misplaced = [
+                bound
+                for bound, takes_files in bounds
+                if (bound.host is not None) is not on_host or (bound.is_in_file and not takes_files)
             ]
             if misplaced:
                 REGISTRY.place(misplaced, on_host)
@@ -262,7 +266,7 @@ class StepRuntime:
         """Run the program, and complete what it has left under way but for this call's own."""
         assert self.program is not None, "lowered before it is first called"
         if self.files is not None:
-            self.files.begin()
+            self.files.begin(self.bound)
         if REGISTRY.written:
             confirm_writes(self.bound)
         REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])

@@ -49,10 +49,11 @@ class HostCache:
     is written first, and the read into its memory waits for that, not the caller.  Nothing that
     is chosen depends on how fast the disk is.
 
-    Memory is given out again for a bucket of the same size, so buckets of one size allocate
-    nothing after the first round.  One of another size waits for memory to be written and
-    freed.  A bucket that was never written gets memory without a read, for its user to fill.
-    ``allocate`` gives the memory for a bucket of the store; it is ``store.empty`` if not given.
+    Memory is given out again for a bucket of the same size, so buckets of one size allocate nothing
+    after the first round. One of another size waits for memory to be written and freed. A bucket
+    that was never written, or released as ``void``, gets memory without a read, for its user to
+    fill. ``allocate`` gives the memory for a bucket of the store; it is ``store.empty`` if not
+    given.
 
     One thread at a time may call it.
 
@@ -78,6 +79,7 @@ class HostCache:
         self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
+        self._void: set[str] = set()  # buckets whose values nobody wants any more
         self.follow(order)
 
     def follow(self, order: Sequence[str]) -> None:
@@ -89,12 +91,14 @@ class HostCache:
         for resident in self._resident.values():
             resident.is_dirty |= resident.num_uses > 0
             resident.num_uses = 0
-        self._order = list(order)
-        self._position = 0
+        self._set_order(order, 0)
+        self._read_ahead()
+
+    def _set_order(self, order: Sequence[str], position: int) -> None:
+        self._order, self._position = list(order), position
         self._places: dict[str, list[int]] = {}
         for place, bucket in enumerate(order):
             self._places.setdefault(bucket, []).append(place)
-        self._read_ahead()
 
     def begin(self, order: Sequence[str]) -> None:
         """Go on as before if this order is the one, and next is its start; else ``follow`` it."""
@@ -148,8 +152,10 @@ class HostCache:
             raise ValueError(f"bucket {bucket!r} is not in use: use it first")
         return resident.views
 
-    def release(self, bucket: str, *, dirty: bool) -> None:
+    def release(self, bucket: str, *, dirty: bool, void: bool = False) -> None:
         """Let a bucket go after its use; ``dirty`` if its values were changed.
+
+        ``void`` if nobody wants them any more: they are neither written nor read again.
 
         Raises: ValueError if it is not in use.
         """
@@ -158,7 +164,24 @@ class HostCache:
             raise ValueError(f"bucket {bucket!r} is not in use: release it once for each use")
         resident.num_uses -= 1
         resident.is_dirty |= dirty
+        if dirty:
+            self._void.discard(bucket)
+        if void:
+            self._void.add(bucket)
+            resident.is_dirty, resident.is_new = False, True
         self._read_ahead()
+
+    def replace(self, bucket: str, by: str) -> None:
+        """Have another bucket of the store take the place of one that is not in use, in the order.
+
+        What the other one held is forgotten.  Raises: ValueError if the bucket is in use.
+        """
+        resident = self._resident.get(bucket)
+        if resident is not None and resident.num_uses:
+            raise ValueError(f"bucket {bucket!r} is in use: release it first")
+        self.drop(bucket)
+        order, position = [by if name == bucket else name for name in self._order], self._position
+        self._set_order(order, position)
 
     def read(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return the fields of any bucket, out of turn, in memory of their own beside the bound.
@@ -176,6 +199,7 @@ class HostCache:
 
     def drop(self, bucket: str) -> None:
         """Forget a bucket whose values nobody wants any more, before the store removes it."""
+        self._void.discard(bucket)
         resident = self._resident.pop(bucket, None)
         if resident is not None:
             self._free.append(_Free(resident.memory, resident.load))
@@ -222,7 +246,7 @@ class HostCache:
                 self._give_back(self._free.pop(0))
             memory = self._allocate(bucket)
             self.held_bytes += layout.nbytes
-        is_new = not self._store.was_written(bucket)
+        is_new = bucket in self._void or not self._store.was_written(bucket)
         if not is_new:
             last = self._store.start_read(bucket, memory, after=[last] if last else [])
         self._resident[bucket] = _Resident(memory, layout.views(memory), last, is_new)

@@ -1,0 +1,94 @@
+"""Shards of parameters that are in files while no move and no update is about them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.errors import FileTierError
+from zerofx.plan import ParameterInfo
+from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.filed_bucket import FiledBucket, Left
+from zerofx.runtime.files import BucketLayout, Field
+from zerofx.runtime.flat import ordinary_tensors
+
+
+class ShardBucket(FiledBucket):
+    """This rank's shards of one bucket's parameters, one behind the other, of one dtype.
+
+    ``infos`` are of the parameters; ``adopt`` says which they are.
+    """
+
+    what = "parameter shards"
+
+    def __init__(self, tier: Any, name: str, infos: Sequence[ParameterInfo]) -> None:
+        super().__init__(tier, name)
+        self.lengths = [info.shard_numel for info in infos]
+        self.dtype = infos[0].dtype
+        self.bounds: list[weakref.ref[BoundParameter]] = []
+        self._has_new = False
+
+    @property
+    def layout(self) -> BucketLayout:
+        return BucketLayout(self.name, (Field(_FIELD, self.dtype, sum(self.lengths)),))
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.bounds) and all(one is None for one, _ in self._members())
+
+    def adopt(self, bounds: Sequence[BoundParameter]) -> None:
+        """Be the bucket of these parameters, whose shards are still where they are."""
+        self.bounds = [weakref.ref(bound) for bound in bounds]
+        for bound in bounds:
+            bound.file = self
+
+    def has_any(self) -> bool:
+        return any(bound is not None and bound.is_in_file for bound, _ in self._members())
+
+    def arrive(self, views: Mapping[str, Tensor]) -> None:
+        """Have each shard, the same tensor as ever, lie in this memory; copy what does not yet."""
+        for bound, part in self._parts_of(views):
+            if bound is not None:
+                self._has_new |= not bound.is_in_file
+                bound.lie_in(part)
+
+    def leave(self, views: Mapping[str, Tensor]) -> Left:
+        for bound, _ in self._members():
+            if bound is not None:
+                bound.leave_memory()
+        left, self._has_new = Left.NEW if self._has_new else Left.KNOWN, False
+        return left
+
+    def value_of(self, bound: BoundParameter) -> Tensor:
+        """A copy of one shard, on the CPU.
+
+        Raises: FileTierError if it is lost, or cannot be read.
+        """
+        for member, part in self._parts_of(self.tier.read(self)):
+            if member is bound:
+                return part.clone()
+        raise FileTierError(
+            f"the shard of {bound.name!r} is not in {self.name!r}", bucket=self.name
+        )
+
+    def _members(self) -> Iterator[tuple[BoundParameter | None, int]]:
+        """Who is in it, None for one that is no more, and the length of its shard."""
+        for reference, numel in zip(self.bounds, self.lengths, strict=True):
+            bound = reference()
+            alive = bound is not None and not bound.retired and bound.file is self
+            yield bound if alive else None, numel
+
+    def _parts_of(
+        self, views: Mapping[str, Tensor]
+    ) -> Iterator[tuple[BoundParameter | None, Tensor]]:
+        with torch.no_grad(), ordinary_tensors():
+            parts = views[_FIELD].split(self.lengths)
+        for (bound, _), part in zip(self._members(), parts, strict=True):
+            yield bound, part
+
+
+_FIELD = "shards"
