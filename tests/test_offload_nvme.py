@@ -657,6 +657,11 @@ def refused(error, words, options, pair=None):
     assert not pair[1].state and REGISTRY.lookup(pair[0].head.weight) is None
 
 
+def test_a_number_of_ranks_here_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    refused(StepError, r"LOCAL_WORLD_SIZE is 'two', .* a number from 1 on", files(tmp_path))
+
+
 def test_no_room_on_the_disk_is_refused_with_the_numbers(tmp_path, on_system):
     on_system(NoRoom())
     refused(

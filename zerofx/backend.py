@@ -380,7 +380,12 @@ class Program:
             (step,) = self.captured
             bounds = filter(None, map(REGISTRY.lookup, step.tensors))
             return next(bound.file.tier for bound in bounds if bound.file is not None)
-        ranks = environment().get("LOCAL_WORLD_SIZE") or self.function.communicator.world_size
+        ranks = environment().get("LOCAL_WORLD_SIZE") or str(self.function.communicator.world_size)
+        if not ranks.isdecimal() or int(ranks) < 1:
+            raise StepError(
+                f"LOCAL_WORLD_SIZE is {ranks!r}, and it says how many ranks share this machine's "
+                "memory: a number from 1 on. torchrun sets it; set it so, or unset it."
+            )
         return REGISTRY.files.open(
             self.options.offload_dir,
             self.options.offload_cache_bytes,

@@ -22,7 +22,7 @@ from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.delayed import DelayedUpdates
-from zerofx.runtime.file_tier import FileTiers
+from zerofx.runtime.file_tiers import FileTiers
 from zerofx.runtime.flat import (
     make_equal,
     ordinary_tensors,
