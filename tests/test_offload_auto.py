@@ -150,3 +150,41 @@ def test_ranks_choose_together(ranks):
     for without, found in ranks(2).run(on_two_ranks, 2**17 + 2**15):
         assert_same(found[:3], without[:3])
         assert found[3]["states"]
+
+
+def in_files(budget, directory):
+    """Losses, parameters and states after three steps, and what was read from files."""
+    torch._dynamo.reset()
+    pair = built()
+    compiled = torch.compile(
+        step,
+        backend="zero",
+        options={
+            "lowering": "eager",
+            "bucket_bytes": 4 * WIDTH * WIDTH,
+            "offload": "auto",
+            "memory_budget": budget,
+            "offload_tier": "nvme",
+            "offload_dir": directory,
+            "offload_cache_bytes": 2**18,
+        },
+    )
+    torch.manual_seed(1)
+    losses = [compiled(*pair, torch.randn(ROWS, WIDTH)).item() for _ in range(3)]
+    files = program_of(compiled).runtime.files
+    kinds = {bucket.what for bucket in files.buckets} if files is not None else set()
+    return losses, pair[0].state_dict(), pair[1].state_dict(), kinds
+
+
+def test_what_has_to_leave_may_go_to_files(tmp_path):
+    expected = trained(None)
+    budgets = (2**22, 400_000, 160_000)
+    folders = [tmp_path / str(budget) for budget in budgets]
+    for folder in folders:
+        folder.mkdir()
+    found = [in_files(*pair) for pair in zip(budgets, folders, strict=True)]
+    for one in found:
+        assert_same(one[:3], expected[:3])
+    kinds = [one[3] for one in found]
+    assert kinds[0] == set() and kinds[1] == {"optimizer states"}
+    assert kinds[2] == {"optimizer states", "parameter shards", "activations"}
