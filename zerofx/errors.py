@@ -13,6 +13,10 @@ class BudgetError(StepError):
     """The step does not fit ``memory_budget``: says what it needs."""
 
 
+class CommandError(ValueError):
+    """A command of ``python -m zerofx`` cannot do what it is asked: says why, and what to do."""
+
+
 class FileTierError(RuntimeError):
     """A directory or a file of the file tier failed: says which, why, and what to do.
 

@@ -1,0 +1,46 @@
+"""``python -m zerofx``: its commands, and what it says when one cannot be done."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import zerofx.__main__ as command_line
+from zerofx.commands import COMMANDS
+from zerofx.errors import CommandError
+
+
+def test_help_lists_every_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofx", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "python -m zerofx" in done.stdout
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    for add_to in COMMANDS:
+        add_to(subparsers)
+    for name in subparsers.choices:
+        assert f"\n    {name} " in done.stdout
+
+
+def test_a_missing_or_unknown_command_is_told_from_the_usage(capsys):
+    for arguments in ([], ["no-such-command"]):
+        with pytest.raises(SystemExit) as stop:
+            command_line.main(arguments)
+        assert stop.value.code == 2
+        assert "usage: python -m zerofx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", (CommandError("it is of another version"), FileNotFoundError(2, "No such file", "x"))
+)
+def test_what_cannot_be_done_is_said_in_a_line(error, monkeypatch, capsys):
+    def fail(_chosen):
+        raise error
+
+    def add_to(subparsers):
+        subparsers.add_parser("fail").set_defaults(run=fail)
+
+    monkeypatch.setattr(command_line, "COMMANDS", (add_to,))
+    assert command_line.main(["fail"]) == 1
+    assert capsys.readouterr().err == f"zerofx: {error}\n"

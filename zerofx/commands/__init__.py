@@ -1,0 +1,16 @@
+"""The commands of ``python -m zerofx``, one module each.
+
+A module's ``add_to(subparsers)`` adds the command's parser, and sets its default ``run`` to a
+function of the parsed arguments that returns the exit status.  It raises CommandError for what
+the user should be told; it imports what is slow where that is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+Subparsers = argparse._SubParsersAction
+
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = ()
+"""Each command's ``add_to``, in the order in which help lists them."""
