@@ -3,7 +3,7 @@
 The backend registers itself; importing this package is only needed for the functions below.
 """
 
-from zerofx.versions import check_torch_version
+from zerofx.versions import __version__, check_torch_version
 
 check_torch_version()  # first: other versions lack names that the modules below import
 
@@ -11,5 +11,4 @@ from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
 from zerofx.runtime.whole import full_params, unshard  # noqa: E402
 
-__all__ = ["GraphError", "StepError", "explain", "full_params", "unshard"]
-__version__ = "0.1.0"
+__all__ = ["GraphError", "StepError", "__version__", "explain", "full_params", "unshard"]

@@ -81,6 +81,14 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
     return peak
 
 
+def size_text(nbytes: int) -> str:
+    """Bytes as people read them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"
+
+
 @dataclass(frozen=True)
 class MovedBytes:
     """Bytes that a step copies between this rank's device and the host, and stages there.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import sys
 import threading
 import types
@@ -24,11 +25,13 @@ from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
 from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
+from zerofx.dump_folder import DumpFolder, claim, run_of_this_process
 from zerofx.errors import GraphError, StepError
 from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
 from zerofx.in_place import buckets_updated_in_place
 from zerofx.lower import lower
+from zerofx.optimizer_facts import describe
 from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
@@ -301,17 +304,30 @@ class Program:
 
     def _rewritten(self, ctx: PassContext) -> list[PassReport]:
         """Run the passes, and dump what they make."""
-        dump = None
-        if ctx.options.dump is not None:
-            name = f"{self.function.name}_{len(self.function.programs)}"
-            figures = f"link: {ctx.figures} ({ctx.figures.source})"
-            dump = ProgramDump(ctx.options.dump, ctx.rank, name, ctx.table, figures)
-        self.dump = dump
+        self.dump = dump = self._new_dump(ctx)
         reports = run_pipeline(self.gm, ctx, PIPELINE, dump.write if dump else None)
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
             dump.write_summary(reports, str(timeline))
         return reports
+
+    def _new_dump(self, ctx: PassContext) -> ProgramDump | None:
+        """What writes the programs: to the user's folder, to torch's structured trace, or both."""
+        folder = self.function.backend.dump_folder(ctx.options.dump)
+        if folder is None and not compat.is_traced():
+            return None
+        (step,) = self.captured
+        names = {id(t): info.name for t, info in zip(step.tensors, step.table, strict=True)}
+        return ProgramDump(
+            folder,
+            ctx.rank,
+            f"{self.function.name}_{len(self.function.programs)}",
+            ctx.table,
+            world_size=ctx.world_size,
+            stage=ctx.options.stage,
+            optimizers={h: describe(traced.optimizer_of(h), names) for h in self.optimizers},
+            figures=f"link: {ctx.figures} ({ctx.figures.source})",
+        )
 
     def _make_ready(self) -> StepRuntime:
         """Agree with the other ranks, take charge of the parameters, lower.
@@ -468,6 +484,16 @@ class ZeroBackend:
         compat.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
+        self.dump_folders: dict[str, DumpFolder] = {}  # by what options call them
+
+    def dump_folder(self, path: str | None) -> DumpFolder | None:
+        """The folder that this process dumps to, for an option's path; the run's own."""
+        if path is None:
+            return None
+        path = os.path.abspath(path)
+        if path not in self.dump_folders:
+            self.dump_folders[path] = claim(path, run_of_this_process())
+        return self.dump_folders[path]
 
     @property
     def function(self) -> CompiledFunction | None:

@@ -489,6 +489,37 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
+def scalar_hint(value: Any) -> Any:
+    """A symbolic number as it was when captured, without a guard; anything else as it is.
+
+    ``node.hint`` as above.
+    """
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return value.node.hint if isinstance(value, symbols) else value
+
+
+def trace_program(name: str, text: Callable[[], str]) -> None:
+    """Add a program's text to torch's structured trace, if there is one: tlparse shows it.
+
+    For 2.11 to 2.15; can go when ``torch._logging.trace_structured`` is public.
+    """
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+    )
+
+
+def is_traced() -> bool:
+    """Whether torch writes a structured trace; while it compiles, when it has found out.
+
+    Its handler leaves with the first record if there is nowhere to write to.  For 2.11 to 2.15;
+    can go when torch has a public way to ask.
+    """
+    logging = torch._logging._internal
+    return any(isinstance(h, logging.LazyTraceHandler) for h in logging.trace_log.handlers)
+
+
 def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     if user.meta.get("autograd_backward"):
         return False
@@ -586,6 +617,14 @@ def _own_recomputation() -> contextlib.AbstractContextManager[None]:
 real_tensors = unset_fake_temporarily
 
 
+def fake_tensors() -> FakeTensorMode:
+    """Make tensors without elements; real ones may be mixed with them.
+
+    For 2.11 to 2.15; can go when torch has a public way to run on shapes alone.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
     return isinstance(value, FakeTensor)
@@ -650,6 +689,15 @@ def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.
     """
     ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
     return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
+
+
+def world_store() -> torch.distributed.Store | None:
+    """The store that all ranks of this run share; None if there is but this process.
+
+    For 2.11 to 2.15, as above.
+    """
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.PrefixStore("zerofx", _get_default_store()) if is_there else None
 
 
 def timeout_s(group: torch.distributed.ProcessGroup) -> float:

@@ -34,6 +34,7 @@ def live_bytes(
     early_updates: bool = False,
     sockets: bool = False,
     table: ParameterTable | None = None,
+    hinted: bool = False,
 ) -> list[int]:
     """Bytes that the program has allocated on the device and not freed while each node runs.
 
@@ -45,7 +46,7 @@ def live_bytes(
     of nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each
     update counts as run where its gradient is there, as ``update_in_backward`` will have it.  With
     a ``table`` it allocates what it does on the rank whose shard is largest, so that ranks that
-    plan with these bytes plan alike.
+    plan with these bytes plan alike.  Symbolic sizes get guards, unless what is said is ``hinted``.
     """
     place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
     if early_updates:
@@ -57,7 +58,7 @@ def live_bytes(
     sizes: dict[tuple[fx.Node, int], int] = {}
     last: dict[tuple[fx.Node, int], int] = {}
     for node in nodes:
-        roots[node] = _roots(node, world_size, roots, sizes, skipped)
+        roots[node] = _roots(node, world_size, roots, sizes, skipped, hinted)
         death = max((_done_with(user, order) for user in node.users), default=order[node])
         for root in roots[node]:
             last[root] = max(last.get(root, 0), death)
@@ -67,7 +68,7 @@ def live_bytes(
         changes[last.get((node, part), order[node]) + 1] -= nbytes
     for node in nodes:
         if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
-            received = _bytes_of(node.args[0].meta["val"])
+            received = _bytes_of(node.args[0].meta["val"], hinted)
             if world_size > 1 and node.meta["val"].device.type == "cpu":
                 changes[order[node]] += received
                 changes[_done_with(node, order) + 1] -= received
@@ -77,7 +78,7 @@ def live_bytes(
             changes[order[node] + 1] -= temporary
         if node.target is ops.update:
             value = node.args[0].meta["val"]
-            nbytes = _bytes_of(value)
+            nbytes = _bytes_of(value, hinted)
             if table is not None and value.dim() == 1:
                 largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
@@ -125,6 +126,7 @@ def _roots(
     roots: dict[fx.Node, set[tuple[fx.Node, int]]],
     sizes: dict[tuple[fx.Node, int], int],
     skipped: set[fx.Node],
+    hinted: bool,
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
     if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
@@ -141,17 +143,20 @@ def _roots(
     made = set()
     for index, part in enumerate(parts):
         if isinstance(part, torch.Tensor):
-            sizes[node, index] = _bytes_of(part)
+            sizes[node, index] = _bytes_of(part, hinted)
             made.add((node, index))
     return made
 
 
-def _bytes_of(value: Any) -> int:
-    """Bytes of a tensor; a size that is a symbol gets a guard.
+def _bytes_of(value: Any, hinted: bool = False) -> int:
+    """Bytes of a tensor; a size that is a symbol gets a guard, unless they are only said.
 
     For a plan that fits a budget with these sizes may not with others.
     """
-    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel = math.prod(map(compat.size_hint, value.shape)) if hinted else int(value.numel())
+    return numel * value.dtype.itemsize
 
 
 _ON_HOST = (*ops.TO_HOST, *ops.FROM_FILE, ops.value_to_file)

@@ -2,88 +2,189 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import fx
 
-from zerofx.graph import provenance, served, why_kept
+from zerofx import compat
+from zerofx.account import moved_bytes, size_text, wire_bytes
+from zerofx.cost import live_bytes
+from zerofx.dump_folder import DumpFolder
 from zerofx.plan import ParameterTable
+from zerofx.program_text import CONSTANTS_FILE, FORMAT, program_text
+from zerofx.versions import __version__
 
-logger = logging.getLogger("zerofx")
+
+@dataclass(frozen=True)
+class Costs:
+    """What a program costs on one rank and in one step, before and after a pass.
+
+    ``peak`` is what it has allocated on the device at most, beside its inputs.  Units: bytes.
+    """
+
+    peak: int
+    sent: int
+    collectives: int
+    to_host: int
+    to_device: int
 
 
 class ProgramDump:
     """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
 
-    ``figures`` is a line for every program's header: what its plan was made with.  A folder that
-    cannot be written to costs the dump, not the training run.
+    ``figures`` is a line for every program's header: what its plan was made with.  ``optimizers``
+    are described by handle.  Without a ``folder`` programs go to torch's structured trace alone,
+    where they go in any case, if there is one.  Files hold no time: the same step gives the same
+    bytes again, on every rank; ``summary.txt`` has the seconds.
     """
 
     def __init__(
-        self, folder: str, rank: int, function: str, table: ParameterTable, figures: str = ""
+        self,
+        folder: DumpFolder | None,
+        rank: int,
+        function: str,
+        table: ParameterTable,
+        *,
+        world_size: int,
+        stage: int = 0,
+        optimizers: Mapping[int, Mapping[str, Any]] | None = None,
+        figures: str = "",
     ):
-        self.folder = Path(folder) / f"rank{rank}" / function
+        self.folder = folder
+        self.name = f"rank{rank}/{file_name(function)}"
+        self.rank, self.world_size, self.stage = rank, world_size, stage
         self.table = table
+        self.optimizers = optimizers or {}
         self.figures = figures
-        self.number = 0
+        self.constants: dict[str, torch.Tensor] = {}
+        self.costs: list[tuple[str, Costs]] = []
 
     def write(self, name: str, gm: fx.GraphModule, report) -> None:
-        """Write one program, with the counts of the pass that made it in its first lines."""
-        header = f"# {self.number:02d} {name}\n"
-        if report is not None:
-            counts = ", ".join(f"{what}: {count}" for what, count in report.counts.items())
-            header += f"# {counts}\n"
-        if self.figures:
-            header += f"# {self.figures}\n"
-        self._write(f"{self.number:02d}_{name}.py", header + self._body(gm))
-        self.number += 1
+        """Write one program, with what the pass that made it did in its first lines."""
+        number = len(self.costs)
+        self.costs.append((name, self._costs_of(gm)))
+        num_constants = len(self.constants)
+        text = program_text(gm, self.table, self.optimizers, self.constants)
+        text = f"{self._header(number, name, report)}\n\n{text}"
+        self._write(f"{number:02d}_{name}.py", text)
+        if len(self.constants) > num_constants:
+            self._write(CONSTANTS_FILE, _saved(self.constants))
+        compat.trace_program(f"zerofx_{number:02d}_{name}", lambda: text)
 
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program, when it first ran."""
         self._write(name, source)
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
-        rows = [
-            (
-                report.name,
-                report.skipped or ", ".join(f"{k}: {v}" for k, v in report.counts.items()),
-                f"{report.seconds * 1e3:.1f}",
-            )
-            for report in reports
-        ]
-        table = tabulate(rows, headers=("pass", "what it did", "ms"))
-        lines = [table, *([self.figures] if self.figures else [])]
+        """Write what each pass did and took, and what the step cost before and after it."""
+        (captured, before), *after_passes = self.costs
+        costs_after = dict(after_passes)
+        rows: list[tuple[str, ...]] = [("00", captured, *_shown(None, before), "")]
+        number = 0
+        for report in reports:
+            if report.skipped:
+                rows.append(("", report.name, *[""] * 4, "", f"off: {report.skipped}"))
+                continue
+            number += 1
+            after = costs_after[report.name]
+            seconds = f"{report.seconds:.4f}"
+            counts = _counts(report.counts)
+            rows.append((f"{number:02d}", report.name, *_shown(before, after), seconds, counts))
+            before = after
+        headers = ("", "pass", "collectives", "sent", "peak before", "after", "seconds", "")
+        lines = [tabulate(rows, headers=headers, disable_numparse=True)]
+        lines += ["", f"{'sent':12} per rank and step", f"{'peak':12} {_PEAK}"]
+        lines += [self.figures] if self.figures else []
         lines += [f"predicted: {predicted}"] if predicted else []
-        self._write("summary.txt", "\n".join(lines) + "\n")
+        text = "\n".join(lines) + "\n"
+        self._write("summary.txt", text)
+        compat.trace_program("zerofx_summary", lambda: text)
 
-    def _body(self, gm: fx.GraphModule) -> str:
-        for node in gm.graph.nodes:
-            origin = provenance(node)
-            if origin is not None:
-                serves = origin.parameter >= 0 or origin.bucket >= 0
-                what = f" {served(node, self.table)}" if serves else ""
-                why = f": {origin.reason}" if origin.reason else ""
-                node.meta["custom_comment"] = f"{origin.role}{what} ({origin.inserted_by}{why})"
-        body = gm.print_readable(print_output=False, include_device=True)
-        return body + self._origins(gm) + self._kept(gm)
+    def _costs_of(self, gm: fx.GraphModule) -> Costs:
+        wire, moved = wire_bytes(gm, self.world_size), moved_bytes(gm)
+        alive = live_bytes(gm.graph, self.world_size, table=self.table, hinted=True)
+        return Costs(
+            peak=max(alive, default=0),
+            sent=wire.gathers + wire.reductions + wire.scalars + wire.exchanges,
+            collectives=wire.num_collectives,
+            to_host=moved.to_host,
+            to_device=moved.to_device,
+        )
 
-    def _origins(self, gm: fx.GraphModule) -> str:
-        lines = ["", "# Inserted by zerofx:"]
-        for node in gm.graph.nodes:
-            if (comment := node.meta.pop("custom_comment", None)) is not None:
-                lines.append(f"#   {node.name}: {comment}")
-        return "\n".join(lines) + "\n"
+    def _header(self, number: int, name: str, report) -> str:
+        after = self.costs[number][1]
+        before = self.costs[number - 1][1] if number else None
+        lines = [
+            f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
+            f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
+        ]
+        if report is not None:
+            lines.append(_counts(report.counts))
+        rows = [
+            (what, *(_amount(what, getattr(c, field)) for c in (before, after) if c is not None))
+            for what, field in _COSTS.items()
+        ]
+        headers = ("per rank and step", "before", "after") if before else ("per rank and step", "")
+        table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
+        lines += ["", *table.splitlines(), ""]
+        lines += [self.figures] if self.figures else []
+        lines.append(f"Run it again: python -m zerofx run {number:02d}_{name}.py --random")
+        facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
+        comments = (f"# {line}".rstrip() for line in lines)
+        return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])
 
-    def _kept(self, gm: fx.GraphModule) -> str:
-        lines = [f"#   {node.name}: {why}" for node in gm.graph.nodes if (why := why_kept(node))]
-        return "\n".join(["", "# Kept from forward to backward:", *lines, ""]) if lines else ""
+    def _write(self, name: str, content: str | bytes) -> None:
+        if self.folder is not None:
+            self.folder.write(f"{self.name}/{name}", content)
 
-    def _write(self, name: str, text: str) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            logger.warning("zerofx cannot write %s: %s", self.folder / name, error)
+
+_PEAK = "allocated on the device at most, beside parameters, states and the batch"
+
+_COSTS = {
+    "allocated at most": "peak",
+    "sent": "sent",
+    "collectives": "collectives",
+    "moved to the host": "to_host",
+    "moved to the device": "to_device",
+}
+
+
+def file_name(function: str) -> str:
+    """A folder's name for a function: of any alphabet, but nothing that a path means something by.
+
+    Longer names than a file system takes are cut; what follows the last ``_`` stays.
+    """
+    plain = re.sub(r"[^\w.-]", "_", function).lstrip(".")
+    stem, separator, number = plain.rpartition("_")
+    while len(stem.encode()) > _LONGEST_NAME:
+        stem = stem[:-1]
+    return f"{stem}{separator}{number}"
+
+
+_LONGEST_NAME = 100
+
+
+def _amount(what: str, value: int) -> str:
+    return str(value) if what == "collectives" else size_text(value)
+
+
+def _shown(before: Costs | None, after: Costs) -> tuple[str, ...]:
+    was = "" if before is None else size_text(before.peak)
+    return (str(after.collectives), size_text(after.sent), was, size_text(after.peak))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{what}: {count}" for what, count in counts.items())
+
+
+def _saved(constants: Mapping[str, torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    with compat.real_tensors():
+        torch.save({name: tensor.cpu() for name, tensor in constants.items()}, buffer)
+    return buffer.getvalue()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from zerofx import ops
-from zerofx.account import gathered_peak, moved_bytes, wire_bytes
+from zerofx.account import gathered_peak, moved_bytes, size_text, wire_bytes
 from zerofx.backend import CompiledFunction, Program, zero
 from zerofx.cost import live_bytes
 from zerofx.graph import input_role, placeholders, resident, served, value_bytes
@@ -48,19 +48,22 @@ def _describe(function: CompiledFunction, number: int, program: Program) -> str:
     alive = live_bytes(program.gm.graph, ranks, sockets=not program.options.peer_memory)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)
     numbers = [
-        ("parameters", f"{len(program.table)}, {_size(sum(p.nbytes for p in program.table))}"),
-        ("kept per rank between steps", _size(_kept(program, stage, ranks))),
-        ("most gathered at once", f"{_size(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})"),
+        ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
+        ("kept per rank between steps", size_text(_kept(program, stage, ranks))),
+        (
+            "most gathered at once",
+            f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
+        ),
         ("gathered for the next step", _carried(program)),
-        ("most allocated at once in a step", _size(max(alive))),
-        ("sent per rank and step: gathers", _size(wire.gathers)),
-        ("sent per rank and step: reductions", _size(wire.reductions)),
-        ("sent per rank and step: to owners and back", _size(wire.exchanges)),
-        ("sent per rank and step: norms and flags", _size(wire.scalars)),
+        ("most allocated at once in a step", size_text(max(alive))),
+        ("sent per rank and step: gathers", size_text(wire.gathers)),
+        ("sent per rank and step: reductions", size_text(wire.reductions)),
+        ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
+        ("sent per rank and step: norms and flags", size_text(wire.scalars)),
         ("collectives per step", str(wire.num_collectives)),
         *_offload(program),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
-        ("bucket_bytes", _size(program.bucket_bytes)),
+        ("bucket_bytes", size_text(program.bucket_bytes)),
         ("predicted for a step", str(timeline)),
         ("what each lane has to do", _lanes(timeline)),
         ("no schedule of these beats", milliseconds(timeline.bound_s)),
@@ -93,7 +96,9 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
     there = resident(program.gm.graph)
     stays = (
-        [("optimizer states on the device", _size(there.nbytes))] if there and there.nbytes else []
+        [("optimizer states on the device", size_text(there.nbytes))]
+        if there and there.nbytes
+        else []
     )
     targets = ", ".join(program.options.offload) or "what another function keeps there"
     rows = [
@@ -101,16 +106,16 @@ def _offload(program: Program) -> list[tuple[str, str]]:
         *_files(program),
         (
             "parameters in host memory",
-            _size(0 if _files_hold_shards(program) else _on_host(program)),
+            size_text(0 if _files_hold_shards(program) else _on_host(program)),
         ),
-        ("optimizer states in host memory", _size(states)),
+        ("optimizer states in host memory", size_text(states)),
         *stays,
-        ("staging buffers in host memory", _size(moved.staging)),
-        ("moved per step: to the host", _size(moved.to_host)),
-        ("moved per step: to the device", _size(moved.to_device)),
+        ("staging buffers in host memory", size_text(moved.staging)),
+        ("moved per step: to the host", size_text(moved.to_host)),
+        ("moved per step: to the device", size_text(moved.to_device)),
     ]
     if "activations" in program.options.offload:
-        number, nbytes = moved.num_activations, _size(moved.activations)
+        number, nbytes = moved.num_activations, size_text(moved.activations)
         rows.append(("activations away from the device", f"{number}, {nbytes}"))
         rows.append(("predicted for their ways there and back", _ways(program)))
     return rows
@@ -136,14 +141,14 @@ def _files(program: Program) -> list[tuple[str, str]]:
     return [
         (
             f"{words_for(files.buckets)} in files",
-            f"{_size(nbytes)} in {', '.join(tier.directories)}",
+            f"{size_text(nbytes)} in {', '.join(tier.directories)}",
         ),
-        ("their largest bucket", _size(largest)),
-        ("read per step, at most", _size(files.read_bytes)),
-        ("written per step, at most", _size(files.written_bytes)),
+        ("their largest bucket", size_text(largest)),
+        ("read per step, at most", size_text(files.read_bytes)),
+        ("written per step, at most", size_text(files.written_bytes)),
         (
             "of that in host memory",
-            f"{_size(tier.cached_bytes)} of at most {_size(tier.cache_bytes)}",
+            f"{size_text(tier.cached_bytes)} of at most {size_text(tier.cache_bytes)}",
         ),
     ]
 
@@ -171,15 +176,8 @@ def _carried(program: Program) -> str:
     """What a rank holds gathered between steps, and whose it is."""
     carried = [node.args[0] for node in program.gm.graph.nodes if node.target is ops.carry]
     names = ", ".join(served(start, program.table) for start in carried)
-    return f"{_size(sum(map(value_bytes, carried)))} ({names or 'none'})"
+    return f"{size_text(sum(map(value_bytes, carried)))} ({names or 'none'})"
 
 
 def _counts(counts) -> str:
     return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

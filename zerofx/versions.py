@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+__version__ = "0.1.0"
+
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 

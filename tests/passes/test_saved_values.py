@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from tests.dumps import write_dump
 from tests.programs import (
     assert_same_numerics,
     capture,
@@ -29,7 +30,6 @@ from tests.programs import (
     run_passes,
 )
 from zerofx.cost import live_bytes
-from zerofx.dump import ProgramDump
 from zerofx.graph import (
     aliased_inputs,
     input_role,
@@ -575,13 +575,13 @@ def test_of_equal_cuts_it_takes_the_one_that_repeats_least():
 
 def test_the_dump_says_what_is_kept_and_what_is_repeated_and_why(tmp_path):
     program = clone(one_gate())
-    writer = ProgramDump(str(tmp_path), 0, "step", program.table)
-    run_passes(program, stage=0, lowering="inductor", on_program=writer.write)
-    text = (tmp_path / "rank0" / "step" / "01_recompute.py").read_text()
+    run_passes(program, stage=0, lowering="inductor")
+    folder = write_dump(one_gate(), tmp_path, stage=0, lowering="inductor")
+    text = (folder / "01_recompute.py").read_text()
     assert "recomputed because cheap: 1" in text
     (copy,) = copies_in(program)
-    assert f"{copy.name}: recompute (recompute: silu is not kept)" in text
-    kept = text.split("# Kept from forward to backward:")[1]
-    assert "mm: 2.4e-05 MB, costly to compute" in kept
-    assert "sin: 2.4e-05 MB, read by what nothing fuses with" in kept
+    assert f"    # recompute: recompute; silu is not kept\n    {copy.name}: " in text
+    kept = "# kept from forward to backward: 2.4e-05 MB, "
+    assert f"{kept}costly to compute\n    mm: " in text
+    assert f"{kept}read by what nothing fuses with\n    sin: " in text
     assert provenance(copy).inserted_by == "recompute"

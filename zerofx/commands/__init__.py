@@ -7,10 +7,10 @@ the user should be told; it imports what is slow where that is needed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from typing import Any
 
-Subparsers = argparse._SubParsersAction
+from zerofx.commands import run
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = ()
+COMMANDS: tuple[Callable[[Any], None], ...] = (run.add_to,)
 """Each command's ``add_to``, in the order in which help lists them."""

@@ -1,0 +1,172 @@
+"""Where a run's dumps go: a folder that a rerun replaces, and no other living run writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from zerofx import compat
+
+logger = logging.getLogger("zerofx")
+
+CLAIM = ".zerofx-run"
+"""Names the run that a folder belongs to; its processes share a lock on it while they live."""
+
+MARKER = ".zerofx-dump"
+"""Lies in every folder that a run has made, and that the next may remove."""
+
+_MOST_RUNS = 1000
+
+
+class DumpFolder:
+    """A folder to write to.  The first file that cannot be written costs a warning and the rest.
+
+    ``path`` has a folder per rank, those one per compiled program.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.works = True
+        self._claim: int | None = None  # open for as long as the process lives, for its lock
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write one file, ``rank0/step0_0/00_captured.py``; text as UTF-8."""
+        if not self.works:
+            return
+        path = self.path / name
+        data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (path.parent / MARKER).touch()
+            path.write_bytes(data)
+        except OSError as error:
+            self.fail(path, error)
+            with contextlib.suppress(OSError):  # half a program is worse than none
+                path.unlink(missing_ok=True)
+
+    def fail(self, path: Path, error: OSError) -> None:
+        self.works = False
+        logger.warning(
+            "zerofx cannot write %s: %s. Programs are not dumped any further; the step runs on.",
+            path,
+            error,
+        )
+
+    def close(self) -> None:
+        """Let go of the folder, as the end of the process does."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+
+def claim(path: str | Path, run: str) -> DumpFolder:
+    """Return the folder of this run below ``path``, the same for all processes of the run.
+
+    It is ``path`` itself, and what an earlier run has left there goes; if a run that still lives
+    writes there, ``path/run2`` or the next.
+    """
+    folder = DumpFolder(path)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder.path):
+            claimed = _claimed(folder.path, run)
+    except OSError as error:
+        folder.fail(folder.path, error)
+        return folder
+    if claimed.path != folder.path:
+        logger.warning(
+            "another run is writing its programs to %s; this one's go to %s",
+            folder.path,
+            claimed.path,
+        )
+    return claimed
+
+
+def run_of_this_process() -> str:
+    """A name for the run that this process is a rank of: other runs have another.
+
+    The first rank to ask chooses it; nobody waits for a rank that does not ask.
+    """
+    mine = uuid.uuid4().hex
+    store = compat.world_store()
+    if store is None:
+        return mine
+    if store.add("dump/asked", 1) == 1:
+        store.set("dump/run", mine)
+        return mine
+    return store.get("dump/run").decode() or mine
+
+
+def _claimed(path: Path, run: str) -> DumpFolder:
+    candidates = [path, *(path / f"run{number}" for number in range(2, _MOST_RUNS))]
+    known = [folder for folder in candidates if (folder / CLAIM).exists()]
+    for folder in known:
+        if (folder / CLAIM).read_text() == run:
+            return _taken(folder, run)
+    free = [folder for folder in known if _is_free(folder)]
+    for folder in free:
+        _remove_dumps(folder)
+    for folder in candidates:
+        if folder not in known or folder in free:
+            return _taken(folder, run)
+    raise OSError(errno.EBUSY, f"{_MOST_RUNS} runs that live write there", str(path))
+
+
+def _taken(folder: Path, run: str) -> DumpFolder:
+    """Write the claim, and share its lock with the run's other processes."""
+    folder.mkdir(exist_ok=True)
+    claimed = DumpFolder(folder)
+    claimed._claim = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
+    _lock(claimed._claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.ftruncate(claimed._claim, 0)
+    os.pwrite(claimed._claim, run.encode(), 0)
+    return claimed
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no process of the run that a folder belongs to is alive."""
+    claim = os.open(folder / CLAIM, os.O_RDWR)
+    try:
+        return _lock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(claim)
+
+
+def _remove_dumps(folder: Path) -> None:
+    """Remove what a run has made, and nothing that it has not."""
+    for marker in list(folder.glob(f"rank*/*/{MARKER}")):
+        shutil.rmtree(marker.parent)
+        with contextlib.suppress(OSError):  # something else is in there
+            marker.parent.parent.rmdir()
+    (folder / CLAIM).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Keep other processes from claiming below ``path`` meanwhile."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        _lock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Whether the lock is held now; file systems without locks always give it."""
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

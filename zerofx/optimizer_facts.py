@@ -1,0 +1,122 @@
+"""An optimizer as plain data that a dump can hold, and an optimizer made of it again."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx import compat
+from zerofx.errors import CommandError
+
+_MISSING = object()
+
+_TENSOR = "tensor"
+"""The key of a hyperparameter that is a tensor of one element, with its value."""
+
+
+def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Its class, defaults and groups with their hyperparameters, all of them literals.
+
+    ``names`` are those of the program's parameters, by the ``id`` of each.  What is neither
+    a literal nor a tensor of one element is listed as ``omitted``.  States are not kept.
+    """
+    kind = type(optimizer)
+    omitted: set[str] = set()
+
+    def literals(values: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: _literal(value) for name, value in values.items() if name != "params"}
+        omitted.update(name for name, value in found.items() if value is _MISSING)
+        return {name: value for name, value in found.items() if value is not _MISSING}
+
+    groups = [
+        {
+            "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
+            **literals(group),
+        }
+        for group in optimizer.param_groups
+    ]
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "defaults": literals(optimizer.defaults),
+        "groups": groups,
+        "omitted": sorted(omitted),
+    }
+
+
+def rebuild(
+    described: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of the same class, with the same hyperparameters and no states.
+
+    Raises: CommandError if its class cannot be imported or made this way.
+    """
+    name = described["class"]
+    if described["omitted"]:
+        raise CommandError(
+            f"the optimizer {name} has hyperparameters that are no numbers, which a dump cannot "
+            f"hold: {', '.join(described['omitted'])}. {REMEDY}"
+        )
+    kind = _imported(name)
+    groups = [
+        {
+            **{key: _value(value) for key, value in group.items() if key != "parameters"},
+            "params": [parameters[parameter] for parameter in group["parameters"]],
+        }
+        for group in described["groups"]
+    ]
+    groups = [group for group in groups if group["params"]]
+    accepted = inspect.signature(kind).parameters
+    defaults = {k: _value(v) for k, v in described["defaults"].items() if k in accepted}
+    try:
+        optimizer = kind([dict(group) for group in groups], **defaults)
+    except (TypeError, ValueError) as error:
+        raise CommandError(
+            f"{name} cannot be made of its parameter groups and defaults: {error}. {REMEDY}"
+        ) from error
+    for made, group in zip(optimizer.param_groups, groups, strict=True):
+        made.update({key: value for key, value in group.items() if key != "params"})
+    return optimizer
+
+
+REMEDY = "--sgd updates with plain SGD instead, --fake runs the program on shapes alone."
+
+
+def _imported(name: str) -> Callable[..., torch.optim.Optimizer]:
+    module, _, kind = name.rpartition(".")
+    parts: Sequence[str] = kind.split(".")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in parts:
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise CommandError(
+            f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
+            f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
+            f"{REMEDY}"
+        ) from error
+    return found
+
+
+def _value(described: Any) -> Any:
+    if not (isinstance(described, dict) and _TENSOR in described):
+        return described
+    dtype = getattr(torch, described["dtype"])
+    return torch.tensor(described[_TENSOR], dtype=dtype, device=described["device"])
+
+
+def _literal(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not compat.is_fake(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        with compat.real_tensors():
+            return {_TENSOR: value.item(), "dtype": dtype, "device": str(value.device)}
+    if isinstance(value, tuple | list):
+        items = [_literal(item) for item in value]
+        return _MISSING if any(item is _MISSING for item in items) else type(value)(items)
+    return _MISSING

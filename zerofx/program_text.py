@@ -1,0 +1,424 @@
+"""A program as the text of a Python file: what ``dump.py`` writes and ``dumped.py`` reads.
+
+The file holds the facts that it takes to run the program again, all of them literals, and the
+program: every node is one line of a function, under comments that say where it comes from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import operator
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat, ops
+from zerofx.graph import (
+    bucket_of,
+    gradient_of,
+    gradient_outputs,
+    input_role,
+    parameter_of,
+    placeholders,
+    provenance,
+    sharded_results,
+    source_line,
+    why_kept,
+)
+from zerofx.plan import ParameterInfo, ParameterTable
+
+FORMAT = 1
+"""Of dumped files.  It grows whenever an older reader would misread one."""
+
+CONSTANTS_FILE = "constants.pt"
+
+_IMPORTS = """\
+import operator
+from math import inf, nan
+from pathlib import Path
+
+import torch
+
+aten, prims, zerofx = torch.ops.aten, torch.ops.prims, torch.ops.zerofx"""
+
+_RUN = """\
+if __name__ == "__main__":
+    import sys
+
+    from zerofx.__main__ import main
+
+    sys.exit(main(["run", __file__, *sys.argv[1:]]))"""
+
+_GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "zerofx", "CONSTANTS"}
+
+_WIDTH = 100
+
+_IN_TEXT = 64
+"""Elements of a constant that are still written into the program."""
+
+_LARGEST_CONSTANT = 64 * 2**20
+"""Bytes of a constant that is still written, next to the program."""
+
+
+def program_text(
+    gm: fx.GraphModule,
+    table: ParameterTable,
+    optimizers: Mapping[int, Mapping[str, Any]],
+    constants: dict[str, torch.Tensor],
+) -> str:
+    """Return the program as Python, without a header.
+
+    ``optimizers`` are described by handle: programs count them from 0, in order of first use,
+    for handles are numbers of a process.  Constants that the text does not hold are added to
+    ``constants``, by name.
+    """
+    return _Text(gm, table, optimizers, constants).file()
+
+
+class _Text:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        table: ParameterTable,
+        optimizers: Mapping[int, Mapping[str, Any]],
+        constants: dict[str, torch.Tensor],
+    ):
+        self.gm, self.table, self.optimizers = gm, table, optimizers
+        self.names = _python_names(gm.graph)
+        self.handles: dict[int, int] = {}
+        self.in_file = constants
+        self.reads_file = False
+        self.constants: dict[str, str] = {}
+        self.obstacles: list[str] = []  # to running it again: none, for most programs
+
+    def file(self) -> str:
+        graph = self.gm.graph
+        program = self._program()  # first: it notes what the facts say
+        inputs = [(self.names[node], self._input(node)) for node in placeholders(graph)]
+        gradients = gradient_outputs(graph).items()
+        return "\n\n".join(
+            [
+                _dict("PARAMETERS", ((repr(i.name), repr(_described(i))) for i in self.table)),
+                _list("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
+                _dict("INPUTS", ((repr(name), repr(described)) for name, described in inputs)),
+                _dict("GRADIENTS", ((str(p), repr(self.table[i].name)) for p, i in gradients)),
+                f"SHARDED_RESULTS = {sorted(sharded_results(graph))}",
+                _list("OBSTACLES", map(repr, self.obstacles)),
+                _IMPORTS,
+                self._constants(),
+                f"\n{program}\n",
+                f"{_RUN}\n",
+            ]
+        )
+
+    def _constants(self) -> str:
+        text = _dict("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))
+        if self.reads_file:
+            path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
+            text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
+        return text
+
+    def _input(self, node: fx.Node) -> dict[str, Any]:
+        role, value = input_role(node), node.meta.get("val")
+        described: dict[str, Any] = {"kind": role.kind}
+        if role.parameter >= 0:
+            described["parameter"] = self.table[role.parameter].name
+        flags = ("sharded", "unreduced", "on_host")
+        described |= {flag: True for flag in flags if getattr(role, flag)}
+        if isinstance(value, torch.Tensor):
+            described["shape"] = tuple(map(compat.size_hint, value.shape))
+            described["stride"] = tuple(map(compat.size_hint, value.stride()))
+            described["dtype"] = str(value.dtype).removeprefix("torch.")
+            described["device"] = str(value.device)
+            return described
+        value = compat.scalar_hint(value)
+        if value is not None and not isinstance(value, int | float | str):
+            self.obstacles.append(f"its input {self.names[node]} is a {type(value).__name__}")
+            value = None
+        return {**described, "value": value}
+
+    def _program(self) -> str:
+        graph = self.gm.graph
+        lines = ["def program("]
+        for node in placeholders(graph):
+            lines.append(f"    {self.names[node]}: {_annotation(node)},")
+        lines.append("):")
+        dying = _last_reads(graph)
+        place = ""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                lines += ["", f"    return {self._argument(node.args[0])}"]
+                continue
+            source = _source(node)
+            if source and source != place:
+                lines += ["", *_comment(f"from {source}")]
+                place = source
+            for note in self._notes(node):
+                lines += _comment(note)
+            gone = ", ".join(self.names[read] for read in dying.get(node, ()))
+            end = f";  del {gone}" if gone else ""
+            call = self._call(node)
+            lines.append(f"    {self.names[node]}: {_annotation(node)} = {call}{end}")
+        return "\n".join(lines)
+
+    def _notes(self, node: fx.Node) -> list[str]:
+        """What passes have noted about a node, each of it a comment."""
+        found = []
+        origin = provenance(node)
+        if origin is not None:
+            what = " ".join([origin.role, self._served(node)]).rstrip()
+            bucket = f" (bucket {origin.bucket})" if origin.bucket >= 0 else ""
+            why = f"; {_one_line(origin.reason)}" if origin.reason else ""
+            found.append(f"{origin.inserted_by}: {what}{bucket}{why}")
+        if gradient_of(node):
+            names = (quoted_name(self.table[index].name) for index in sorted(gradient_of(node)))
+            found.append(f"this rank's gradient of {', '.join(names)}")
+        if kept := why_kept(node):
+            found.append(f"kept from forward to backward: {_one_line(kept)}")
+        return found
+
+    def _served(self, node: fx.Node) -> str:
+        """The parameters that an inserted node is for, by name."""
+        if parameter_of(node) >= 0:
+            return quoted_name(self.table[parameter_of(node)].name)
+        members = self.table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
+        return ", ".join(quoted_name(info.name) for info in members)
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._constant(node)
+        if node.target is operator.getitem:
+            container, key = map(self._argument, node.args)
+            return f"{container}[{key}]"
+        target = _target(node.target) if node.op == "call_function" else None
+        if target is None:
+            return self._unknown(node, f"nothing can import {node.target}")
+        arguments = self._arguments(node)
+        arguments += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        return f"{target}({', '.join(arguments)})"
+
+    def _arguments(self, node: fx.Node) -> list[str]:
+        """Positional arguments; those of our operators by name, from the first number on."""
+        if not ops.is_ours(node.target):
+            return list(map(self._argument, node.args))
+        shown: list[str] = []
+        by_name = False
+        for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+            by_name = by_name or "Tensor" not in str(argument.type)
+            if argument.name == "optimizer":
+                value = self.handles.setdefault(value, len(self.handles))
+            text = self._argument(value)
+            shown.append(f"{argument.name}={text}" if by_name else text)
+        return shown
+
+    def _constant(self, node: fx.Node) -> str:
+        name = str(node.target)
+        value: Any = self.gm
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor) or compat.is_fake(value):
+            return self._unknown(node, f"{name} is a {type(value).__name__}")
+        with compat.real_tensors():
+            if value.numel() <= _IN_TEXT and value.dtype in _EXACT and value.is_contiguous():
+                text = f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+                is_on_host = value.device.type == "cpu"
+                self.constants[name] = text if is_on_host else f"{text}.to({str(value.device)!r})"
+            elif value.nbytes <= _LARGEST_CONSTANT:
+                self.in_file[name] = value.detach()
+                self.reads_file = True
+            else:
+                return self._unknown(node, f"{name} takes {value.nbytes} bytes: it was not written")
+        return f"CONSTANTS[{name!r}]"
+
+    def _argument(self, value: Any) -> str:
+        """An argument as Python reads it."""
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        value = compat.scalar_hint(value)
+        if value is None or type(value) in (bool, int, float, complex, str):
+            return repr(value)
+        if isinstance(value, tuple):
+            items = ", ".join(map(self._argument, value))
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, dict):
+            pairs = (f"{self._argument(k)}: {self._argument(v)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, slice):
+            parts = map(self._argument, (value.start, value.stop, value.step))
+            return f"slice({', '.join(parts)})"
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if value is Ellipsis:
+            return "..."
+        text = _target(value)
+        if text is not None:
+            return text
+        self.obstacles.append(f"one of its arguments is a {type(value).__name__}")
+        return repr(_one_line(_without_addresses(repr(value))))
+
+    def _unknown(self, node: fx.Node, why: str) -> str:
+        """A node that nobody could run again, as something to read."""
+        self.obstacles.append(f"{self.names[node]}: {_one_line(_without_addresses(why))}")
+        reads = ", ".join(self.names[read] for read in node.all_input_nodes)
+        return f"({_without_addresses(str(node.target))!r}, [{reads}])"
+
+
+def _described(info: ParameterInfo) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "shape": info.shape,
+        "stride": info.stride,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "device": str(info.device),
+        "requires_grad": info.requires_grad,
+    }
+    if info.assigned is not None:
+        place = info.assigned
+        described["place"] = (place.bucket, place.offset, place.extent, place.shard_numel)
+    return described
+
+
+def _python_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Every node's own name, but for those that the file means something else by."""
+    names = {node: node.name for node in graph.nodes}
+    taken = set(names.values())
+    for node, name in names.items():
+        if name in _GLOBAL_NAMES:
+            while name in taken or name in _GLOBAL_NAMES:
+                name += "_"
+            taken.add(name)
+            names[node] = name
+    return names
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By node, what nothing reads after it."""
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+        elif node.op != "placeholder":
+            unread = [] if node in seen else [node]
+            last = [*dict.fromkeys(read for read in node.all_input_nodes if read not in seen)]
+            seen.update(last)
+            dying[node] = [*(read for read in last if read.op != "placeholder"), *unread]
+    return dying
+
+
+def _source(node: fx.Node) -> str:
+    """``train.py:12 (model.head): loss = model(x)``: the user's line, and the module it is in."""
+    line = source_line(node)
+    if not line:
+        return ""
+    place, _, text = line.partition(" ")
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    module = f" ({_module_path(modules[-1][0])})" if modules else ""
+    return f"{place}{module}: {_one_line(text)}"
+
+
+def _module_path(source: str) -> str:
+    """``G['model'].blocks.0`` -> ``model.blocks.0``."""
+    return re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", _one_line(source))
+
+
+def quoted_name(name: str) -> str:
+    """A parameter's name; in quotes if a reader could not tell where it ends."""
+    return name if re.fullmatch(r"[^\s,;:()\"\\]+", name) else json.dumps(name)
+
+
+def _comment(text: str) -> list[str]:
+    """One comment, on as many lines as it needs; all but the first are set back."""
+    if len(text) <= _WIDTH - 6:
+        return [f"    # {text}"]
+    wrapped = textwrap.wrap(
+        text, _WIDTH - 10, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return [f"    # {wrapped[0]}", *(f"    #     {line}" for line in wrapped[1:])]
+
+
+def _annotation(node: fx.Node) -> str:
+    return json.dumps(value_text(node.meta.get("val")), ensure_ascii=False)
+
+
+def value_text(value: Any) -> str:
+    """``f32[5, 3]cpu`` for a tensor; with its strides if they are not those of its shape."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(value_text, value))})"
+    if not isinstance(value, torch.Tensor):
+        return "" if value is None else _one_line(_without_addresses(str(value)))
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, value.shape))
+    strides = ""
+    sizes = [*value.shape, *value.stride()]
+    if all(type(size) is int for size in sizes) and not value.is_contiguous():
+        strides = f"[{', '.join(map(str, value.stride()))}]"
+    return f"{_SHORT.get(dtype, dtype)}[{shape}]{strides}{value.device}"
+
+
+_SHORT = {
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "bf16",
+    "bool": "b8",
+    "complex64": "c64",
+    "complex128": "c128",
+}
+
+_EXACT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+_EXACT |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+"""Dtypes whose elements Python's literals give back bit by bit."""
+
+
+def _target(target: Any) -> str | None:
+    """What the program calls a function by; None if no import finds it."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if ops.is_ours(target):
+            return f"zerofx.{name}"  # none has overloads
+        known = namespace if namespace in ("aten", "prims") else f"torch.ops.{namespace}"
+        return f"{known}.{name}.{target._overloadname}"
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    module = {"_operator": "operator"}.get(module or "", module)
+    if not module or not name or not re.fullmatch(r"[\w.]+", name):
+        return None
+    if module == "builtins":
+        return name
+    if module != "operator" and module.split(".")[0] != "torch":
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return f"{module}.{name}" if found is target else None
+
+
+def _dict(name: str, items: Iterable[tuple[str, str]]) -> str:
+    lines = [f"    {key}: {value}," for key, value in items]
+    return "\n".join([f"{name} = {{", *lines, "}"]) if lines else f"{name} = {{}}"
+
+
+def _list(name: str, items: Iterable[str]) -> str:
+    lines = [f"    {item}," for item in items]
+    return "\n".join([f"{name} = [", *lines, "]"]) if lines else f"{name} = []"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
