@@ -64,11 +64,13 @@ class DumpedProgram:
     def namespace(self) -> dict[str, Any]:
         """Execute the file, and return its names: ``program``, which nobody has called yet.
 
-        Raises: CommandError if torch does not know an operator that the file refers to.
+        Raises: CommandError if it is no Python any more, or its constants are gone.
         """
         names: dict[str, Any] = {"__name__": "zerofx_program", "__file__": str(self.path)}
         try:
             exec(compile(self.text, str(self.path), "exec"), names)
+        except SyntaxError as error:
+            raise CommandError(f"{self.path}, line {error.lineno}: {error.msg}") from error
         except FileNotFoundError as error:
             raise CommandError(f"{self.path} needs {error.filename}, which is not there") from error
         return names
