@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -52,39 +52,11 @@ def live_bytes(
     if early_updates:
         _move_updates_up(place)
     nodes = sorted(graph.nodes, key=place.__getitem__)
-    order = {node: position for position, node in enumerate(nodes)}
-    skipped = set(ignored)
-    roots: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
-    sizes: dict[tuple[fx.Node, int], int] = {}
-    last: dict[tuple[fx.Node, int], int] = {}
-    for node in nodes:
-        roots[node] = _roots(node, world_size, roots, sizes, skipped, hinted)
-        death = max((_done_with(user, order) for user in node.users), default=order[node])
-        for root in roots[node]:
-            last[root] = max(last.get(root, 0), death)
     changes = [0] * (len(nodes) + 1)
-    for (node, part), nbytes in sizes.items():
-        changes[0 if node.target is ops.resume_gather else order[node]] += nbytes
-        changes[last.get((node, part), order[node]) + 1] -= nbytes
-    for node in nodes:
-        if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
-            received = _bytes_of(node.args[0].meta["val"], hinted)
-            if world_size > 1 and node.meta["val"].device.type == "cpu":
-                changes[order[node]] += received
-                changes[_done_with(node, order) + 1] -= received
-        if node.target is ops.on_owners:
-            temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
-            changes[order[node]] += temporary
-            changes[order[node] + 1] -= temporary
-        if node.target is ops.update:
-            value = node.args[0].meta["val"]
-            nbytes = _bytes_of(value, hinted)
-            if table is not None and value.dim() == 1:
-                largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
-                nbytes = max(nbytes, largest)
-            temporary = UPDATE_TEMPORARIES * nbytes
-            changes[order[node]] += temporary
-            changes[order[node] + 1] -= temporary
+    bytes_of = _hinted if hinted else _bytes_of
+    for made in _allocations(nodes, world_size, ignored, sockets, table, bytes_of):
+        changes[made.begin] += made.nbytes
+        changes[made.end + 1] -= made.nbytes
     alive: list[int] = []
     total = 0
     for node, change in zip(nodes, changes, strict=False):
@@ -93,6 +65,75 @@ def live_bytes(
         total += change
         alive[position:] = [max([total, *alive[position:]])]
     return alive
+
+
+class Allocation(NamedTuple):
+    """Bytes that are on the device from one position of a program to another, both included.
+
+    ``part`` is which of the node's results they hold; ``own`` says that they are no result, but
+    what the node allocates for itself.  Units: bytes; positions in the program's order.
+    """
+
+    node: fx.Node
+    part: int
+    begin: int
+    end: int
+    nbytes: int
+    own: bool = False
+
+
+def allocations(
+    graph: fx.Graph, world_size: int, *, sockets: bool = False
+) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
+    """What ``live_bytes`` counts, one by one; and which of it, as (node, part), a result lies in.
+
+    At any position, the bytes of those allocations that are alive there add up to it.  But no
+    guard is made of a symbolic size: this is for who looks at programs, and must not change them.
+    """
+    lies_in: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
+    nodes = list(graph.nodes)
+    return list(_allocations(nodes, world_size, (), sockets, None, _hinted, lies_in)), lies_in
+
+
+def _allocations(
+    nodes: Sequence[fx.Node],
+    world_size: int,
+    ignored: Collection[fx.Node],
+    sockets: bool,
+    table: ParameterTable | None,
+    bytes_of: Callable[[Any], int],
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]] | None = None,
+) -> Iterator[Allocation]:
+    """What is allocated while these nodes run one after the other; notes where results lie."""
+    order = {node: position for position, node in enumerate(nodes)}
+    skipped = set(ignored)
+    roots = {} if roots is None else roots
+    sizes: dict[tuple[fx.Node, int], int] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+    for node in nodes:
+        roots[node] = _roots(node, world_size, roots, sizes, skipped, bytes_of)
+        death = max((_done_with(user, order) for user in node.users), default=order[node])
+        for root in roots[node]:
+            last[root] = max(last.get(root, 0), death)
+    for (node, part), nbytes in sizes.items():
+        begin = 0 if node.target is ops.resume_gather else order[node]
+        yield Allocation(node, part, begin, last.get((node, part), order[node]), nbytes)
+    for node in nodes:
+        here = order[node]
+        if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
+            received = bytes_of(node.args[0].meta["val"])
+            if world_size > 1 and node.meta["val"].device.type == "cpu":
+                yield Allocation(node, 0, here, _done_with(node, order), received, own=True)
+        if node.target is ops.on_owners:
+            temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
+            yield Allocation(node, 0, here, here, temporary, own=True)
+        if node.target is ops.update:
+            value = node.args[0].meta["val"]
+            nbytes = bytes_of(value)
+            if table is not None and value.dim() == 1:
+                largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
+                nbytes = max(nbytes, largest)
+            yield Allocation(node, 0, here, here, UPDATE_TEMPORARIES * nbytes, own=True)
 
 
 def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
@@ -126,7 +167,7 @@ def _roots(
     roots: dict[fx.Node, set[tuple[fx.Node, int]]],
     sizes: dict[tuple[fx.Node, int], int],
     skipped: set[fx.Node],
-    hinted: bool,
+    bytes_of: Callable[[Any], int],
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
     if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
@@ -143,20 +184,24 @@ def _roots(
     made = set()
     for index, part in enumerate(parts):
         if isinstance(part, torch.Tensor):
-            sizes[node, index] = _bytes_of(part, hinted)
+            sizes[node, index] = bytes_of(part)
             made.add((node, index))
     return made
 
 
-def _bytes_of(value: Any, hinted: bool = False) -> int:
-    """Bytes of a tensor; a size that is a symbol gets a guard, unless they are only said.
+def _bytes_of(value: Any) -> int:
+    """Bytes of a tensor; a size that is a symbol gets a guard.
 
     For a plan that fits a budget with these sizes may not with others.
     """
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _hinted(value: Any) -> int:
+    """Bytes of a tensor as it was when captured: no guard is made of a symbolic size."""
     if not isinstance(value, torch.Tensor):
         return 0
-    numel = math.prod(map(compat.size_hint, value.shape)) if hinted else int(value.numel())
-    return numel * value.dtype.itemsize
+    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
 
 
 _ON_HOST = (*ops.TO_HOST, *ops.FROM_FILE, ops.value_to_file)
@@ -252,11 +297,7 @@ def _bytes_in(node: fx.Node) -> int:
     """Bytes of a node's tensors, without guards: a prediction need not hold for other sizes."""
     value = node.meta.get("val")
     parts = value if isinstance(value, (tuple, list)) else [value]
-    return sum(
-        math.prod(map(compat.size_hint, part.shape)) * part.dtype.itemsize
-        for part in parts
-        if isinstance(part, torch.Tensor)
-    )
+    return sum(map(_hinted, parts))
 
 
 def _is_of_shards(node: fx.Node) -> bool:

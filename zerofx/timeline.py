@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -36,6 +37,15 @@ class Transfer:
         return f"{words}, {milliseconds(self.exposed_s)} of it exposed"
 
 
+class Span(NamedTuple):
+    """When a node keeps a lane busy, from the program's start.  Units: seconds."""
+
+    node: fx.Node
+    lane: str
+    begin_s: float
+    end_s: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A program's predicted seconds.  ``transfers`` are by the node that starts each.
@@ -43,6 +53,8 @@ class Timeline:
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
     has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``,
     ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these can beat.
+    ``issued_s`` is when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever
+    takes no time has none, and a ``wait`` for what is late has one on the lane ``waiting``.
     """
 
     compute_s: float
@@ -50,6 +62,8 @@ class Timeline:
     transfers: Mapping[fx.Node, Transfer]
     lanes: Mapping[str, float] = field(default_factory=dict)
     bound_s: float = 0.0
+    issued_s: Sequence[float] = ()
+    spans: Sequence[Span] = ()
 
     @property
     def step_s(self) -> float:
@@ -116,31 +130,53 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     transfers: dict[fx.Node, Transfer] = {}
     works = {node: work_of(node, figures, table, world_size) for node in graph.nodes}
     lanes = dict.fromkeys(LANES, 0.0)
+    issued_s: list[float] = []
+    spans: list[Span] = []
+
+    def busy(node: fx.Node, lane: str, begin_s: float, seconds: float) -> None:
+        if seconds > 0:
+            spans.append(Span(node, lane, begin_s, begin_s + seconds))
+
     for node, work in works.items():
         lanes[work.lane] += work.seconds
         now = compute_s + idle_s
+        issued_s.append(now)
         if work.lane != "compute":
             transfers[node] = Transfer(work.seconds, 0.0)
             if figures.overlaps or work.lane != "link":
-                free_s[work.lane] = done[node] = max(free_s[work.lane], now) + work.seconds
+                begin_s = max(free_s[work.lane], now)
+                free_s[work.lane] = done[node] = begin_s + work.seconds
+                busy(node, work.lane, begin_s, work.seconds)
         elif node.target in ops.WAITS:
             start = node.args[0]
             travels_s = transfers[start].seconds
             late_s = max(done[start] - now, 0.0) if start in done else travels_s
             # The rest is spent on transfers before it, which nobody has waited for yet.
             transfers[start] = Transfer(travels_s, min(late_s, travels_s))
+            if start not in done:
+                busy(start, "link", now, travels_s)
+            busy(node, WAITING, now, late_s)
             idle_s += late_s
         elif node.target is ops.on_owners:
             share = owned_bytes(node, world_size, table)
             travels_s = 2 * figures.transfer_s(share, world_size)
             transfers[node] = Transfer(travels_s, travels_s)
             lanes["link"] += travels_s
+            for begin_s in (now, now + travels_s / 2 + work.seconds):  # there, and back
+                busy(node, "link", begin_s, travels_s / 2)
+                busy(node, WAITING, begin_s, travels_s / 2)
+            busy(node, "compute", now + travels_s / 2, work.seconds)
             compute_s += work.seconds
             idle_s += travels_s
         else:
+            busy(node, "compute", now, work.seconds)
             compute_s += work.seconds
-    return Timeline(compute_s, idle_s, transfers, lanes, least_s(works))
+    bound_s = least_s(works)
+    return Timeline(compute_s, idle_s, transfers, lanes, bound_s, issued_s, spans)
 
+
+WAITING = "waiting"
+"""The lane of what a rank does while it does nothing but wait."""
 
 LANES = ("compute", "link", "to host", "to device", "updates", "files")
 
