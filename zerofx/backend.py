@@ -36,6 +36,7 @@ from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
+from zerofx.picture.files import TimelineDump
 from zerofx.plan import KeptGathered
 from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.communication import Communicator, default_group
@@ -305,10 +306,23 @@ class Program:
     def _rewritten(self, ctx: PassContext) -> list[PassReport]:
         """Run the passes, and dump what they make."""
         self.dump = dump = self._new_dump(ctx)
-        reports = run_pipeline(self.gm, ctx, PIPELINE, dump.write if dump else None)
+        timelines = None
+        if dump and dump.folder is not None:
+            (step,) = self.captured
+            timelines = TimelineDump(dump.folder, dump.name, ctx, bytes_kept(step, ctx.options))
+
+        def on_program(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
+            if dump:
+                dump.write(name, gm, report)
+            if timelines:
+                timelines.write(name, gm)
+
+        reports = run_pipeline(self.gm, ctx, PIPELINE, on_program)
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
             dump.write_summary(reports, str(timeline))
+        if timelines:
+            timelines.finish()
         return reports
 
     def _new_dump(self, ctx: PassContext) -> ProgramDump | None:
@@ -434,6 +448,11 @@ def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], f
     """What each update, as (optimizer, parameter), keeps per element, if a plan is made with it."""
     if "optimizer" not in options.offload or options.memory_budget is None:
         return {}
+    return bytes_kept(step, options)
+
+
+def bytes_kept(step: CapturedStep, options: Options) -> dict[tuple[int, int], float]:
+    """What each update, as (optimizer, parameter), keeps per element, where that is known."""
     infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
     kept = {
         handle: bytes_of_states(traced.optimizer_of(handle), infos, Precision.of(options))

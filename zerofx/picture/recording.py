@@ -282,7 +282,7 @@ def _filed(nodes: list[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
         if node.target is not ops.states_to_file:
             continue
         states, optimizer, parameters = node.args
-        begins = order[states.args[0]] if states.target is ops.wait_states else order[states]
+        begins = order[states.args[0]] if states.target is ops.wait_file else order[states]
         found.update({(optimizer, index): (begins, order[node]) for index in parameters})
     return found
 

@@ -1,0 +1,98 @@
+"""``python -m zerofx timeline dir``: dumped programs as pages and pictures, and in words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from zerofx.errors import CommandError
+
+if TYPE_CHECKING:
+    from zerofx.commands import Subparsers
+    from zerofx.picture.record import StepRecord
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the command ``timeline``."""
+    parser = subparsers.add_parser(
+        "timeline",
+        help="draw dumped programs: lanes and memory over one step",
+        description="Write a page (.timeline.html) and a picture (.timeline.svg) next to every "
+        "dumped program, and say where the last one has its peak of memory and what it waits for.",
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="what the option dump (or ZEROFX_DUMP) names, a folder in it, or a .timeline.json",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write pages and pictures, and print the last program of each folder in words."""
+    from zerofx.picture.files import write_pictures
+    from zerofx.picture.record import read
+
+    for paths in _records(arguments.folder).values():
+        for path in paths:
+            record = read(path)
+            page, picture = write_pictures(path, record)
+        print(f"{page}\n{picture}\n")
+        print(_words(record))
+        print()
+    return 0
+
+
+def _records(folder: Path) -> dict[Path, list[Path]]:
+    """The records below a folder, by the folder that they are in, in the order of the passes.
+
+    Raises: CommandError if there are none.
+    """
+    from zerofx.picture.record import SUFFIX
+
+    if folder.is_file():
+        if not folder.name.endswith(SUFFIX):
+            raise CommandError(f"{folder} is no timeline: give a folder, or a file *{SUFFIX}.")
+        return {folder.parent: [folder]}
+    if not folder.is_dir():
+        raise CommandError(f"{folder} does not exist: give the folder that was dumped to.")
+    found: dict[Path, list[Path]] = {}
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        found.setdefault(path.parent, []).append(path)
+    if not found:
+        raise CommandError(
+            f"there is no dumped timeline (*{SUFFIX}) in {folder}: run the training with "
+            "ZEROFX_DUMP set to a folder, and give that."
+        )
+    return found
+
+
+_TENSOR = ("at the peak", "kind", "tensor", "made by", "parameter", "your line")
+_WAIT = ("waits", "at", "for")
+
+
+def _words(record: StepRecord) -> str:
+    """The step, its peak with its largest tensors, and its longest waits."""
+    from zerofx.picture import words
+
+    parts = [f"{record.title}, rank {record.rank} of {record.world_size}: {record.program}"]
+    parts += [words.step_sentence(record), *words.peak_sentences(record)]
+    peak = words.peak_of(record)
+    if peak is not None:
+        rows = [
+            (r.size, r.kind, r.value, r.made_by, r.serves, words.short_source(r.source))
+            for r in words.rows_of(record, peak.largest)
+        ]
+        parts += ["", tabulate(rows, headers=_TENSOR, disable_numparse=True)]
+    waits = words.longest_waits(record)
+    if waits:
+        nodes = [record.nodes[wait.node] for wait in waits]
+        waited = [
+            (words.duration(wait.seconds), node.name, record.for_whom(node))
+            for wait, node in zip(waits, nodes, strict=True)
+        ]
+        parts += ["", tabulate(waited, headers=_WAIT, disable_numparse=True)]
+    return "\n".join(parts)
