@@ -326,7 +326,7 @@ function drawAxis(area) {
     paint.strokeStyle = theme("--line");
     line(x, area.y - 3, x, area.y + 3);
     paint.fillStyle = theme("--muted");
-    paint.fillText(axis.format(value), Math.min(Math.max(x, LEFT + 16), LEFT + width() - 12), area.y + 6);
+    paint.fillText(axis.format(value), Math.min(Math.max(x, LEFT + 5), LEFT + width() - 12), area.y + 6);
   }
 }
 
@@ -344,6 +344,7 @@ function drawEventFrame(event, colour) {
 
 function draw() {
   const ratio = window.devicePixelRatio || 1;
+  canvas.dataset.view = `${axis.name} ${view.begin} ${view.end}`;
   canvas.style.height = `${page.height}px`;
   canvas.width = Math.round(canvas.clientWidth * ratio);
   canvas.height = Math.round(page.height * ratio);
