@@ -14,6 +14,9 @@ from zerofx.graph import aliased_inputs, erase_unused
 from zerofx.in_place import WholeBucket
 from zerofx.regions import is_compute, with_compiled_regions
 
+STANDS_FOR = "zerofx_stands_for"
+"""In a call's metadata, the name of the first node that it runs in place of."""
+
 
 def lower(
     gm: fx.GraphModule,
@@ -72,7 +75,8 @@ def _write_back_together(
     wait, writes = copies[bucket.wait], [copies[write] for write in bucket.writes]
     with graph.inserting_after(wait):
         wholes = [write.args[0] for write in writes]
-        graph.call_function(write_back, (wait, wholes, list(bucket.parameters)))
+        call = graph.call_function(write_back, (wait, wholes, list(bucket.parameters)))
+        call.meta[STANDS_FOR] = writes[0].name
     for write in writes:
         value = write.args[1]
         graph.erase_node(write)
@@ -98,6 +102,7 @@ def _merge_updates(graph: fx.Graph, update_together: Callable) -> None:
                     (list(values), list(grads), optimizer, list(parameters), *found_inf),
                     dict(pending[0].kwargs),
                 )
+                together.meta[STANDS_FOR] = pending[0].name
             for position, node in reversed(list(enumerate(pending))):
                 with graph.inserting_after(together):
                     part = graph.call_function(operator.getitem, (together, position))
@@ -130,6 +135,7 @@ def _reduce_unflattened(graph: fx.Graph, reduce_bucket_start: Callable) -> None:
         if flat.target is ops.flatten_bucket and list(flat.users) == [start]:
             with graph.inserting_before(start):
                 call = graph.call_function(reduce_bucket_start, (*flat.args, *others))
+                call.meta[STANDS_FOR] = start.name
             start.replace_all_uses_with(call)
             graph.erase_node(start)
             graph.erase_node(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from zerofx.errors import CommandError
 
 if TYPE_CHECKING:
     from zerofx.commands import Subparsers
-    from zerofx.picture.record import StepRecord
+    from zerofx.picture.record import Busy, StepRecord
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -28,20 +29,37 @@ def add_to(subparsers: Subparsers) -> None:
         type=Path,
         help="what the option dump (or ZEROFX_DUMP) names, a folder in it, or a .timeline.json",
     )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="TRACE",
+        help="what torch.profiler has exported of the step, run within "
+        "zerofx.picture.ranges.named_ranges: drawn beside the last program",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write pages and pictures, and print the last program of each folder in words."""
     from zerofx.picture.files import write_pictures
+    from zerofx.picture.measured import measured_spans
     from zerofx.picture.record import read
 
-    for paths in _records(arguments.folder).values():
+    found = _records(arguments.folder)
+    trace = arguments.measured
+    if trace is not None and len(found) > 1:
+        raise CommandError(
+            f"{trace} is of one function on one rank, and {arguments.folder} has the programs of "
+            f"{len(found)}: give the folder of one, as {next(iter(found))}."
+        )
+    for paths in found.values():
         for path in paths:
             record = read(path)
-            page, picture = write_pictures(path, record)
+            is_last = path == paths[-1]
+            measured = measured_spans(record, trace) if trace is not None and is_last else []
+            page, picture = write_pictures(path, record, measured)
         print(f"{page}\n{picture}\n")
-        print(_words(record))
+        print(_words(record, measured))
         print()
     return 0
 
@@ -74,12 +92,15 @@ _TENSOR = ("at the peak", "kind", "tensor", "made by", "parameter", "your line")
 _WAIT = ("waits", "at", "for")
 
 
-def _words(record: StepRecord) -> str:
+def _words(record: StepRecord, measured: Sequence[Busy]) -> str:
     """The step, its peak with its largest tensors, and its longest waits."""
     from zerofx.picture import words
 
     parts = [f"{record.title}, rank {record.rank} of {record.world_size}: {record.program}"]
-    parts += [words.step_sentence(record), *words.peak_sentences(record)]
+    parts.append(words.step_sentence(record))
+    if measured:
+        parts.append(words.measured_sentence(record, measured))
+    parts += words.peak_sentences(record)
     peak = words.peak_of(record)
     if peak is not None:
         rows = [

@@ -13,6 +13,7 @@ from zerofx.picture.words import (
     LARGEST,
     duration,
     longest_waits,
+    measured_sentence,
     peak_of,
     peak_sentences,
     rows_of,
@@ -40,6 +41,9 @@ def page_of(
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     title = f"{record.title}: {record.program}"
     rank = f"rank {record.rank} of {record.world_size}"
+    sentences = [step_sentence(record)]
+    if measured:
+        sentences.append(measured_sentence(record, measured))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -52,7 +56,7 @@ def page_of(
 <body>
 <header><h1>{escape(title)}</h1><span class="under">{escape(rank)}</span>
 <nav>{_link(before, "‹ before")}{_link(after, "after ›")}</nav></header>
-<p class="under">{escape(step_sentence(record))} Predicted with {escape(record.figures)}.</p>
+<p class="under">{escape(" ".join(sentences))} Predicted with {escape(record.figures)}.</p>
 <div class="tiles">{_tiles(record, measured)}</div>
 {_BAR}
 <canvas id="chart" role="img" aria-label="Memory by kind, and what each lane does, over one step">

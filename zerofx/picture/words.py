@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerofx.picture.record import Memory, StepRecord
+from zerofx.picture.record import Busy, Memory, StepRecord
 
 LARGEST = 10
 """How many tensors a table of the peak names."""
@@ -151,6 +151,22 @@ def step_sentence(record: StepRecord) -> str:
             f"({record.exposed_s / record.step_s:.0%}) of waiting"
         )
     return f"{words}. No schedule of its nodes beats {duration(record.bound_s)}."
+
+
+def measured_sentence(record: StepRecord, measured: Sequence[Busy]) -> str:
+    """How long the step took, and how that compares with what was predicted."""
+    step_s = max(span.end_s for span in measured)
+    words = f"Measured, it took {duration(step_s)}"
+    waited_s = _busy_s(measured, "waiting")
+    compute_s = _busy_s(measured, "compute")
+    words += f": {duration(compute_s)} of compute and {duration(waited_s)} of waiting"
+    if record.step_s:
+        words += f", {step_s / record.step_s:.3g} times what was predicted"
+    return words + "."
+
+
+def _busy_s(spans: Sequence[Busy], lane: str) -> float:
+    return sum(span.end_s - span.begin_s for span in spans if span.lane == lane)
 
 
 def size(nbytes: float) -> str:

@@ -1,0 +1,218 @@
+"""What torch's profiler has measured is drawn beside what was predicted, node by node."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+import zerofx.__main__ as command_line
+from tests.records import small
+from zerofx import backend
+from zerofx.errors import CommandError
+from zerofx.picture.measured import RANGE, STEP_RANGE, measured_spans
+from zerofx.picture.ranges import named_ranges
+from zerofx.picture.record import read
+from zerofx.picture.words import measured_sentence
+
+
+def event(name, begin_us, took_us, **values):
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin_us, "dur": took_us,
+            **values}  # fmt: skip
+
+
+def step_at(us, wait_us=300):
+    """The ranges of ``records.small``'s nodes in a step that begins then."""
+    ranges = (("gather_w", 10, 20), ("wait", 30, wait_us), ("mm", 400, 500),
+              ("mm_backward", 900, 600))  # fmt: skip
+    return [event(STEP_RANGE, us, 2000)] + [
+        event(RANGE + name, us + begin, took) for name, begin, took in ranges
+    ]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """``trace(events)`` -> the file of a trace with these, among others."""
+
+    def write(*events):
+        path = tmp_path / "trace.json"
+        others = [{"ph": "M", "name": "process_name"}, event("aten::mm", 5, 7), "odd", 3]
+        path.write_text(json.dumps({"traceEvents": [*others, *events]}))
+        return path
+
+    return write
+
+
+def spans(record, path):
+    found = measured_spans(record, path)
+    return {(record.nodes[s.node].name, s.lane): (round(s.begin_s * 1e6), round(s.end_s * 1e6))
+            for s in found}  # fmt: skip
+
+
+def test_ranges_are_drawn_from_the_first_on_and_transfers_until_their_wait_is_over(trace):
+    assert spans(small(), trace(*step_at(1000))) == {
+        ("gather_w", "compute"): (0, 20),
+        ("gather_w", "link"): (0, 320),
+        ("wait", "waiting"): (20, 320),
+        ("mm", "compute"): (390, 890),
+        ("mm_backward", "compute"): (890, 1490),
+    }
+    (link,) = [s for s in measured_spans(small(), trace(*step_at(1000))) if s.lane == "link"]
+    assert link.nbytes == 4 * 2**20
+
+
+def test_the_last_step_of_a_trace_counts(trace):
+    path = trace(*step_at(9000, wait_us=111), *step_at(1000))
+    assert spans(small(), path)["wait", "waiting"] == (20, 131)
+
+
+def test_what_a_device_took_counts_before_what_its_host_did(trace):
+    on_device = {"cat": "gpu_user_annotation"}
+    path = trace(
+        *step_at(1000),
+        event(STEP_RANGE, 1100, 5000, **on_device),
+        event(RANGE + "gather_w", 1110, 250, **on_device),
+        event(RANGE + "mm", 1500, 800, **on_device),
+    )
+    found = spans(small(), path)
+    assert found["gather_w", "link"] == (100, 350) and ("gather_w", "compute") not in found
+    assert found["mm", "compute"] == (490, 1290)
+    assert found["mm_backward", "compute"] == (890, 1490)  # of which no device knows
+
+
+def test_a_compressed_trace_is_read(trace, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(trace(*step_at(0)).read_bytes()))
+    assert ("mm", "compute") in spans(small(), path)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "is no trace"),
+        (b"\xff", "is no trace"),
+        (b"\x1f\x8b but not compressed", "is no trace"),
+        (b"{}", "it has no traceEvents"),
+        (b'{"traceEvents": []}', "has no range of a zerofx step"),
+        (b'[{"ph": "X", "name": "zerofx step", "ts": "soon", "dur": 1}]', "has no range"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_the_remedy(content, words, tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(CommandError) as refused:
+        measured_spans(small(), path)
+    assert words in str(refused.value) and "named_ranges" in str(refused.value)
+
+
+def test_the_trace_of_another_program_is_refused(trace):
+    with pytest.raises(CommandError, match="2 of its 6 ranges are no nodes of that, bmm for one"):
+        measured_spans(small(), trace(*step_at(0), event(RANGE + "bmm", 1, 1),
+                                      event(RANGE + "cat", 2, 1)))  # fmt: skip
+
+
+def test_it_is_said_in_words(trace):
+    measured = measured_spans(small(), trace(*step_at(0)))
+    assert measured_sentence(small(), measured) == (
+        "Measured, it took 1.49 ms: 1.12 ms of compute and 300 µs of waiting, 0.497 times what "
+        "was predicted."
+    )
+
+
+def write(folder, record):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.program}.timeline.json"
+    path.write_text(record.to_json(), encoding="utf-8")
+    return path
+
+
+def test_the_command_draws_it_on_the_last_programs_page(trace, tmp_path, capsys):
+    write(tmp_path / "rank0", small(program="01_bucket"))
+    write(tmp_path / "rank0", small())
+    path = trace(*step_at(0))
+    assert command_line.main(["timeline", str(tmp_path), "--measured", str(path)]) == 0
+    assert "Measured, it took 1.49 ms" in capsys.readouterr().out
+    pages = {p.name: p.read_text() for p in (tmp_path / "rank0").glob("*.html")}
+    assert "step, measured" in pages["03_prefetch.timeline.html"]
+    assert "step, measured" not in pages["01_bucket.timeline.html"]
+
+
+def test_a_trace_is_for_one_rank(trace, tmp_path, capsys):
+    write(tmp_path / "rank0", small())
+    write(tmp_path / "rank1", small())
+    path = trace(*step_at(0))
+    assert command_line.main(["timeline", str(tmp_path), "--measured", str(path)]) == 1
+    assert f"give the folder of one, as {tmp_path / 'rank0'}" in capsys.readouterr().err
+
+
+# A real profile
+
+
+def step(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def profiled(tmp_path, lowering):
+    """A profiled run's record and trace, and the losses with and without the profiler."""
+    torch._dynamo.reset()
+    runs = []
+    for is_profiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"lowering": lowering, "dump": str(tmp_path / "dump")}
+        compiled = torch.compile(step, backend="zero", options=options)
+        losses = [compiled(model, optimizer, torch.ones(4, 5))]
+        if is_profiled:
+            with named_ranges(compiled), torch.profiler.profile() as profiler:
+                losses += [compiled(model, optimizer, torch.ones(4, 5)) for _ in range(2)]
+            profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+        else:
+            losses += [compiled(model, optimizer, torch.ones(4, 5)) for _ in range(2)]
+        runs.append((losses, compiled(model, optimizer, torch.ones(4, 5))))
+    assert runs[0] == runs[1]
+    *_, path = sorted((tmp_path / "dump").rglob("*.timeline.json"))
+    return read(path), tmp_path / "trace.json"
+
+
+def test_a_profiled_run_is_the_same_run_and_names_every_node_that_computes(tmp_path):
+    record, path = profiled(tmp_path, "eager")
+    found = {record.nodes[span.node].name for span in measured_spans(record, path)}
+    predicted = {record.nodes[span.node].name for span in record.spans}
+    merged = {name for name in predicted if name.startswith("flatten_bucket")}  # into a reduction
+    assert predicted - merged and predicted - merged <= found
+    ends = [span.end_s for span in measured_spans(record, path)]
+    assert 0 < max(ends) < 60
+
+
+def test_what_is_profiled_is_what_ran_before_afterwards(tmp_path):
+    torch._dynamo.reset()
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    known = set(backend.zero.functions)
+    compiled = torch.compile(step, backend="zero", options={"lowering": "eager"})
+    with pytest.raises(ValueError, match="has no zero-compiled program yet"), named_ranges(step):
+        pass
+    compiled(model, optimizer, torch.ones(4, 5))
+    (function,) = [f for f in backend.zero.functions if f not in known]
+    (program,) = function.programs
+    plain = program.runtime.program
+    with pytest.raises(RuntimeError, match="stop"), named_ranges(compiled):
+        assert program.runtime.program is not plain
+        raise RuntimeError("stop")
+    assert program.runtime.program is plain
+
+
+@pytest.mark.long
+def test_regions_and_updates_that_run_together_have_the_name_of_their_first(tmp_path):
+    record, path = profiled(tmp_path, "inductor")
+    names = [record.nodes[span.node].name for span in measured_spans(record, path)]
+    products = [node.name for node in record.nodes if node.operator in ("aten.mm", "aten.addmm")]
+    assert "addmm" in names and 0 < len(set(names) & set(products)) < len(products)
+    updates = [node.name for node in record.nodes if node.operator == "zerofx.update"]
+    together = [name for name in names if name in updates]  # a bucket's
+    assert len(updates) == 4 and together == ["update_2_bias", "update_0_bias"]
