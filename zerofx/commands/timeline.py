@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from zerofx.errors import CommandError
 
 if TYPE_CHECKING:
-    from zerofx.commands import Subparsers
     from zerofx.picture.record import Busy, StepRecord
 
 
-def add_to(subparsers: Subparsers) -> None:
+def add_to(subparsers: Any) -> None:
     """Add the command ``timeline``."""
     parser = subparsers.add_parser(
         "timeline",
