@@ -1,18 +1,24 @@
-"""Run a function on N gloo ranks: processes spawned once and reused by a module's tests.
+"""Run a function on N gloo ranks: processes started once and reused by a module's tests.
 
 A function and its arguments travel by pickle, so it must be at the top level of a module.
+
+A rank is forked from a server that has imported what all need and done nothing else.  Each rank's
+number has a server of its own: ranks that hash strings alike would hide an order that depends on
+hashes.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import multiprocessing
 import os
 import pickle
 import sys
 import time
 import traceback
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +28,21 @@ from zerofx.runtime.peer_memory import PeerMemory
 
 GRACE_S = 5.0  # how long other ranks may still answer after one has failed
 EXIT_S = 30.0
+
+
+@functools.cache
+def server_of(rank: int) -> forkserver.ForkServer:
+    """What ranks of this number are forked from; it ends with this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.preloaded"])
+    return server
+
+
+def start(process: multiprocessing.process.BaseProcess, rank: int) -> None:
+    """Start a process of the context ``forkserver`` as one of this rank."""
+    connect = server_of(rank).connect_to_new_process
+    with mock.patch.object(forkserver, "connect_to_new_process", connect):
+        process.start()
 
 
 class Ranks:
@@ -79,14 +100,16 @@ class Ranks:
         # The parent serves the store: its port is free by construction, and a rank that dies
         # does not take the store with it.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             settings = (rank, self.world_size, self.store.port, self.group_timeout_s)
             worker = context.Process(
-                target=_serve, args=(theirs, *settings, self.peer_memory), daemon=True
+                target=_serve,
+                args=(theirs, dict(os.environ), *settings, self.peer_memory),
+                daemon=True,
             )
-            worker.start()
+            start(worker, rank)
             theirs.close()
             self.workers.append(worker)
             self.pipes.append(ours)
@@ -121,12 +144,15 @@ class Ranks:
 
 def _serve(
     pipe: connection.Connection,
+    environment: dict[str, str],
     rank: int,
     world_size: int,
     port: int,
     timeout_s: float,
     peer_memory: bool,
 ) -> None:
+    os.environ.clear()  # the server's is of another time
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
