@@ -13,6 +13,7 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.runtime.buckets
 from tests import models
+from tests.covering import long
 from tests.models import squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.guarded import ShardedParameter
@@ -20,7 +21,7 @@ from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.whole import full_params, unshard
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, long(3)])
 def world(request, ranks):  # noqa: F811
     return ranks(request.param)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
+from tests.covering import each_value
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.errors import BudgetError
@@ -86,8 +87,7 @@ def check_odd(stage: int, **options) -> None:
         }
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage, world_size", each_value(STAGES, (2, 3)))
 def test_scalars_and_parameters_of_no_elements_train_in_one_bucket(ranks, stage, world_size):
     ranks(world_size).run(check_odd, stage)
 
@@ -140,8 +140,7 @@ USES = ((0,), (1,), (0, 1), (0,), (1,), (0,))
 ROWS = (4, 4, 6, 8, 6, 4)  # the shapes change too
 
 
-@pytest.mark.parametrize("bucket", (True, False))
-@pytest.mark.parametrize("stage", (0, *STAGES))
+@pytest.mark.parametrize("stage, bucket", each_value((0, *STAGES), (True, False)))
 def test_state_of_parameters_that_some_steps_leave_out_survives_bit_for_bit(stage, bucket):
     """In a world of one, where nothing is summed in another order."""
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from tests.covering import each_value
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.trainings import (
@@ -127,8 +128,7 @@ def trained(step, calls, options, settle=(), make=torch.optim.AdamW):
     return losses, model.state_dict(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("step", (plain, clipped, accumulated))
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("step, world_size", each_value((plain, clipped, accumulated), (1, 2)))
 def test_is_bitwise_the_definition(step, world_size, ranks):
     losses, *states = expected(step, 5, num_ranks=world_size)
     found = [trained(step, 5, {})] if world_size == 1 else ranks(2).run(trained, step, 5, {})

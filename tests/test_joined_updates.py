@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import each_value
 from tests.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
@@ -89,8 +90,10 @@ def kernels(monkeypatch):
     return lambda: next(calls)
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, ((1,), (40, 3), (5,), (1, 1))])
-@pytest.mark.parametrize("name", sorted(CASES.keys() - NOT_HERE))
+@pytest.mark.parametrize(
+    "name, shapes",
+    each_value(sorted(CASES.keys() - NOT_HERE), (SHAPES, ((1,), (40, 3), (5,), (1, 1)))),
+)
 def test_together_is_as_each_by_itself(name, shapes, uncompiled):
     one = Bucket(CASES[name], together=True, shapes=shapes)
     other = Bucket(CASES[name], together=False, shapes=shapes)

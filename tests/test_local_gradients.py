@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import each_value, long
 from tests.models import Mlp, features, squared_loss
 from tests.programs import capture, run_passes
 from tests.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
@@ -115,7 +116,11 @@ ALL_REDUCED, REDUCE_SCATTERED = (464, 4), (240, 2)
 
 @pytest.mark.parametrize(
     ("stage", "lowering"),
-    [*((stage, "eager") for stage in STAGES), (0, "inductor"), (3, "inductor")],
+    [
+        *((stage, "eager") for stage in STAGES),
+        long(0, "inductor"),
+        (3, "inductor"),
+    ],
 )
 def test_gradients_travel_once_per_update(stage, lowering, ranks):  # noqa: F811
     local = ranks(2).run(train, stage, "local", lowering)
@@ -133,7 +138,7 @@ def test_gradients_travel_once_per_update(stage, lowering, ranks):  # noqa: F811
             assert torch.equal(state[name], local[0][0][name])
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (long(1), 3))
 def test_three_ranks_train_as_one_process(stage, ranks):  # noqa: F811
     expected = expected_state(3)
     for state, _ in ranks(3).run(train, stage, "local", "eager"):
@@ -179,8 +184,7 @@ def test_an_eager_backward_into_one_is_explained(stage):
     squared_loss(model, *features(0, 4)).backward()
 
 
-@pytest.mark.parametrize("set_to_none", (True, False))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage, set_to_none", each_value(STAGES, (True, False)))
 def test_zero_grad_forgets_what_was_collected(stage, set_to_none):
     model = collected(stage)
     model.zero_grad(set_to_none=set_to_none)
@@ -335,8 +339,7 @@ def sharded_then_local(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage, world_size", each_value((2, 3), (2, 3)))
 def test_shards_of_an_average_are_added_to(stage, world_size, ranks):  # noqa: F811
     twin = new_model()
     for batch in joined(0, world_size):

@@ -6,6 +6,7 @@ In the formulas Ψ is the number of parameters (fp32) and N the number of ranks.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from dataclasses import dataclass
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import each_value, long
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.buffers import BufferPool
@@ -165,8 +167,16 @@ def formula(stage: int, elements: int, world_size: int) -> float:
     return 4 * elements + 8 * elements / world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+SHORT = ((0, 2), (1, 3), (2, 2), (3, 1), (3, 3))
+
+
+def worlds(stages, world_size):
+    """Their product; the tests of the default run share ``held`` of a few."""
+    cells = itertools.product(stages, world_size)
+    return [cell if cell in SHORT else long(*cell) for cell in cells]
+
+
+@pytest.mark.parametrize("stage, world_size", worlds(STAGES, (1, 2, 3)))
 def test_between_steps_a_rank_holds_what_the_formula_says(held, stage, world_size):
     for rank in held(stage, world_size):
         expected = formula(stage, rank.elements, world_size)
@@ -179,8 +189,7 @@ def test_between_steps_a_rank_holds_what_the_formula_says(held, stage, world_siz
 # During the first step.
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage, world_size", worlds((1, 2, 3), (2, 3)))
 def test_updates_allocate_shards_only_even_where_states_are_made(held, stage, world_size):
     for rank in held(stage, world_size):
         # A rank's range of a layer may hold more of a weight than its share, and less of a bias.
@@ -189,8 +198,7 @@ def test_updates_allocate_shards_only_even_where_states_are_made(held, stage, wo
         assert rank.in_updates[0] == rank.largest
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage, world_size", worlds((1, 2, 3), (2, 3)))
 def test_the_first_step_allocates_no_more_whole_buffers_than_the_others(held, stage, world_size):
     """Compilation included: gradients and gathered parameters are whole, moments never."""
     for rank in held(stage, world_size):
@@ -358,8 +366,7 @@ def check_gathered(ranks, world_size: int, *arguments) -> None:
 
 
 # A layer has 27 thousand elements.  With the larger vocabulary an embedding has twice as many.
-@pytest.mark.parametrize("vocabulary", [101, 1201])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied, vocabulary", each_value((False, True), (101, 1201)))
 def test_at_most_two_consecutive_units_are_gathered_at_once(ranks_on_sockets, tied, vocabulary):
     check_gathered(ranks_on_sockets, 2, tied, vocabulary, "eager")
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401
+from tests.covering import each_value
 from tests.device_memory import Allocations
 from tests.models import Gpt, language_loss, tokens
 from tests.test_cost import llama_loss, tiny_llama
@@ -100,8 +101,7 @@ def peak(name: str, stage: int | None) -> int:
     return highest
 
 
-@pytest.mark.parametrize("stage", (0, 3))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, stage", each_value(MODELS, (0, 3)))
 def test_the_peak_is_not_above_plain_torch_compiles(name, stage):
     if name == "Llama" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.codegen.test_kernel import BEFORE_AVERAGING, DECLINED
+from tests.covering import each_value
 from tests.optimizers import VARIANTS
 from tests.test_update import layout, shard
 from zerofx import compat
@@ -125,8 +126,7 @@ def plain_fp32(name, wholes, gradients):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, dtype", each_value(NAMES, (torch.bfloat16, torch.float16)))
 def test_masters_train_bitwise_as_float32_parameters(name, dtype):
     wholes = randoms(*LENGTHS, dtype=dtype)
     gradients = [randoms(*LENGTHS, seed=9 + step, dtype=dtype) for step in range(7)]
@@ -175,8 +175,7 @@ def test_masters_in_a_kernel_are_as_exact_as_float32(name, uncompiled, kernels):
     assert_masters_are_as_exact(name, kernels)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name, dtype", each_value(COMPILED, (torch.bfloat16, torch.float16)))
 def test_masters_in_a_compiled_kernel_are_as_exact_as_float32(name, dtype, kernels):
     assert_masters_are_as_exact(name, kernels, dtype)
 
@@ -411,20 +410,21 @@ def quadratic_losses(precision, name, dtype, steps, kernels=None, length=5000):
     return losses
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        (MASTERS, torch.bfloat16),
-        (ROUNDED, torch.bfloat16),
-        (HALF_MOMENTS, torch.float32),
-        (CODED_MOMENTS, torch.float32),
-        (Precision(master_weights=True, moment_dtype=torch.int8), torch.bfloat16),
-        (Precision(stochastic_rounding=True, moment_dtype=torch.int8), torch.bfloat16),
-    ],
-    ids=str,
+KEPT_OTHERWISE = (
+    (MASTERS, torch.bfloat16),
+    (ROUNDED, torch.bfloat16),
+    (HALF_MOMENTS, torch.float32),
+    (CODED_MOMENTS, torch.float32),
+    (Precision(master_weights=True, moment_dtype=torch.int8), torch.bfloat16),
+    (Precision(stochastic_rounding=True, moment_dtype=torch.int8), torch.bfloat16),
 )
-@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
-def test_training_gets_where_float32_gets(name, precision, dtype, uncompiled):
+
+
+@pytest.mark.parametrize(
+    "name, kept", each_value(("adamw", "sgd_nesterov"), KEPT_OTHERWISE), ids=str
+)
+def test_training_gets_where_float32_gets(name, kept, uncompiled):
+    precision, dtype = kept
     steps = 150
     expected = quadratic_losses(Precision(), name, torch.float32, steps)
     found = quadratic_losses(precision, name, dtype, steps)
@@ -439,11 +439,13 @@ def test_bfloat16_alone_does_not_get_there():
 
 
 @pytest.mark.parametrize(
-    "precision",
-    [ROUNDED, HALF_MOMENTS, Precision(master_weights=True, moment_dtype=torch.int8)],
+    "name, precision",
+    each_value(
+        ("adamw", "rprop"),
+        (ROUNDED, HALF_MOMENTS, Precision(master_weights=True, moment_dtype=torch.int8)),
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("name", ["adamw", "rprop"])
 def test_a_compiled_kernel_is_as_its_operators_one_by_one(name, precision, kernels):
     """But for a rounding in float32 here and there, which may tip one to bfloat16 or to a code."""
     dtype = torch.float32 if precision == HALF_MOMENTS else torch.bfloat16

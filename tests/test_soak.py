@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
+from tests.covering import long
 from tests.models import Gpt, language_loss
 from tests.ranks import Ranks
 
@@ -108,7 +109,7 @@ def soak(world_size: int, steps: int) -> None:
     assert exit_codes == [0] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", (2, long(4)))
 def test_a_hundred_steps_are_right_to_the_last_bit(world_size):
     soak(world_size, 100)
 

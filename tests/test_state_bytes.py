@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.covering import each_pair
 from zerofx.codegen.storage import Precision
 from zerofx.plan import ParameterTable
 from zerofx.runtime.state_bytes import bytes_of_states
@@ -54,9 +55,11 @@ def kept(optimizer, parameter):
     return sum(value.nbytes for value in values) / parameter.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name, precision, dtype",
+    each_pair(OPTIMIZERS, PRECISIONS, (torch.float32, torch.bfloat16)),
+    ids=str,
+)
 def test_it_is_what_is_kept_after_the_first_step_and_after_the_second(
     monkeypatch, name, precision, dtype
 ):

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
+from tests.covering import each_value, long
 from tests.models import Gpt, language_loss
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.communication import Communicator
@@ -103,8 +104,7 @@ def gathers(model: nn.Module, autocast: bool) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage, world_size", each_value((0, 1, 2), (2, 3)))
 def test_up_to_stage_2_a_step_sends_every_parameter_twice(ranks, stage, world_size):
     model = build(tied=True)
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -117,8 +117,15 @@ def test_up_to_stage_2_a_step_sends_every_parameter_twice(ranks, stage, world_si
         check_the_rest(sent, stage, sizes, world_size)
 
 
-@pytest.mark.parametrize("tied, autocast", [(True, False), (False, True)])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "tied, autocast, world_size",
+    [
+        (True, False, 2),
+        (False, True, 3),
+        long(True, False, 3),
+        long(False, True, 2),
+    ],
+)
 def test_stage_3_gathers_twice_only_what_backward_reads(ranks, world_size, tied, autocast):
     model = build(tied)
     sizes = [parameter.numel() for parameter in model.parameters()]

@@ -1,6 +1,7 @@
 """One kernel per update is as exact as torch's own, for every optimizer and any length."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import each_value
 from tests.optimizers import VARIANTS
 from tests.test_update import layout
 from zerofx import compat
@@ -261,8 +263,9 @@ def test_an_update_that_makes_up_for_its_rounding_finds_it(update, dtype, kernel
     assert 0.015 < moved < 0.025  # without the correction next to nothing moves
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize(
+    "name, value", each_value(sorted(VARIANTS), (math.nan, math.inf, -math.inf))
+)
 def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):
     assert_not_finite_as_in_torch(name, value)
 

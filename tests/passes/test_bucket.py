@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import random
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tests.covering import each_pair, each_value
 from tests.programs import (
     assert_program,
     assert_same_numerics,
@@ -470,8 +472,7 @@ def test_one_collective_per_bucket(stage):
     assert starts(first) == {1: (4, 4), 2: (4, 4), 3: (6, 4)}[stage]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage, world_size", each_value(STAGES, (2, 3, 4, 7)))
 def test_bytes_on_the_wire_grow_only_by_padding(stage, world_size):
     """And, at stage 3, by the biases that are gathered for backward with their weights."""
     captured = mlp_step(4, width=33)
@@ -760,23 +761,21 @@ def test_two_ranks_compute_bitwise_what_was_captured(name, stage):
     check_numerics(name, stage, 2, bitwise=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name, stage, world_size", each_pair(STEPS, STAGES, (1, 3, 4)))
 def test_computes_what_was_captured(name, stage, world_size):
     check_numerics(name, stage, world_size, bitwise=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", SUMMED_IN_ANOTHER_ORDER)
+@pytest.mark.parametrize(
+    "name, stage, world_size", each_pair(SUMMED_IN_ANOTHER_ORDER, STAGES, (1, 2, 3, 4))
+)
 def test_computes_what_was_captured_but_for_the_order_of_sums(name, stage, world_size):
     check_numerics(name, stage, world_size, bitwise=False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("norm", [float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "norm, stage, world_size", each_pair((math.inf, -math.inf), STAGES, (2, 3, 4, 7))
+)
 def test_a_rank_with_an_empty_shard_has_no_say_in_the_largest_gradient(norm, stage, world_size):
     """Its identity is the smallest there is; the padding of others' shards is not looked at."""
     captured = linear_step(norm)
@@ -1010,8 +1009,7 @@ def good_programs(world_size):
     return rewritten_by_rank(mlp_step(3, width=4), world_size)
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mutate, world_size", each_value(MUTATIONS, (2, 3)))
 def test_a_broken_bucket_is_refused_on_every_rank(mutate, world_size):
     for good in good_programs(world_size):
         verify(good.gm, good.table, FACTS)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.covering import each_pair
 from tests.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
 from tests.offloaded_programs import FACTS, refused
 from tests.programs import (
@@ -332,9 +333,9 @@ def test_what_cannot_be_hidden_stays():
 # When
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
-@pytest.mark.parametrize("link", (SLOW, NARROW))
-@pytest.mark.parametrize("num_layers", (4, 6))
+@pytest.mark.parametrize(
+    "stage, link, num_layers", each_pair((0, 1, 3), (SLOW, NARROW), (4, 6)), ids=str
+)
 def test_nobody_waits_for_a_copy(stage, link, num_layers):
     program = rewritten(deep_step(num_layers), stage=stage, offload="activations", link=link)
     transfers = predict(program.graph, parse(link), program.table, 2).transfers

@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 
+from tests.covering import each_pair
 from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
 from tests.programs import (
     assert_program,
@@ -63,9 +64,7 @@ def test_leaves_a_program_without_updates_alone():
     assert listing(program) == listing(rewritten(evaluation(), stage=3, bucket=True))
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name, stage, world_size", each_pair(STEPS, (1, 2, 3), (1, 2)))
 def test_computes_bitwise_what_it_did_and_every_update_has_its_states(name, stage, world_size):
     step = STEPS[name]()
     before = rewritten_by_rank(step, world_size, stage=stage, **OFFLOADED)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import each_pair
 from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
 from tests.programs import (
     assert_program,
@@ -66,16 +67,18 @@ def test_leaves_a_program_without_updates_alone():
     assert listing(program) == listing(rewritten(evaluation(), stage=3, bucket=True))
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("name", STEPS)
-def test_computes_bitwise_what_it_did(name, stage, world_size):
+OPTIONS = ({}, {"prefetch": True}, {"update_in_backward": False})
+
+
+@pytest.mark.parametrize(
+    "name, stage, world_size, options", each_pair(STEPS, (1, 2, 3), (1, 2), OPTIONS), ids=str
+)
+def test_computes_bitwise_what_it_did(name, stage, world_size, options):
     step = STEPS[name]()
-    for options in ({}, {"prefetch": True}, {"update_in_backward": False}):
-        before = rewritten_by_rank(step, world_size, stage=stage, **options)
-        after = rewritten_by_rank(step, world_size, stage=stage, **{**OFFLOADED, **options})
-        assert nodes_of(after[0], *ops.MOVES)
-        assert_same_numerics(execute(before), execute(after))
+    before = rewritten_by_rank(step, world_size, stage=stage, **options)
+    after = rewritten_by_rank(step, world_size, stage=stage, **{**OFFLOADED, **options})
+    assert nodes_of(after[0], *ops.MOVES)
+    assert_same_numerics(execute(before), execute(after))
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.covering import each_value, long
 from tests.models import VOCABULARY, language_loss, tokens
 from tests.programs import (
     assert_program,
@@ -555,7 +556,11 @@ def check_journey(carry: bool | None, **options) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    ({}, {"bucket": False, "prefetch": False}, {"memory_budget": 10**9}),
+    (
+        {},
+        long({"bucket": False, "prefetch": False}),
+        long({"memory_budget": 10**9}),
+    ),
     ids=lambda options: " ".join(options) or "as usual",
 )
 def test_is_bitwise_the_same_training(ranks, options):
@@ -665,8 +670,9 @@ def leave_in_flight(peer_memory: bool) -> None:
     print("complete" if is_complete else "in flight", flush=True)
 
 
-@pytest.mark.parametrize("peer_memory", (True, False))
-@pytest.mark.parametrize("last", ("", "t.dist.destroy_process_group()"), ids=("", "destroyed"))
+@pytest.mark.parametrize(
+    "last, peer_memory", each_value(("", "t.dist.destroy_process_group()"), (True, False))
+)
 def test_a_process_may_exit_with_a_gather_in_flight(last, peer_memory):
     module = "from tests.passes import test_prefetch_across_steps as t"
     code = f"{module}; t.leave_in_flight({peer_memory}); {last}"
