@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
 from tests.models import Mlp, squared_loss
-from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.ranks import Ranks, ranks_fixture, start  # noqa: F401
 from zerofx import backend
 from zerofx.errors import GraphError, StepError
 from zerofx.runtime.agreement import AgreementError
@@ -895,7 +895,7 @@ def train_until_rank_1_dies(rank: int, port: int, pipe) -> None:
 
 def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     workers = [
         context.Process(
@@ -903,8 +903,8 @@ def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
         )
         for rank in range(2)
     ]
-    for worker in workers:
-        worker.start()
+    for rank, worker in enumerate(workers):
+        start(worker, rank)
     try:
         assert ours.poll(90), "rank 0 neither failed nor trained on"
         number, kind, text, seconds = ours.recv()

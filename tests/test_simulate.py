@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
@@ -21,6 +22,7 @@ from zerofx.timeline import predict
 FREE = 1e30
 SECONDS = 1.0  # of compute
 LAYERS = 8
+ENOUGH = 1.05  # times what was predicted
 
 # What lanes have to do, as multiples of compute: copies to the host, updates, the link.
 COMPUTE, UPDATES, COPIES, EVEN = (0.3, 0.5, 0.1), (0.4, 2.5, 0.1), (3.0, 0.4, 0.1), (1.0, 1.0, 0.1)
@@ -71,15 +73,29 @@ class Trained:
         )
 
     def simulate(self, regime):
-        """The fastest of a few steps, and what was predicted of them: others at work only add."""
+        """The fastest of a few steps, and what was predicted of them: others at work only add.
+
+        One that takes what was predicted is enough.
+        """
         with simulated(self.function, self.figures(*regime)) as (timeline,):
             times = []
             for _ in range(3):
                 begun = time.perf_counter()
                 self.losses.append(self())
-                times.append(time.perf_counter() - begun)
+                times.append(slowest_s(time.perf_counter() - begun))
+                if times[-1] <= ENOUGH * timeline.step_s:
+                    break
         lane = timeline.busiest
         return min(times), timeline.step_s, lane, timeline.lanes[lane], timeline.bound_s
+
+
+def slowest_s(seconds: float) -> float:
+    """The most of any rank: all go on, or none."""
+    if not dist.is_initialized():
+        return seconds
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def simulate_all(stage, regimes):
@@ -113,8 +129,11 @@ def test_on_two_ranks_too(stage, ranks):
 
 
 def test_it_computes_what_it_does_without():
-    simulated_one, alone = Trained(3, layers=2), Trained(3, layers=2)
-    simulated_one.simulate((0.2, 0.2, 0.1))
+    simulated_one = Trained(3, layers=2)
+    for _ in range(2):
+        simulated_one.simulate((0.2, 0.2, 0.1))
+    assert len(simulated_one.function.programs) == 1, "what was slowed is what has run"
+    alone = Trained(3, layers=2)  # forgets what was compiled: only now
     while len(alone.losses) < len(simulated_one.losses):
         alone.losses.append(alone())
     assert simulated_one.losses == alone.losses and len(set(alone.losses)) >= 4

@@ -10,6 +10,7 @@ import torch
 from tests.codegen import interpreted, work
 from tests.codegen.test_triton_source import STORED
 from tests.codegen.updates import OPTIMIZERS
+from tests.covering import each_value
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
@@ -50,8 +51,7 @@ def test_groups_with_their_own_hyperparameters_share_a_launch(run):
     run(interpreted.check_groups_in_one_launch)
 
 
-@pytest.mark.parametrize("length", [1, 15, 1024, 9001])
-@pytest.mark.parametrize("offset", [1, 16])
+@pytest.mark.parametrize("offset, length", each_value((1, 16), (1, 15, 1024, 9001)))
 def test_nothing_beside_a_segment_is_touched(offset, length, run):
     run(interpreted.check_neighbours_are_left_alone, offset, length)
 
@@ -76,8 +76,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("options", PRECISIONS)
-@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
+@pytest.mark.parametrize("name, options", each_value(("adamw", "sgd_nesterov"), PRECISIONS))
 def test_what_is_kept_otherwise_is_widened_and_narrowed_in_the_kernel(name, options, run):
     run(interpreted.check_precision, name, PRECISIONS[options])
 
@@ -118,8 +117,9 @@ def test_a_gradient_is_worked_on_in_the_kernel(name, run):
     run(interpreted.check_work_on_the_gradient, *WORKS[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "rmsprop"])
+@pytest.mark.parametrize(
+    "name, dtype", each_value(("adamw", "sgd_nesterov", "rmsprop"), (torch.float32, BF16, FP16))
+)
 def test_the_gradients_squares_are_summed_beside_the_update(name, dtype, run):
     run(interpreted.check_squares, name, dtype)
 
