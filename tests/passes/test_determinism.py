@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests import models
+from tests.covering import each_value
 from tests.dumps import write_dump
 from tests.programs import capture, clone, run_passes
 from zerofx.options import OPTIONAL_PASSES
@@ -37,8 +38,7 @@ def leaving_gradients():
     return capture(step, torch.randn(2, 4), world_size=2)
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("bucket", (False, True))
+@pytest.mark.parametrize("stage, bucket", each_value(STAGES, (False, True)))
 def test_the_schedule_is_the_same_every_time(stage, bucket):
     captured = leaving_gradients()
     seen, held = set(), []

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.covering import each_value
 from tests.programs import (
     Captured,
     assert_program,
@@ -817,8 +818,11 @@ def largest_two_consecutive(captured):
     return max(a + b for a, b in pairwise(gather_units(captured)))
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": False}], ids=["prefetch", "no prefetch"])
-@pytest.mark.parametrize("step", ["mlp", "gpt", "gpt with a large vocabulary"])
+@pytest.mark.parametrize(
+    "step, options",
+    each_value(("mlp", "gpt", "gpt with a large vocabulary"), ({}, {"prefetch": False})),
+    ids=str,
+)
 def test_gathered_bytes_never_exceed_two_consecutive_units(step, options):
     captured = {
         "mlp": lambda: mlp_step(8, 16),
