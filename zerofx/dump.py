@@ -126,9 +126,11 @@ class ProgramDump:
         ]
         if report is not None:
             lines.append(_counts(report.counts))
+        costs = [after] if before is None else [before, after]
         rows = [
-            (what, *(_amount(what, getattr(c, field)) for c in (before, after) if c is not None))
+            (what, *(_amount(what, getattr(c, field)) for c in costs))
             for what, field in _COSTS.items()
+            if not what.startswith("moved") or any(getattr(c, field) for c in costs)
         ]
         headers = ("per rank and step", "before", "after") if before else ("per rank and step", "")
         table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)

@@ -58,6 +58,11 @@ _GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "ze
 
 _WIDTH = 100
 
+_FEW = 3
+"""Members of a bucket that are named with everything that serves it."""
+
+_STARTS = (*ops.STARTS, *ops.HOST_UPDATES, ops.on_owners, ops.states_from_file_start)
+
 _IN_TEXT = 64
 """Elements of a constant that are still written into the program."""
 
@@ -94,6 +99,9 @@ class _Text:
         self.in_file = constants
         self.reads_file = False
         self.constants: dict[str, str] = {}
+        self._buckets: dict[int, list[str]] = {}
+        for info in sorted(table, key=lambda info: info.place.offset):
+            self._buckets.setdefault(info.place.bucket, []).append(quoted_name(info.name))
         self.obstacles: list[str] = []  # to running it again: none, for most programs
 
     def file(self) -> str:
@@ -158,7 +166,7 @@ class _Text:
                 continue
             source = _source(node)
             if source and source != place:
-                lines += ["", *_comment(f"from {source}")]
+                lines += ["", f"    # from {source}"]  # code is not wrapped
                 place = source
             for note in self._notes(node):
                 lines += _comment(note)
@@ -185,11 +193,15 @@ class _Text:
         return found
 
     def _served(self, node: fx.Node) -> str:
-        """The parameters that an inserted node is for, by name."""
+        """The parameters that an inserted node is for, by name.
+
+        Those of a large bucket are named where something starts: a collective, a move, an update.
+        """
         if parameter_of(node) >= 0:
             return quoted_name(self.table[parameter_of(node)].name)
-        members = self.table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
-        return ", ".join(quoted_name(info.name) for info in members)
+        members = self._buckets.get(bucket_of(node), []) if bucket_of(node) >= 0 else []
+        starts = node.target in _STARTS or ops.is_move(node.target)
+        return ", ".join(members) if starts or len(members) <= _FEW else ""
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":

@@ -220,7 +220,8 @@ def _costs(before: DumpedProgram, after: DumpedProgram) -> list[str]:
         matches = map(_COST.match, program.text[:4000].splitlines())
         costs.append({m[1]: re.split(r" {2,}", m[2])[-1] for m in matches if m})
     was, now = costs
-    lines = [f"{what}: {was[what]} -> {now[what]}" for what in was if was[what] != now.get(what)]
+    pairs = [(what, was.get(what, "0 B"), now.get(what, "0 B")) for what in {**was, **now}]
+    lines = [f"{what}: {first} -> {second}" for what, first, second in pairs if first != second]
     return [*lines, ""] if lines else []
 
 
