@@ -2,16 +2,24 @@
 
 import copy
 import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+import zerofx.__main__ as command_line
 from tests import models
 from tests.dumps import programs_in, write_dump
-from tests.programs import assert_bitwise, capture, evaluation, mlp_step, smallest_step
+from tests.programs import assert_bitwise, capture, clone, evaluation, mlp_step, smallest_step
 from zerofx.commands import run
+from zerofx.dump import ProgramDump
+from zerofx.dump_folder import DumpFolder
 from zerofx.dumped import read
 from zerofx.errors import CommandError
 from zerofx.exchange import alone, in_turns
@@ -213,3 +221,97 @@ def test_an_optimizer_that_nothing_can_import_is_refused_with_the_remedy(tmp_pat
     run.run_fake(read(path))
     results = run.run_random(read(path), alone(4), seed=0, sgd=True)
     assert results.after["parameter w"].shape == (4,)
+
+
+# The command
+
+
+def ran(capsys, *arguments):
+    assert command_line.main(["run", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_process_runs_all_ranks_if_their_dumps_are_there(tmp_path, capsys):
+    paths = [write_dump(mlp_step(), tmp_path, rank=rank) / "00_captured.py" for rank in (0, 1)]
+    together = [ran(capsys, path, "--random", "--seed", "5") for path in paths]
+    assert "rank 1 of 2, which ran in turns" in together[1]
+    losses = [re.search(r"^0 .*$", text, re.M)[0] for text in together]
+    assert losses[0] != losses[1]  # of batches of their own
+    after = [text.split("and leaves behind:")[1] for text in together]
+    assert after[0] == after[1] and "parameter 4.weight  f32[5, 5]cpu" in after[0]
+    assert ran(capsys, paths[0], "--random", "--seed", "5") == together[0]
+    assert ran(capsys, paths[0], "--random", "--seed", "6") != together[0]
+    paths[1].unlink()
+    alone_text = ran(capsys, paths[0], "--random", "--seed", "5")
+    assert "rank 0 alone: each of 2 ranks holds what it does" in alone_text
+    assert alone_text.split("and leaves behind:")[1] != after[0]
+
+
+def test_a_file_runs_by_itself(tmp_path):
+    path = write_dump(smallest_step(), tmp_path) / "00_captured.py"
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "00 captured runs on shapes alone" in done.stdout
+
+
+def test_a_program_for_a_device_that_is_not_here_runs_on_shapes_alone(tmp_path, capsys):
+    path = write_dump(smallest_step(), tmp_path)
+    path = programs_in(path)[-1]
+    path.write_text(path.read_text().replace("'device': 'cpu'", "'device': 'cuda:99'"))
+    assert command_line.main(["run", str(path), "--random"]) == 1
+    error = capsys.readouterr().err
+    assert "is for cuda:99, which is not here" in error and "on shapes alone" in error
+    assert "runs on shapes alone" in ran(capsys, path)
+
+
+def test_a_program_that_a_file_cannot_hold_is_written_and_says_why_it_cannot_run(tmp_path, capsys):
+    program = clone(mlp_step())
+    (addmm,) = [node for node in program.graph.nodes if node.name == "addmm"]
+    addmm.kwargs = {"beta": object()}
+    writer = ProgramDump(DumpFolder(tmp_path), 0, "step0_0", program.table, world_size=2)
+    writer.write("captured", program.gm, None)
+    path = tmp_path / "rank0" / "step0_0" / "00_captured.py"
+    assert "object object" in path.read_text() and " at 0x" not in path.read_text()
+    assert command_line.main(["run", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "can be read, but not run: one of its arguments is of type object" in error
+
+
+def test_ranks_that_do_not_exchange_alike_are_told_and_do_not_hang():
+    def once(exchange):
+        return exchange(torch.ones(1))
+
+    def twice(exchange):
+        exchange(torch.ones(1))
+        return exchange(torch.ones(1))
+
+    with pytest.raises(RuntimeError, match="do not exchange as often"):
+        in_turns([once, twice])
+    with pytest.raises(RuntimeError, match="do not exchange as often"):
+        in_turns([twice, once])
+
+    def fails(exchange):
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        in_turns([twice, fails])
+
+
+def test_ranks_in_turns_draw_numbers_of_their_own_and_the_same_again():
+    def draws(exchange):
+        torch.manual_seed(7)
+        first = torch.randn(2)
+        exchange(first)
+        return torch.cat([first, torch.randn(2)])
+
+    torch.manual_seed(0)
+    one, two = in_turns([draws, draws])
+    assert torch.equal(one, two)  # though the other drew in between
+    assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))

@@ -276,7 +276,7 @@ class _Text:
         text = _target(value)
         if text is not None:
             return text
-        self.obstacles.append(f"one of its arguments is a {type(value).__name__}")
+        self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
         return repr(_one_line(_without_addresses(repr(value))))
 
     def _unknown(self, node: fx.Node, why: str) -> str:
