@@ -148,6 +148,7 @@ PLAIN = {"lowering": "eager", "bucket": False, "update_in_backward": False}
 def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: object) -> PassContext:
     """The facts that a pass is given.  Without buckets unless asked for: one story at a time."""
     resolved = resolve({**PLAIN, "stage": stage, **options}, {})
+    on_host = frozenset(info.index for info in captured.table if "params" in resolved.offload)
     return PassContext(
         resolved,
         captured.table,
@@ -157,9 +158,8 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         figures=resolved.link or NOMINAL,
         whole_updates=whole_updates(captured),
         state_bytes=state_bytes(captured, resolved),
-        host_parameters=frozenset(
-            info.index for info in captured.table if "params" in resolved.offload
-        ),
+        host_parameters=on_host,
+        filed_parameters=on_host if resolved.offload_tier == "nvme" else frozenset(),
     )
 
 

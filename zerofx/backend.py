@@ -53,6 +53,7 @@ from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
 from zerofx.timeline import predict
+from zerofx.validate import Validator
 
 logger = logging.getLogger("zerofx")
 
@@ -311,7 +312,13 @@ class Program:
             (step,) = self.captured
             timelines = TimelineDump(dump.folder, dump.name, ctx, bytes_kept(step, ctx.options))
 
+        validator = None
+        if ctx.options.validate:
+            validator = Validator(self.gm, ctx, PIPELINE, self._described_optimizers())
+
         def on_program(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
+            if validator:
+                validator(name, gm, report)
             if dump:
                 dump.write(name, gm, report)
             if timelines:
@@ -330,8 +337,6 @@ class Program:
         folder = self.function.backend.dump_folder(ctx.options.dump)
         if folder is None and not compat.is_traced():
             return None
-        (step,) = self.captured
-        names = {id(t): info.name for t, info in zip(step.tensors, step.table, strict=True)}
         return ProgramDump(
             folder,
             ctx.rank,
@@ -339,9 +344,14 @@ class Program:
             ctx.table,
             world_size=ctx.world_size,
             stage=ctx.options.stage,
-            optimizers={h: describe(traced.optimizer_of(h), names) for h in self.optimizers},
+            optimizers=self._described_optimizers(),
             figures=f"link: {ctx.figures} ({ctx.figures.source})",
         )
+
+    def _described_optimizers(self) -> dict[int, dict[str, Any]]:
+        (step,) = self.captured
+        names = {id(t): info.name for t, info in zip(step.tensors, step.table, strict=True)}
+        return {h: describe(traced.optimizer_of(h), names) for h in self.optimizers}
 
     def _make_ready(self) -> StepRuntime:
         """Agree with the other ranks, take charge of the parameters, lower.

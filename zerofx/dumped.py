@@ -99,15 +99,22 @@ def read(path: str | Path) -> DumpedProgram:
             f"reads format {FORMAT}. Use that zerofx, or dump the step again."
         )
     title = _TITLE.match(lines[1]) if len(lines) > 1 else None
+    if title is None:
+        raise CommandError(f"{path} is not whole: dump the step again")
+    return parsed(path, text, versions[2], f"{title[1]} {title[2]}")
+
+
+def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgram:
+    """What ``text`` says of a program.  Raises: CommandError if it is not whole."""
+    lines = text.splitlines()
     try:
         start = lines.index("def program(")
         facts = _literals("\n".join(lines[:start]))
     except (ValueError, SyntaxError):
         start, facts = 0, {}
-    if title is None or missing(facts):
+    if missing(facts):
         raise CommandError(f"{path} is not whole: dump the step again")
-    name = f"{title[1]} {title[2]}"
-    return DumpedProgram(path, versions[2], name, facts, text, tuple(lines[start:]))
+    return DumpedProgram(path, torch_version, title, facts, text, tuple(lines[start:]))
 
 
 def missing(facts: Mapping[str, Any]) -> set[str]:

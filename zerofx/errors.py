@@ -5,6 +5,10 @@ class GraphError(RuntimeError):
     """The program is broken: a pass, or the capture, left a rule of the IR unmet."""
 
 
+class ValidationError(GraphError):
+    """A pass has changed what the step computes: says which, and where it shows first."""
+
+
 class StepError(ValueError):
     """The step cannot be compiled as written: says what, why, and what to change."""
 

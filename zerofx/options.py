@@ -74,6 +74,8 @@ class Options:
     computes with values that lack the last update.  Changes numerics; at stage 3."""
     dump: str | None = None
     """The folder that receives the program after every pass; None writes nothing."""
+    validate: bool = False
+    """Each pass's program is run on random inputs, and compared with the one before; slow."""
     recompute: bool = True
     hoist_casts: bool = True
     bucket: bool = True
@@ -549,6 +551,7 @@ _SWITCHES = (
     "stochastic_rounding",
     "offload_checksums",
     "delayed_update",
+    "validate",
 )
 _ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, *_SWITCHES)}
 
