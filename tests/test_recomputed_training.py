@@ -37,7 +37,7 @@ def train(recompute: bool, folder: str) -> tuple[torch.Tensor, dict[str, torch.T
 def num_copies(folder: Path) -> int:
     """How many copies the dumped programs of both ranks have before anything is sharded."""
     dumps = folder.glob("rank*/*/*_data_parallel.py")
-    return sum(path.read_text().count(": recompute (recompute") for path in dumps)
+    return sum(path.read_text().count("# recompute: recompute") for path in dumps)
 
 
 def test_two_ranks_train_alike_with_and_without(ranks, tmp_path):
