@@ -172,6 +172,24 @@ def test_a_real_step_dumps_its_programs(tmp_path):
     assert (folder / "summary.txt").exists()
 
 
+def test_without_a_folder_nothing_is_written_or_described(monkeypatch):
+    """Nor is a text made for nobody: there is no structured trace either."""
+
+    def fail(*arguments, **options):
+        raise AssertionError("a step that is not dumped pays for dumps")
+
+    for name in ("ProgramDump", "describe", "claim"):
+        monkeypatch.setattr(f"zerofx.backend.{name}", fail)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    torch.compile(step, backend="zero", options={"lowering": "eager"})(torch.ones(2, 4))
+
+
 def test_names_of_functions_make_names_of_folders():
     assert file_name("step0_0") == "step0_0"
     assert file_name("größe3_1") == "größe3_1"

@@ -6,12 +6,10 @@ program: every node is one line of a function, under comments that say where it 
 
 from __future__ import annotations
 
-import importlib
 import json
 import operator
 import re
-import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +29,17 @@ from zerofx.graph import (
     why_kept,
 )
 from zerofx.plan import ParameterInfo, ParameterTable
+from zerofx.python_text import (
+    EXACT,
+    comment,
+    dict_text,
+    list_text,
+    one_line,
+    quoted_name,
+    target_text,
+    value_text,
+    without_addresses,
+)
 
 FORMAT = 1
 """Of dumped files.  It grows whenever an older reader would misread one."""
@@ -55,8 +64,6 @@ if __name__ == "__main__":
     sys.exit(main(["run", __file__, *sys.argv[1:]]))"""
 
 _GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "zerofx", "CONSTANTS"}
-
-_WIDTH = 100
 
 _FEW = 3
 """Members of a bucket that are named with everything that serves it."""
@@ -111,12 +118,12 @@ class _Text:
         gradients = gradient_outputs(graph).items()
         return "\n\n".join(
             [
-                _dict("PARAMETERS", ((repr(i.name), repr(_described(i))) for i in self.table)),
-                _list("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
-                _dict("INPUTS", ((repr(name), repr(described)) for name, described in inputs)),
-                _dict("GRADIENTS", ((str(p), repr(self.table[i].name)) for p, i in gradients)),
+                dict_text("PARAMETERS", ((repr(i.name), repr(_described(i))) for i in self.table)),
+                list_text("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
+                dict_text("INPUTS", ((repr(name), repr(described)) for name, described in inputs)),
+                dict_text("GRADIENTS", ((str(p), repr(self.table[i].name)) for p, i in gradients)),
                 f"SHARDED_RESULTS = {sorted(sharded_results(graph))}",
-                _list("OBSTACLES", map(repr, self.obstacles)),
+                list_text("OBSTACLES", map(repr, self.obstacles)),
                 _IMPORTS,
                 self._constants(),
                 f"\n{program}\n",
@@ -125,7 +132,7 @@ class _Text:
         )
 
     def _constants(self) -> str:
-        text = _dict("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))
+        text = dict_text("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))
         if self.reads_file:
             path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
             text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
@@ -169,7 +176,7 @@ class _Text:
                 lines += ["", f"    # from {source}"]  # code is not wrapped
                 place = source
             for note in self._notes(node):
-                lines += _comment(note)
+                lines += comment(note)
             gone = ", ".join(self.names[read] for read in dying.get(node, ()))
             end = f";  del {gone}" if gone else ""
             call = self._call(node)
@@ -183,13 +190,13 @@ class _Text:
         if origin is not None:
             what = " ".join([origin.role, self._served(node)]).rstrip()
             bucket = f" (bucket {origin.bucket})" if origin.bucket >= 0 else ""
-            why = f"; {_one_line(origin.reason)}" if origin.reason else ""
+            why = f"; {one_line(origin.reason)}" if origin.reason else ""
             found.append(f"{origin.inserted_by}: {what}{bucket}{why}")
         if gradient_of(node):
             names = (quoted_name(self.table[index].name) for index in sorted(gradient_of(node)))
             found.append(f"this rank's gradient of {', '.join(names)}")
         if kept := why_kept(node):
-            found.append(f"kept from forward to backward: {_one_line(kept)}")
+            found.append(f"kept from forward to backward: {one_line(kept)}")
         return found
 
     def _served(self, node: fx.Node) -> str:
@@ -209,7 +216,7 @@ class _Text:
         if node.target is operator.getitem:
             container, key = map(self._argument, node.args)
             return f"{container}[{key}]"
-        target = _target(node.target) if node.op == "call_function" else None
+        target = target_text(node.target) if node.op == "call_function" else None
         if target is None:
             return self._unknown(node, f"nothing can import {node.target}")
         arguments = self._arguments(node)
@@ -238,7 +245,7 @@ class _Text:
         if not isinstance(value, torch.Tensor) or compat.is_fake(value):
             return self._unknown(node, f"{name} is a {type(value).__name__}")
         with compat.real_tensors():
-            if value.numel() <= _IN_TEXT and value.dtype in _EXACT and value.is_contiguous():
+            if value.numel() <= _IN_TEXT and value.dtype in EXACT and value.is_contiguous():
                 text = f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
                 is_on_host = value.device.type == "cpu"
                 self.constants[name] = text if is_on_host else f"{text}.to({str(value.device)!r})"
@@ -273,17 +280,17 @@ class _Text:
             return f"torch.device({str(value)!r})"
         if value is Ellipsis:
             return "..."
-        text = _target(value)
+        text = target_text(value)
         if text is not None:
             return text
         self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
-        return repr(_one_line(_without_addresses(repr(value))))
+        return repr(one_line(without_addresses(repr(value))))
 
     def _unknown(self, node: fx.Node, why: str) -> str:
         """A node that nobody could run again, as something to read."""
-        self.obstacles.append(f"{self.names[node]}: {_one_line(_without_addresses(why))}")
+        self.obstacles.append(f"{self.names[node]}: {one_line(without_addresses(why))}")
         reads = ", ".join(self.names[read] for read in node.all_input_nodes)
-        return f"({_without_addresses(str(node.target))!r}, [{reads}])"
+        return f"({without_addresses(str(node.target))!r}, [{reads}])"
 
 
 def _described(info: ParameterInfo) -> dict[str, Any]:
@@ -336,101 +343,13 @@ def _source(node: fx.Node) -> str:
     place, _, text = line.partition(" ")
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     module = f" ({_module_path(modules[-1][0])})" if modules else ""
-    return f"{place}{module}: {_one_line(text)}"
+    return f"{place}{module}: {one_line(text)}"
 
 
 def _module_path(source: str) -> str:
     """``G['model'].blocks.0`` -> ``model.blocks.0``."""
-    return re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", _one_line(source))
-
-
-def quoted_name(name: str) -> str:
-    """A parameter's name; in quotes if a reader could not tell where it ends."""
-    return name if re.fullmatch(r"[^\s,;:()\"\\]+", name) else json.dumps(name)
-
-
-def _comment(text: str) -> list[str]:
-    """One comment, on as many lines as it needs; all but the first are set back."""
-    if len(text) <= _WIDTH - 6:
-        return [f"    # {text}"]
-    wrapped = textwrap.wrap(
-        text, _WIDTH - 10, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
-    return [f"    # {wrapped[0]}", *(f"    #     {line}" for line in wrapped[1:])]
+    return re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", one_line(source))
 
 
 def _annotation(node: fx.Node) -> str:
     return json.dumps(value_text(node.meta.get("val")), ensure_ascii=False)
-
-
-def value_text(value: Any) -> str:
-    """``f32[5, 3]cpu`` for a tensor; with its strides if they are not those of its shape."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(value_text, value))})"
-    if not isinstance(value, torch.Tensor):
-        return "" if value is None else _one_line(_without_addresses(str(value)))
-    dtype = str(value.dtype).removeprefix("torch.")
-    shape = ", ".join(map(str, value.shape))
-    strides = ""
-    sizes = [*value.shape, *value.stride()]
-    if all(type(size) is int for size in sizes) and not value.is_contiguous():
-        strides = f"[{', '.join(map(str, value.stride()))}]"
-    return f"{_SHORT.get(dtype, dtype)}[{shape}]{strides}{value.device}"
-
-
-_SHORT = {
-    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
-    "bfloat16": "bf16",
-    "bool": "b8",
-    "complex64": "c64",
-    "complex128": "c128",
-}
-
-_EXACT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
-_EXACT |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-"""Dtypes whose elements Python's literals give back bit by bit."""
-
-
-def _target(target: Any) -> str | None:
-    """What the program calls a function by; None if no import finds it."""
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
-        if ops.is_ours(target):
-            return f"zerofx.{name}"  # none has overloads
-        known = namespace if namespace in ("aten", "prims") else f"torch.ops.{namespace}"
-        return f"{known}.{name}.{target._overloadname}"
-    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
-    module = {"_operator": "operator"}.get(module or "", module)
-    if not module or not name or not re.fullmatch(r"[\w.]+", name):
-        return None
-    if module == "builtins":
-        return name
-    if module != "operator" and module.split(".")[0] != "torch":
-        return None
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return None
-    return f"{module}.{name}" if found is target else None
-
-
-def _dict(name: str, items: Iterable[tuple[str, str]]) -> str:
-    lines = [f"    {key}: {value}," for key, value in items]
-    return "\n".join([f"{name} = {{", *lines, "}"]) if lines else f"{name} = {{}}"
-
-
-def _list(name: str, items: Iterable[str]) -> str:
-    lines = [f"    {item}," for item in items]
-    return "\n".join([f"{name} = [", *lines, "]"]) if lines else f"{name} = []"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _without_addresses(text: str) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -11,7 +11,7 @@ from typing import Any
 from zerofx.compare import Change, Difference, Move, compare
 from zerofx.dumped import DumpedProgram, read
 from zerofx.errors import CommandError
-from zerofx.program_text import quoted_name
+from zerofx.python_text import quoted_name
 from zerofx.statements import Statement, statements
 
 _SHOWN = 4

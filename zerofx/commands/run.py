@@ -18,7 +18,7 @@ from zerofx.dumped_run import Results, run_random
 from zerofx.errors import CommandError
 from zerofx.exchange import alone, in_group, in_turns
 from zerofx.options import environment
-from zerofx.program_text import value_text
+from zerofx.python_text import value_text
 from zerofx.runtime.communication import default_group
 
 MOST_RANKS_IN_TURNS = 8
