@@ -92,16 +92,20 @@ def claim(path: str | Path, run: str) -> DumpFolder:
 def run_of_this_process() -> str:
     """A name for the run that this process is a rank of: other runs have another.
 
-    The first rank to ask chooses it; nobody waits for a rank that does not ask.
+    The first rank to ask chooses it; nobody waits for a rank that does not ask.  A process whose
+    store answers nothing, as that of torch's fake group, is a run of its own.
     """
     mine = uuid.uuid4().hex
     store = compat.world_store()
     if store is None:
         return mine
-    if store.add("dump/asked", 1) == 1:
-        store.set("dump/run", mine)
+    try:
+        if store.add("dump/asked", 1) == 1:
+            store.set("dump/run", mine)
+            return mine
+        return store.get("dump/run").decode()
+    except RuntimeError:
         return mine
-    return store.get("dump/run").decode() or mine
 
 
 def _claimed(path: Path, run: str) -> DumpFolder:
