@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import esprima
 import pytest
@@ -199,3 +200,14 @@ def test_the_pictures_size_does_not_grow_with_the_program():
 def test_nothing_that_takes_no_time_is_drawn():
     _, words = shapes(empty())
     assert "Nothing takes any time." in words and "peak " not in words and "1 B" not in words
+
+
+def test_the_documents_pictures_are_there_and_small():
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    text = (docs / "debugging-timeline.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^]]+\]\((pictures/[^)]+)\)", text)
+    assert len(pictures) >= 4
+    for name in pictures:
+        assert 0 < (docs / name).stat().st_size < 200_000
+        if name.endswith(".svg"):
+            ElementTree.parse(docs / name)
