@@ -45,6 +45,7 @@ def test_defaults_are_the_contracts():
         "offload_checksums": False,
         "delayed_update": False,
         "dump": None,
+        "validate": False,
         "recompute": True,
         "hoist_casts": True,
         "bucket": True,
@@ -367,7 +368,7 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
         " offload_tier, offload_dir, offload_cache_bytes, dump,"
         " moment_dtype, rounding_seed, recompute, hoist_casts, bucket, update_in_backward,"
         " prefetch, prefetch_across_steps, fuse_optimizer, peer_memory, master_weights,"
-        " stochastic_rounding, offload_checksums, delayed_update"
+        " stochastic_rounding, offload_checksums, delayed_update, validate"
     )
 
 
@@ -381,7 +382,7 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
         " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY, ZEROFX_MASTER_WEIGHTS,"
-        " ZEROFX_STOCHASTIC_ROUNDING, ZEROFX_OFFLOAD_CHECKSUMS, ZEROFX_DELAYED_UPDATE"
+        " ZEROFX_STOCHASTIC_ROUNDING, ZEROFX_OFFLOAD_CHECKSUMS, ZEROFX_DELAYED_UPDATE, ZEROFX_VALIDATE"
     )
 
 
@@ -421,8 +422,8 @@ def test_a_planned_variable_is_called_planned(name):
 
 
 def test_a_near_miss_of_a_planned_option_says_both():
-    assert "did you mean 'validate', which is planned but not in this version?" in words_of(
-        ValueError, {"validates": 1}
+    assert "did you mean 'clip', which is planned but not in this version?" in words_of(
+        ValueError, {"clips": 1}
     )
 
 
@@ -446,7 +447,8 @@ def test_the_users_dict_is_left_alone():
 def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
-    assert switches == {*OPTIONAL_PASSES, *others, "offload_checksums", "delayed_update"}
+    others |= {"offload_checksums", "delayed_update", "validate"}
+    assert switches == {*OPTIONAL_PASSES, *others}
     assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
 
 

