@@ -509,14 +509,6 @@ def test_a_step_that_reads_a_state_itself_is_refused_and_nothing_has_changed(tmp
     assert_same((losses, *(part.state_dict() for part in pair)), expected[:3])
 
 
-def test_a_step_that_reads_a_state_itself_is_right_where_states_are_in_host_memory():
-    pair, other = built(), built()
-    losses = run(zero(**OFFLOAD), pair, range(2)) + run(
-        zero(adds_a_state, **OFFLOAD), pair, range(2, 4)
-    )
-    assert losses == run(plain, other, range(2)) + run(adds_a_state, other, range(2, 4))
-
-
 def test_a_stub_that_has_been_replaced_is_refused(tmp_path):
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path))
     run(compiled, pair, range(2))

@@ -52,6 +52,7 @@ from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.whole import has_step_hooks
 from zerofx.schedule import schedule
+from zerofx.state_reads import refuse_reads_of_states
 from zerofx.timeline import predict
 from zerofx.validate import Validator
 
@@ -138,6 +139,8 @@ class CompiledFunction:
         try:
             communicator = self.communicator
             self.figures = self._figures(inputs)
+            assert self.options is not None, "read at the first compilation"
+            refuse_reads_of_states(gm, inputs, self.options.stage)
             capture = StepCapture(
                 gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
             )

@@ -392,6 +392,26 @@ def modified_sources() -> list[str]:
     ]
 
 
+def owners_looked_into(attribute: str) -> list[Any]:
+    """The objects whose attribute the path of the function being compiled depends on.
+
+    Dynamo's guards name them by expressions in the function's scopes.  For 2.11 to 2.15; can go
+    when Dynamo tells a backend what the function has read.
+    """
+    output = InstructionTranslator.current_tx().output
+    scopes = {"L": output.local_scope, "G": output.global_scope}
+    expressions = {getattr(guard, "name", "") for guard in output.guards}
+    found = []
+    for expression in sorted(filter(lambda name: isinstance(name, str), expressions)):
+        owner, _, last = expression.rpartition(".")
+        if last == attribute:
+            try:
+                found.append(eval(owner, dict(scopes)))
+            except Exception:  # an expression over what only the guards' own scope has
+                continue
+    return found
+
+
 def _ID_MATCH(builder: GuardBuilder, guard: Any) -> None:  # noqa: N802 - guards go by this name
     """``GuardBuilder.ID_MATCH``, which on 2.11 prints the object: freed memory would be read."""
     printed = torch.nn.Parameter.__repr__

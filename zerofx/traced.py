@@ -42,6 +42,11 @@ def _object_at(address: int) -> Any:
     return ctypes.cast(address, ctypes.py_object).value
 
 
+def known_optimizers() -> list[torch.optim.Optimizer]:
+    """Those that a compiled step has stepped, as long as they live."""
+    return list(_optimizers.values())
+
+
 def optimizer_of(handle: int) -> torch.optim.Optimizer:
     """The optimizer behind a handle.  Raises: KeyError once it has been deleted."""
     return _optimizers[handle]
