@@ -3,8 +3,10 @@
     python benchmarks/overlap.py
     python benchmarks/overlap.py --ranks 2 --stage 2 --seconds 3
     python benchmarks/overlap.py --regimes even --layers 24
+    python benchmarks/overlap.py --offload optimizer,params --directory /mnt/nvme0 --regimes files
 
-The step runs for real, with optimizer states in host memory, but every lane takes the time that its
+The step runs for real, with optimizer states in host memory (or what --offload names, and in files
+of --directory if that is given), but every lane takes the time that its
 bytes or flops take at figures made up for a regime (zerofx/simulate.py): compute --seconds, and
 each other lane the multiple of it that REGIMES says.  "predicted" is the critical path of the
 schedule, "busiest" the lane that has most to do; "bound" counts what must come before its first
@@ -32,13 +34,16 @@ from zerofx.figures import Figures
 from zerofx.simulate import simulated
 from zerofx.timeline import predict
 
-# What each lane has to do, in units of what compute has: copies to the host, updates, the link.
+# What each lane has to do, in units of what compute has: copies to the host, updates, the link,
+# files (with --directory).
 REGIMES: dict[str, Mapping[str, float]] = {
     "compute": {"to host": 0.3, "updates": 0.5, "link": 0.1},
     "updates": {"to host": 0.4, "updates": 2.5, "link": 0.1},
     "copies": {"to host": 3.0, "updates": 0.4, "link": 0.1},
     "even": {"to host": 1.0, "updates": 1.0, "link": 0.1},
+    "files": {"to host": 0.3, "updates": 0.5, "link": 0.1, "files": 2.5},
 }
+WITHOUT_FILES = [name for name, parts in REGIMES.items() if "files" not in parts]
 FREE = 1e30  # bytes per second, of what a regime is not about
 
 
@@ -71,6 +76,8 @@ def results(
     seconds: float,
     rounds: int,
     regimes: Sequence[str],
+    offload: str,
+    directory: str | None,
 ) -> list[Result]:
     """Train a model on one rank, once per regime and round."""
     torch.manual_seed(0)
@@ -88,29 +95,34 @@ def results(
     options = {
         "stage": stage,
         "lowering": "eager",
-        "offload": "optimizer",
+        "offload": offload,
         "recompute": False,
         "bucket_bytes": max(sum(p.nbytes for p in model.parameters()) // (2 * sizes.layers), 4),
         "link": "latency_s=1e-6 bytes_per_s=1e9",
     }
+    if directory is not None:
+        options |= {"offload_tier": "nvme", "offload_dir": directory}
     compiled = torch.compile(step, backend="zero", options=options)
     for batch in batches[:2]:  # the second traces updates once more, of states that are there
         compiled(batch)
     (function,) = (f for f in zero.functions if f.code is step.__code__ and f.programs)
     (program,) = function.programs
     # At one unit a second, what each lane has to do is its seconds.
-    unit = Figures(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0)
+    unit = Figures(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0, 1.0)
     work = predict(program.gm.graph, unit, program.table, ranks).lanes
     found = []
     for regime in regimes:
         speed = {lane: work[lane] / (part * seconds) for lane, part in REGIMES[regime].items()}
+        if "files" in speed and not speed["files"]:
+            raise SystemExit(f"regime {regime!r} is about files: give --directory")
         figures = Figures(
             latency_s=1e-9,
             bytes_per_s=speed["link"] or FREE,
             flops_per_s=work["compute"] / seconds,
             memory_bytes_per_s=FREE,
             copy_bytes_per_s=speed["to host"],
-            host_bytes_per_s=speed["updates"],
+            host_bytes_per_s=speed["updates"] or FREE,
+            file_bytes_per_s=speed.get("files", FREE),
         )
         with simulated(function, figures) as (timeline,):
             times = [_timed(compiled, batches[number % 8]) for number in range(rounds)]
@@ -143,9 +155,12 @@ def main() -> int:
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of compute in a step")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=WITHOUT_FILES)
+    parser.add_argument("--offload", default="optimizer", help="the option of that name")
+    parser.add_argument("--directory", help="keep what it names in files there")
     arguments = parser.parse_args()
     settings = (arguments.stage, arguments.seconds, arguments.rounds, arguments.regimes)
+    settings += (arguments.offload, arguments.directory)
     found = on_ranks(results, arguments.ranks, Sizes.of(arguments), *settings)[0]
     rows = [
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
@@ -12,17 +13,23 @@ from zerofx.codegen.storage import Precision
 from zerofx.graph import (
     Builder,
     bucket_of,
+    hinted_bytes,
     is_kept_on_host,
     memory_of,
     placeholders,
     program_order,
+    released_at,
     shard_of,
+    uses_of_files,
 )
 from zerofx.passes.base import Counts, PassContext
 from zerofx.plan import ParameterInfo, shard_numel
 
 MOMENTS = 2
 """What AdamW keeps of each element, beside a master."""
+
+BUCKETS_AHEAD = 4
+"""How many of the largest bucket plans take host memory to have room for, if nobody has said."""
 
 
 def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -62,9 +69,10 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         ...
         s = zerofx.wait_update(update);  zerofx.states_to_file(there, 1, [2])
 
-    Each read starts where the one before it is waited for, that of states where their gradients
-    leave: at the latest, for the runtime reads as far ahead as its memory goes, in the order of
-    these waits.  What it writes, and when, follows from that order too.
+    Reads start in the order of their waits, each as soon as what is used up to it fits
+    ``offload_cache_bytes`` (or ``BUCKETS_AHEAD`` of the largest), and what is written to the same
+    place has been let go of.  The runtime goes by the order alone: it reads as far ahead as its
+    memory really goes.  What it writes, and when, follows from that order too.
     Source: ZeRO-Infinity, Rajbhandari et al. 2021.
     """
     filing = _Filing(gm, ctx)
@@ -73,7 +81,7 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         "uses of shards": filing.file_shards() if ctx.filed_parameters else 0,
         "activations": filing.file_values() if "activations" in ctx.options.offload else 0,
     }
-    filing.start_one_ahead()
+    filing.start_ahead(ctx.options.offload_cache_bytes)
     return counts
 
 
@@ -150,23 +158,51 @@ class _Filing:
                 self.builder.call(ops.drop_value, there, role="drop_value", like=reload)
         return len(reloads)
 
-    def start_one_ahead(self) -> None:
-        """Start to read shards and activations where what is used before them is there."""
+    def start_ahead(self, cache_bytes: int | None) -> None:
+        """Start each read as early as host memory has room for it, in the order of their waits."""
+        uses = uses_of_files(self.graph)
+        sizes = [hinted_bytes(use) for use in uses]
+        room = cache_bytes or BUCKETS_AHEAD * max(sizes, default=0)
         order = program_order(self.graph)
-        before = max(placeholders(self.graph), key=order.__getitem__, default=None)
-        waits = [node for node in self.graph.nodes if node.target is ops.wait_file]
-        for wait in waits:
-            (start,) = wait.args
-            if start.target is not ops.states_from_file_start:
-                behind = [*([before] if before else []), *start.all_input_nodes]
-                anchor = max(behind, key=order.__getitem__)
-                anchor.append(start)
-            before = wait
+        behind = max(placeholders(self.graph), key=order.__getitem__, default=None)
+        let_go: dict[object, fx.Node] = {}  # by what it is of, the last node that has
+        nodes = list(self.graph.nodes)
+        gone: list[int] = []  # where what is no longer there has been let go of, sorted
+        last_start, num_gone, held = None, 0, 0
+        for position, use in enumerate(uses):
+            held += sizes[position]
+            while held > room and num_gone < position:
+                held -= sizes[num_gone]
+                insort(gone, order[released_at(uses[num_gone])])
+                num_gone += 1
+            if use.target is ops.wait_file:
+                (start,) = use.args
+                earlier = bisect_left(gone, order[use])
+                needs = [nodes[gone[earlier - 1]]] if earlier else []
+                parts = (let_go[part] for part in _parts_of(start) if part in let_go)
+                needs += [release for release in parts if order[release] < order[use]]
+                needs += [*start.all_input_nodes, *([behind] if behind else [])]
+                latest = max(needs, key=order.__getitem__)
+                if last_start is not None and latest is behind:
+                    last_start.append(start)
+                else:
+                    latest.append(start)
+                behind, last_start = latest, start
+                let_go.update(dict.fromkeys(_parts_of(start), released_at(use)))
 
     def _origin(self, like: fx.Node, indices: Sequence[int]) -> dict:
         if bucket_of(like) >= 0:
             return {"like": like, "bucket": bucket_of(like)}
         return {"like": like, "parameter": indices[0]}
+
+
+def _parts_of(start: fx.Node) -> list[object]:
+    """What a read is of, that an earlier use may have changed."""
+    if start.target is ops.shards_from_file_start:
+        return list(start.args[0])
+    if start.target is ops.states_from_file_start:
+        return [(start.args[0], index) for index in start.args[1]]
+    return []
 
 
 def uses_shards_on_host(node: fx.Node) -> bool:
