@@ -344,3 +344,87 @@ def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):
     cache.release("0", dirty=False)
     with pytest.raises(ValueError, match="not in use"):
         cache.views("0")
+
+
+def use_all(cache, order):
+    for bucket in order:
+        cache.use(bucket)
+        cache.release(bucket, dirty=False)
+
+
+def test_what_is_void_is_neither_written_nor_read_until_it_is_made_anew(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    use_all(cache, "01")
+    cache.use("2")["shard"].fill_(12.0)
+    cache.release("2", dirty=True, void=True)
+    use_all(cache, "301")
+    assert "write 2" not in store.log and store.log.count("read 2") == 1
+    cache.use("2")["shard"].fill_(20.0)
+    cache.release("2", dirty=True)
+    assert store.log.count("read 2") == 1, "what it held was nobody's any more"
+    use_all(cache, "301")
+    assert (cache.use("2")["shard"] == 20).all()
+    assert (store.log.count("write 2"), store.log.count("read 2")) == (1, 2)
+
+
+def test_what_was_changed_and_then_is_void_is_not_written_either(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "0012", memory_bytes=2 * SIZE)
+    cache.use("0")["shard"].fill_(5.0)
+    cache.release("0", dirty=True)
+    cache.use("0")
+    cache.release("0", dirty=False, void=True)
+    use_all(cache, "12")
+    cache.flush()
+    assert not any(entry.startswith("write") for entry in store.log)
+    assert (stored(store, "0") == 0).all()
+
+
+def test_another_bucket_takes_ones_place_wherever_it_is_next(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "0121", memory_bytes=4 * SIZE)
+    use_all(cache, "0")
+    store.add([layout("larger", shard=2 * NUMEL)])
+    cache.replace("1", "larger")
+    with pytest.raises(ValueError, match="'1' is not next in the order: 'larger' is"):
+        cache.use("1")
+    assert "read larger" not in store.log
+    cache.use("larger")["shard"].fill_(8.0)
+    cache.release("larger", dirty=True)
+    use_all(cache, "2")
+    store.remove("1")
+    for bucket, value in (("larger", 8), ("0", 0), ("larger", 8), ("2", 2)):
+        assert (cache.use(bucket)["shard"] == value).all()
+        assert cache.held_bytes <= 4 * SIZE
+        cache.release(bucket, dirty=False)
+
+
+def test_what_is_in_use_keeps_its_place(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "01", memory_bytes=2 * SIZE)
+    cache.use("0")
+    with pytest.raises(ValueError, match="'0' is in use: release it first"):
+        cache.replace("0", "2")
+    cache.release("0", dirty=False)
+    use_all(cache, "1")
+
+
+def test_who_is_interrupted_while_waiting_has_changed_nothing(open_store, monkeypatch):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    wait = store.wait
+
+    def interrupted(operation):
+        monkeypatch.setattr(store, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.use("0")
+    with pytest.raises(ValueError, match="not in use"):
+        cache.views("0")
+    train(cache, "123", is_dirty=lambda bucket: False)
+    cache.begin("0123")
+    train(cache, "0123", is_dirty=lambda bucket: False)
+    assert not any(entry.startswith("write") for entry in store.log)

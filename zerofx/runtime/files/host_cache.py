@@ -141,6 +141,9 @@ class HostCache:
             del self._resident[bucket]
             self._free.append(_Free(resident.memory, resident.load))
             raise
+        except BaseException:  # a key was pressed: nobody has been given it
+            resident.num_uses -= 1
+            raise
         finally:
             self.waited_s += time.perf_counter() - start_s
         return resident.views
