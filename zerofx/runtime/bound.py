@@ -12,7 +12,14 @@ from torch import nn
 
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.bucket_memory import BucketMemory
-from zerofx.runtime.flat import copy_range, gather, ordinary_tensors, take_shard, without_storage
+from zerofx.runtime.flat import (
+    copy_range,
+    gather,
+    ordinary_tensors,
+    take_shard,
+    without_base,
+    without_storage,
+)
 from zerofx.runtime.host_memory import HostMemory
 
 if TYPE_CHECKING:
@@ -104,12 +111,12 @@ class BoundParameter:
 
         ``host`` is the memory that the buffer is of, if that is not the device's.
         """
-        self._shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
-        self.host = host
+        shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
+        self._shard, self.host = _in_its_place(shard, host), host
 
     def move_to(self, shard: torch.Tensor, host: HostMemory | None = None) -> None:
         """Keep the shard there from now on, where its values are already, and in no file."""
-        self._shard, self.host = shard, host
+        self._shard, self.host = _in_its_place(shard, host), host
         self.file, self.is_in_file = None, False
 
     def values(self) -> torch.Tensor:
@@ -129,13 +136,14 @@ class BoundParameter:
             if not self.is_in_file:
                 self._settle()
                 part.copy_(self._shard)
+                self.is_in_file = True  # whoever interrupts this finds the values in the part
             self._shard.data = part
-        self.is_in_file = True
 
     def leave_memory(self) -> None:
         """Be an empty tensor until the values come back from the file."""
         assert self._shard is not None
         if self.is_in_file:
+            self._settle()  # a GPU may still copy it: its memory is given out again
             with torch.no_grad(), ordinary_tensors():
                 self._shard.data = self._shard.new_empty(0)
 
@@ -302,3 +310,8 @@ class BoundParameter:
                 "changing it."
             )
         self.info, self._freed = info, None
+
+
+def _in_its_place(shard: torch.Tensor, host: HostMemory | None) -> torch.Tensor:
+    """The shard; no view on the host, which would hold its memory when it has left for a file."""
+    return shard if host is None else without_base(shard)

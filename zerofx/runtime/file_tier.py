@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from zerofx.runtime.filed_states import Parts, StateBucket, parts_there
 from zerofx.runtime.filed_values import ValueBucket
 from zerofx.runtime.files import FileStore, HostCache
 from zerofx.runtime.files.system import SystemCalls
+from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.host_memory import HostMemory
 
 DEFAULT_SHARE = 0.5
@@ -148,6 +149,7 @@ class FileTier:
             return
         largest = max(sizes, key=lambda bucket: sizes[bucket])
         least = max(2 * sizes[largest], in_use_bytes)
+        smaller = "bucket_bytes" if largest.outlives_steps else "batch"
         if self.given_cache_bytes is None:
             if self._bound_bytes is None:
                 available = self.host.available_bytes() or 0
@@ -160,13 +162,13 @@ class FileTier:
                 f"offload_cache_bytes={self.given_cache_bytes} is less than two of the largest "
                 f"buckets of {largest.what}: {largest.name!r} takes {sizes[largest]} bytes on this "
                 "rank, and one is read while another is used. Give at least "
-                f"{least}, or a smaller bucket_bytes."
+                f"{least}, or a smaller {smaller}."
             )
         elif self.given_cache_bytes < least:
             raise StepError(
                 f"offload_cache_bytes={self.given_cache_bytes} is less than what a step has in use "
                 f"at once of what is in files: {least} bytes on this rank. Give at least that, or "
-                "a smaller bucket_bytes."
+                f"a smaller {smaller}."
             )
 
     def _name(self, words: str) -> str:
@@ -187,7 +189,7 @@ class FileTier:
 
         Raises: FileTierError if what they hold is lost, or a write has failed since.
         """
-        with self._lock:
+        with self._lock, ordinary_tensors():
             if self.lost is not None:
                 self._open_again()
             self._remove_gone()
@@ -206,7 +208,7 @@ class FileTier:
 
         Raises: FileTierError if it cannot be read.
         """
-        with self._lock:
+        with self._lock, ordinary_tensors():
             assert self.cache is not None, "a step has begun"
             views = self.cache.use(bucket.name)
             bucket.make_whole()
@@ -218,7 +220,7 @@ class FileTier:
 
         If it ``is_void`` nobody wants what it holds.
         """
-        with self._lock:
+        with self._lock, ordinary_tensors():
             assert self.cache is not None, "a step has begun"
             name, views = bucket.name, self.cache.views(bucket.name)
             is_last = self._in_use[bucket] == 1
@@ -233,8 +235,10 @@ class FileTier:
             if is_last:
                 del self._in_use[bucket]
 
-    def grow(self, bucket: ValueBucket, num_bytes: int) -> None:
+    def grow(self, bucket: ValueBucket, num_bytes: int, in_use_bytes: int) -> None:
         """Give a bucket that holds nothing, and is not in use, more room.
+
+        ``in_use_bytes`` is what the program then uses at once, at most.
 
         Raises: StepError if there is none; nothing has changed then.
         """
@@ -242,13 +246,11 @@ class FileTier:
             assert self.cache is not None, "a step has begun"
             words = bucket.name.rpartition(", ")[0]
             larger = ValueBucket(self, self._name(words), num_bytes)
+            self._check_cache([larger], in_use_bytes)
             try:
                 self.store.add([larger.layout])
             except FileTierError as error:
                 raise StepError(str(self._no_room([larger], error))) from error
-            if self.given_cache_bytes is None:
-                self._bound_bytes = max(self.cache_bytes, 2 * larger.layout.nbytes)
-                self.cache.memory_bytes = self._bound_bytes
             self.cache.replace(bucket.name, larger.name)
             self._gone.append(bucket.name)
             bucket.name, bucket.num_bytes = larger.name, num_bytes
@@ -259,9 +261,15 @@ class FileTier:
         assert not self._in_use, "a program lets go of all that it uses"
         self.store.check_usable()
 
-    def failed(self, error: BaseException) -> None:
-        """After a step that failed: nobody holds memory of the cache any more."""
+    def failed(
+        self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
+        """After a step that failed: nobody holds memory of the cache any more.
+
+        If what files hold is lost, a checkpoint has to be loaded into these ``optimizers`` too.
+        """
         with self._lock:
+            was_lost = self.lost is not None
             if isinstance(error, FileTierError):
                 self._lose(error)
             for bucket in list(self._in_use):
@@ -278,13 +286,17 @@ class FileTier:
                         )
                     )
             self._in_use.clear()
+            if self.lost is not None and not was_lost:
+                self._lost_with += [
+                    (weakref.ref(one), one.state) for one in optimizers if one.state
+                ]
 
     def read(self, bucket: FiledBucket) -> dict[str, Tensor]:
         """All of a bucket, in memory of its own, at any time.
 
         Raises: FileTierError if it is lost, or cannot be read.
         """
-        with self._lock:
+        with self._lock, ordinary_tensors():
             self._check_not_lost()
             assert self.cache is not None, "what holds something has been in a step"
             return self.cache.read(bucket.name)

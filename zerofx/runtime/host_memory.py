@@ -64,8 +64,8 @@ class HostMemory:
                 memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
                 memory = aligned_empty(nbytes)
-        self._count(memory, nbytes)
-        return without_base(memory[: numel * dtype.itemsize].view(dtype))
+            self._count(memory, nbytes)
+            return without_base(memory[: numel * dtype.itemsize].view(dtype))
 
     def _count(self, memory: Tensor, nbytes: int) -> None:
         storage = memory.untyped_storage()

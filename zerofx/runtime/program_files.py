@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx import ops
+from zerofx.errors import FileTierError, StepError
 from zerofx.graph import changes_files, hinted_bytes, released_at, slot_of, uses_of_files
 from zerofx.plan import ParameterTable
 from zerofx.runtime.bound import BoundParameter
@@ -74,10 +75,9 @@ class ProgramFiles:
         self._states = self._find_states(runners)
         self._new_shards = self._shards_to_come(trained.tensors)
         self._find_values(nodes)
+        self._events = _events(graph, dict(zip(nodes, self._uses, strict=True)))
         in_shards = self._by_parameter(trained.tensors)
-        buckets = [bucket for use in self._uses for bucket in self._buckets_of(use, in_shards)]
-        tier.reserve(buckets, self._most_in_use(graph, nodes, in_shards))
-        self.buckets: list[FiledBucket] = buckets
+        self.buckets: list[FiledBucket] = self._reserved(in_shards)
         """As the program uses them, each time it does."""
         bytes_of = {
             use: sum(bucket.nbytes for bucket in self._buckets_of(use, in_shards))
@@ -111,10 +111,20 @@ class ProgramFiles:
         found = {}
         for group in self._groups:
             known = {index: REGISTRY.lookup(tensors[index]) for index in group}
-            lacking = tuple(i for i, bound in known.items() if bound is None or bound.file is None)
+            lacking = tuple(index for index, bound in known.items() if self._file_of(bound) is None)
             if lacking:
                 found[lacking] = self._shard_bucket(lacking)
         return found
+
+    def _file_of(self, bound: BoundParameter | None) -> ShardBucket | None:
+        """The bucket of a parameter's shard in this tier: another one's is none of its own."""
+        if bound is None or bound.file is None or bound.file.tier is not self.tier:
+            return None
+        return bound.file
+
+    def has_in_files(self, index: int, bound: BoundParameter) -> bool:
+        """Whether the program takes this shard from where it is, if that is a file."""
+        return index in self.parameters and self._file_of(bound) is not None
 
     def _shard_bucket(self, group: tuple[int, ...]) -> ShardBucket:
         names = [self.table[index].name for index in group]
@@ -135,9 +145,9 @@ class ProgramFiles:
         found = {index: bucket for of, bucket in self._new_shards.items() for index in of}
         for group in self._groups:
             for index in group:
-                bound = REGISTRY.lookup(tensors[index])
-                if bound is not None and bound.file is not None:
-                    found[index] = bound.file
+                file = self._file_of(REGISTRY.lookup(tensors[index]))
+                if file is not None:
+                    found[index] = file
         return found
 
     def _buckets_of(self, use: _Use, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
@@ -147,20 +157,33 @@ class ProgramFiles:
             return [self.mover.filed[use.slot]]
         return list(dict.fromkeys(in_shards[index] for index in use.parameters))
 
+    def _reserved(self, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
+        """The buckets of all uses, in their order, with room on disk and in host memory for them.
+
+        Raises: StepError or FileTierError if there is none.
+        """
+        buckets = [bucket for use in self._uses for bucket in self._buckets_of(use, in_shards)]
+        self.tier.reserve(buckets, self._most_in_use(in_shards, {}))
+        self._reserved_for = self._value_sizes()
+        return buckets
+
+    def _value_sizes(self) -> list[int]:
+        """They grow, also by what other programs of the function have there."""
+        return [self.mover.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
+
     def _most_in_use(
-        self, graph: fx.Graph, nodes: Sequence[fx.Node], in_shards: Mapping[int, ShardBucket]
+        self, in_shards: Mapping[int, ShardBucket], to_be: Mapping[FiledBucket, int]
     ) -> int:
-        """The most bytes that are in use at once in the program."""
-        taken = dict(zip(nodes, self._uses, strict=True))
-        let_go = {released_at(node): use for node, use in taken.items()}
+        """The most bytes that are in use at once in the program; of some buckets ``to_be``."""
         alive: Counter[FiledBucket] = Counter()
-        most = 0
-        for node in graph.nodes:
-            if node in taken:
-                alive.update(self._buckets_of(taken[node], in_shards))
-                most = max(most, sum(b.layout.nbytes for b, count in alive.items() if count > 0))
-            if node in let_go:
-                alive.subtract(self._buckets_of(let_go[node], in_shards))
+        now = most = 0
+        for use, change in self._events:
+            for bucket in self._buckets_of(use, in_shards):
+                was_there = alive[bucket] > 0
+                alive[bucket] += change
+                if was_there != (alive[bucket] > 0):
+                    now += change * to_be.get(bucket, bucket.layout.nbytes)
+            most = max(most, now)
         return most
 
     # In a call
@@ -168,22 +191,30 @@ class ProgramFiles:
     def begin(self, bounds: Sequence[BoundParameter]) -> None:
         """Start a call over these parameters, in the table's order.
 
-        Raises: FileTierError if what files hold is lost.
+        Raises: FileTierError if what files hold is lost, StepError if there is no room for what
+        has been elsewhere since the last call, or has grown; nothing has changed then.
         """
         self._bounds = bounds
+        adopted: dict[tuple[int, ...], ShardBucket] = {}
         for group in self._groups:
-            lacking = tuple(index for index in group if bounds[index].file is None)
+            lacking = tuple(index for index in group if self._file_of(bounds[index]) is None)
             if lacking:
-                self._adopt(lacking)
+                waiting = self._new_shards.pop(lacking, None)
+                adopted[lacking] = waiting or self._shard_bucket(lacking)
+        if adopted or self._value_sizes() != self._reserved_for:
+            self._reserve_again({index: one for of, one in adopted.items() for index in of})
+        for group, bucket in adopted.items():
+            bucket.adopt([bounds[index] for index in group])
         self.buckets = [b for use in self._uses for b in self._buckets_in_call(use)]
         self.tier.begin(self.buckets)
 
-    def _adopt(self, group: tuple[int, ...]) -> None:
-        bucket = self._new_shards.pop(group, None)
-        if bucket is None:  # they have been somewhere else since
-            bucket = self._shard_bucket(group)
-            self.tier.reserve([bucket])
-        bucket.adopt([self._bounds[index] for index in group])
+    def _reserve_again(self, adopted: Mapping[int, ShardBucket]) -> None:
+        try:
+            self._reserved({**self._shards_in_call(self.parameters), **adopted})
+        except FileTierError as error:
+            if self.tier.lost is not None:
+                raise
+            raise StepError(str(error)) from error  # after which nothing is lost
 
     def states_from_file_start(self, optimizer: int, parameters: list[int], nbytes: int) -> Tensor:
         """Ask for states: the cache reads ahead by itself, in the order of the waits."""
@@ -209,8 +240,11 @@ class ProgramFiles:
         return started
 
     def _buckets_in_call(self, use: _Use) -> list[FiledBucket]:
-        files = ((index, self._bounds[index].file) for index in use.parameters)
-        return self._buckets_of(use, {index: file for index, file in files if file is not None})
+        return self._buckets_of(use, self._shards_in_call(use.parameters))
+
+    def _shards_in_call(self, parameters: Iterable[int]) -> dict[int, ShardBucket]:
+        files = ((index, self._file_of(self._bounds[index])) for index in parameters)
+        return {index: file for index, file in files if file is not None}
 
     def note_changes(self, optimizer: int, parameters: Iterable[int]) -> None:
         """Have these states written when they are let go of."""
@@ -237,12 +271,18 @@ class ProgramFiles:
         bucket = self.mover.filed[slot]
         nbytes = self.mover.span_bytes(value)
         if nbytes > bucket.num_bytes:
-            self.tier.grow(bucket, nbytes)
+            self._grow(bucket, nbytes)
         self.tier.fetch(bucket)
         assert bucket.memory is not None, "it has been fetched"
         host = self.mover.offload_start(value, slot, bucket.memory)
         self._keep(host, bucket, host)
         return host
+
+    def _grow(self, bucket: ValueBucket, nbytes: int) -> None:
+        in_shards = self._shards_in_call(self.parameters)
+        padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
+        self.tier.grow(bucket, nbytes, self._most_in_use(in_shards, {bucket: padded}))
+        self._reserved_for = self._value_sizes()
 
     def value_to_file(self, value: Tensor) -> Tensor:
         known = self._values.pop(id(value))
@@ -274,9 +314,12 @@ class ProgramFiles:
     def finish(self) -> None:
         self.tier.finish()
 
-    def failed(self, error: BaseException) -> None:
-        """Leave a call that has failed, when no update writes to what is there any more."""
-        self.tier.failed(error)
+    def failed(self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Leave a call that has failed, when no update writes to what is there any more.
+
+        If shards are lost by it, so are their ``optimizers``' states, wherever these are.
+        """
+        self.tier.failed(error, optimizers if self.parameters else ())
 
     def end_call(self) -> None:
         """Forget the call, also after one that has failed."""
@@ -298,6 +341,18 @@ class ProgramFiles:
             ops.drop_value: self.drop_value,
             ops.offload_start: self.offload_start,
         }
+
+
+def _events(graph: fx.Graph, uses: Mapping[fx.Node, _Use]) -> list[tuple[_Use, int]]:
+    """Where uses begin (1) and end (-1), in program order."""
+    ends = {released_at(node): use for node, use in uses.items()}
+    found = []
+    for node in graph.nodes:
+        if node in uses:
+            found.append((uses[node], 1))
+        if node in ends:
+            found.append((ends[node], -1))
+    return found
 
 
 def _use_of(node: fx.Node) -> _Use:

@@ -247,20 +247,25 @@ class StepRuntime:
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
-        filed = self.files.parameters if self.files is not None else frozenset()
         for on_host in (False, True):
             bounds = [
-                (self.bound[role.parameter], role.parameter in filed)
+                (role.parameter, self.bound[role.parameter])
                 for _, role in self.inputs
                 if role.kind == "parameter" and role.on_host is on_host
             ]
             misplaced = [
                 bound
-                for bound, takes_files in bounds
-                if (bound.host is not None) is not on_host or (bound.is_in_file and not takes_files)
+                for index, bound in bounds
+                if (bound.host is not None) is not on_host or self._is_in_wrong_file(index, bound)
             ]
             if misplaced:
                 REGISTRY.place(misplaced, on_host)
+
+    def _is_in_wrong_file(self, index: int, bound: BoundParameter) -> bool:
+        """Whether a shard is in a file that the program does not read: of other directories."""
+        if not bound.is_in_file:
+            return False
+        return self.files is None or not self.files.has_in_files(index, bound)
 
     def _run(self, values: list[Any]) -> list[Any]:
         """Run the program, and complete what it has left under way but for this call's own."""
@@ -288,7 +293,7 @@ class StepRuntime:
         if self.moves:
             self.mover.abandon()
         if self.files is not None:  # what no update writes to any more
-            self.files.failed(error)
+            self.files.failed(error, self._live_optimizers())
         REGISTRY.carried.step_failed(self.communicator, self.resumed)
         if self.communicates:
             self.communicator.abandon()

@@ -364,13 +364,17 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
                 "zerofx.unshard(model, optimizer)."
             )
     join((bound for bound in bounds if bound.stage > 0 or bound.is_unreduced), "unshard()")
-    for optimizer in given:
-        _unshard_states(optimizer, bounds)
+    with contextlib.ExitStack() as opened:  # as before if one cannot be read
+        for bound in bounds:
+            if bound.is_sharded:
+                REGISTRY.open(bound)
+                opened.callback(REGISTRY.close, bound)
+        for optimizer in given:
+            _unshard_states(optimizer, bounds)
+        opened.pop_all()
     for bound in bounds:
         parameter = bound.parameter
         assert parameter is not None
-        if bound.is_sharded:
-            REGISTRY.open(bound)
         if bound.gradient is not None and parameter.grad is bound.stub:
             with ordinary_tensors():
                 if bound.is_unreduced:
