@@ -226,9 +226,9 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
         time.sleep(0.1)
         return compute(update, *arguments)
 
-    def watched(tier, error):
+    def watched(tier, error, *optimizers):
         under_way.append([future for future in mover.updates._started if not future.done()])
-        failed(tier, error)
+        failed(tier, error, *optimizers)
 
     monkeypatch.setattr(Update, "__call__", slow)
     monkeypatch.setattr(FileTier, "failed", watched)
