@@ -275,7 +275,7 @@ def test_a_budget_that_cannot_be_met_is_refused_before_the_first_step():
     with pytest.raises(
         Exception, match=r"memory_budget is 1000 bytes, and this step allocates \d+"
     ):
-        measured(0, memory_budget=1000, **ACTIVATIONS)
+        measured(stage=0, memory_budget=1000, **ACTIVATIONS)
 
 
 def gpt_pair(**options):

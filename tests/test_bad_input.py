@@ -556,7 +556,7 @@ BAD_OPTIONS = [
     ({"options": {"stage": 4}}, ValueError, "stage must be one of 0, 1, 2, 3, not 4"),
     ({"options": {"stage": "3"}}, TypeError, "stage must be one of"),
     ({"options": {"prefech": True}}, ValueError, "did you mean 'prefetch'"),
-    ({"options": {"validate": 1}}, ValueError, "planned but not in this version"),
+    ({"options": {"clip": "speculate"}}, ValueError, "planned but not in this version"),
     ({"options": {"offload": "auto"}}, ValueError, "say how much fits with memory_budget"),
     ({"mode": "max-autotune"}, ValueError, "Drop mode="),
 ]
