@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -256,6 +256,11 @@ def _check_files(options: Options) -> None:
 def environment() -> Mapping[str, str]:
     """The process's environment, for what is not an option: torchrun's variables."""
     return os.environ
+
+
+def turned_off(names: Iterable[str]) -> dict[str, str]:
+    """The environment variables that turn these passes or switches off."""
+    return {_twin(name): "0" for name in names}
 
 
 def refuse_mode(mode: object) -> None:

@@ -1,0 +1,182 @@
+"""Runs a training command again and again, with some passes off, and reads what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofx.errors import CommandError
+from zerofx.options import environment, turned_off
+
+GRACE_S = 40.0
+"""How long a command that was told to end may take: torchrun gives its workers 30 s."""
+
+_ERROR = re.compile(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.M)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the command, with the passes ``off``.
+
+    ``status`` is its exit status, None if the time limit ended it.  ``metric`` are the numbers
+    that it printed, in order; ``output`` the file with all that it printed.
+    """
+
+    number: int
+    why: str
+    off: tuple[str, ...]
+    status: int | None
+    metric: tuple[float, ...]
+    seconds: float
+    output: Path
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == 0
+
+    @property
+    def ending(self) -> str:
+        """``exit 1``, ``SIGSEGV``, or that it took too long."""
+        if self.status is None:
+            return "timed out"
+        if self.status < 0:
+            with contextlib.suppress(ValueError):
+                return signal.Signals(-self.status).name
+        return f"exit {self.status}"
+
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def error(self) -> str:
+        """The first line of its output that names an exception; empty for none."""
+        match = _ERROR.search(self.text()) if not self.succeeded else None
+        return match[1] if match else ""
+
+
+class Command:
+    """A command and where its runs write: ``folder/run1.txt`` and so on.
+
+    ``metric`` finds numbers in what it prints, by its first group or else all of it;
+    ``timeout_s`` is for each run, None for no limit.  ``trials`` are the runs so far.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        metric: re.Pattern[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.words = tuple(words)
+        self.folder = folder
+        self.metric = metric
+        self.timeout_s = timeout_s
+        self.trials: list[Trial] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("run*.txt"):
+            if re.fullmatch(r"run\d+\.txt", old.name):
+                old.unlink()
+
+    def run(
+        self, why: str, off: Sequence[str] = (), extra: Mapping[str, str] | None = None
+    ) -> Trial:
+        """Run it once, and wait; ``extra`` is environment beside what turns passes off.
+
+        Raises: CommandError if it cannot be started, or prints for a metric what is no number.
+        """
+        number = len(self.trials) + 1
+        output = self.folder / f"run{number}.txt"
+        changed = {**turned_off(off), **(extra or {})}
+        began = time.monotonic()
+        with output.open("ab") as file:
+            status = self._status({**environment(), **changed}, file)
+        seconds = time.monotonic() - began
+        numbers = self._numbers(output)
+        trial = Trial(number, why, tuple(off), status, numbers, seconds, output)
+        self.trials.append(trial)
+        return trial
+
+    def _status(self, variables: Mapping[str, str], file) -> int | None:
+        """The exit status; None if the time is up.  Nothing of the command is left running then."""
+        try:
+            process = subprocess.Popen(
+                self.words,
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # to end all of it, and so that Ctrl-C comes to us alone
+            )
+        except OSError as error:
+            raise CommandError(
+                f"cannot start {self.words[0]!r}: {error.strerror}. Give the command as you would "
+                "run it, behind --: python -m zerofx bisect -- torchrun --nproc-per-node 2 train.py"
+            ) from error
+        try:
+            return process.wait(self.timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+    def _numbers(self, output: Path) -> tuple[float, ...]:
+        if self.metric is None:
+            return ()
+        text = output.read_text(encoding="utf-8", errors="replace")
+        found = [match[1 if match.re.groups else 0] for match in self.metric.finditer(text)]
+        try:
+            return tuple(map(float, found))
+        except (TypeError, ValueError):
+            raise CommandError(
+                f"--metric {self.metric.pattern!r} finds what is no number in {output}: "
+                f"{found[:3]}. Let its first group hold the number alone: 'loss ([-+.\\w]+)'"
+            ) from None
+
+    def line(self, off: Sequence[str] = (), extra: Mapping[str, str] | None = None) -> str:
+        """The same run, as one types it."""
+        variables = {**turned_off(off), **(extra or {})}
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join([*words, shlex.join(self.words)])
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a command and all that it has started, politely first: torchrun ends its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference of two runs' numbers; infinite if one has more of them.
+
+    Ranks print in any order, so both are sorted first.
+    """
+    if len(numbers) != len(others):
+        return math.inf
+    return max(map(_apart, _ordered(numbers), _ordered(others)), default=0.0)
+
+
+def _ordered(numbers: Sequence[float]) -> list[float]:
+    return sorted(numbers, key=lambda number: (math.isnan(number), number))
+
+
+def _apart(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other))
