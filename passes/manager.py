@@ -12,6 +12,9 @@ from zerofx.errors import GraphError
 from zerofx.passes.base import Counts, Pass, PassContext
 from zerofx.verify import CheckedMetadata, verify
 
+TURNED_OFF = "turned off"
+"""Why an optional pass did not run that could have."""
+
 
 @dataclass(frozen=True)
 class PassReport:
@@ -78,5 +81,5 @@ def _why_skipped(step: Pass, ctx: PassContext) -> str:
     if step.tiers and step.tiers.isdisjoint(ctx.tiers):
         return f"offload_tier {ctx.options.offload_tier}"
     if step.optional and not ctx.options.enabled(step.name):
-        return "turned off"
+        return TURNED_OFF
     return ""

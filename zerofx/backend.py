@@ -27,6 +27,7 @@ from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
 from zerofx.dump_folder import DumpFolder, claim, run_of_this_process
 from zerofx.errors import GraphError, StepError
+from zerofx.explanation import explanation
 from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
 from zerofx.in_place import buckets_updated_in_place
@@ -444,6 +445,9 @@ class Program:
         return_freed_memory()
         results = self.runtime(inputs)
         return_freed_memory()
+        if self.dump and self.dump.folder is not None:
+            number = self.function.programs.index(self)
+            self.dump.write_explanation(explanation(self, number, with_seconds=False))
         return results
 
 

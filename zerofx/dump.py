@@ -20,6 +20,9 @@ from zerofx.plan import ParameterTable
 from zerofx.program_text import CONSTANTS_FILE, FORMAT, program_text
 from zerofx.versions import __version__
 
+EXPLANATION = "explain.txt"
+"""What lies beside a function's programs once the last of them has run."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -80,6 +83,10 @@ class ProgramDump:
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program, when it first ran."""
         self._write(name, source)
+
+    def write_explanation(self, text: str) -> None:
+        """Write what the program keeps, sends and waits for, when it has run once."""
+        self._write(EXPLANATION, text + "\n")
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         """Write what each pass did and took, and what the step cost before and after it."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zerofx.commands import bisect, diff, run, timeline
+from zerofx.commands import bisect, diff, explain, run, timeline
 
 COMMANDS: tuple[Callable[[Any], None], ...] = (
     run.add_to,
     diff.add_to,
     timeline.add_to,
+    explain.add_to,
     bisect.add_to,
 )
 """Each command's ``add_to``, in the order in which help lists them."""
