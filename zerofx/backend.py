@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from zerofx import compat, traced
-from zerofx.account import wire_bytes
 from zerofx.auto_offload import attempts, first_that_fits
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.codegen.storage import Precision
@@ -27,7 +26,7 @@ from zerofx.codegen.whole_tensors import whole_update_flops
 from zerofx.dump import ProgramDump
 from zerofx.dump_folder import DumpFolder, claim, run_of_this_process
 from zerofx.errors import GraphError, StepError
-from zerofx.explanation import explanation
+from zerofx.explanation import explanation, first_words, peak_bytes
 from zerofx.figures import NOMINAL, Figures
 from zerofx.graph import copied, kept_gathered, updates
 from zerofx.in_place import buckets_updated_in_place
@@ -39,6 +38,7 @@ from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.picture.files import TimelineDump
 from zerofx.plan import KeptGathered
+from zerofx.progress import progress
 from zerofx.runtime.agreement import Agreement, AgreementError
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.delayed import DelayedUpdates
@@ -264,6 +264,7 @@ class Program:
         )
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
+        self.captured_peak: int | None = None  # known if somebody logs it
         if "auto" in options.offload:
             ctx = self._automatic(ctx, step)
             options = self.options = ctx.options
@@ -321,6 +322,8 @@ class Program:
             validator = Validator(self.gm, ctx, PIPELINE, self._described_optimizers())
 
         def on_program(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
+            if report is None and logger.isEnabledFor(logging.INFO):
+                self.captured_peak = peak_bytes(self)
             if validator:
                 validator(name, gm, report)
             if dump:
@@ -407,14 +410,9 @@ class Program:
             runtime.buckets.write_back,
             in_place,
         )
-        logger.info(
-            "stage %d on %d ranks: %d parameters, %d collectives; %s",
-            options.stage,
-            communicator.world_size,
-            len(self.table),
-            wire_bytes(self.gm, communicator.world_size).num_collectives,
-            ", ".join(report.name for report in self.reports if not report.skipped),
-        )
+        level = logging.INFO if self is self.function.programs[0] else logging.DEBUG
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", first_words(self))
         self.captured.clear()  # which holds the model
         return runtime
 
@@ -443,7 +441,8 @@ class Program:
             return self.runtime(inputs)
         self.runtime = self._make_ready()
         return_freed_memory()
-        results = self.runtime(inputs)
+        with progress(self.runtime.program, self.function.name, self.function.communicator.rank):
+            results = self.runtime(inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             number = self.function.programs.index(self)

@@ -32,8 +32,6 @@ def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
     title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
-    sockets = not program.options.peer_memory
-    alive = live_bytes(program.gm.graph, ranks, sockets=sockets, hinted=True)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)
     numbers = [
         ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
@@ -43,7 +41,7 @@ def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
             f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
         ),
         ("gathered for the next step", _carried(program)),
-        ("most allocated at once in a step", size_text(max(alive))),
+        ("most allocated at once in a step", size_text(peak_bytes(program))),
         ("sent per rank and step: gathers", size_text(wire.gathers)),
         ("sent per rank and step: reductions", size_text(wire.reductions)),
         ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
@@ -66,6 +64,29 @@ def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
             "",
             _passes(program, with_seconds),
         ]
+    )
+
+
+def peak_bytes(program: Program) -> int:
+    """The most that a program, as it is now, has allocated at once on its device."""
+    ranks = program.function.communicator.world_size
+    sockets = not program.options.peer_memory
+    return max(live_bytes(program.gm.graph, ranks, sockets=sockets, hinted=True), default=0)
+
+
+def first_words(program: Program) -> str:
+    """A line that says what a step has become: for the log, when it is first compiled."""
+    communicator = program.function.communicator
+    collectives = wire_bytes(program.gm, communicator.world_size).num_collectives
+    was = program.captured_peak
+    passes = ", ".join(report.name for report in program.reports if not report.skipped)
+    return (
+        f"{program.function.name}: stage {program.options.stage} on {communicator.world_size} "
+        f"rank(s), this is {communicator.rank}; of {len(program.table)} parameters, "
+        f"{size_text(sum(info.nbytes for info in program.table))}, a rank keeps "
+        f"{size_text(kept_bytes(program))}; a step allocates {size_text(peak_bytes(program))} at "
+        f"most{f', {size_text(was)} as captured' if was is not None else ''}; "
+        f"{collectives} collectives; {passes}"
     )
 
 
