@@ -345,6 +345,7 @@ def test_the_faulty_pass_of_two_processes_is_found(tmp_path, monkeypatch, capsys
     code = "import tests.conftest\nfrom tests.test_bisect import train\ntrain('doubles')\n"
     (tmp_path / "train.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--local-ranks-filter", "0"]  # two that print write into each other's lines
     words = ["bisect", "--metric", LOSS, "--timeout", "120", "--", *torchrun, "train.py"]
     assert command_line.main(words) == 0
     text = capsys.readouterr().out

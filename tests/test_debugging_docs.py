@@ -25,24 +25,34 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     environment["ZEROFX_LINK"] = "latency_s=2.5e-4 bytes_per_s=1e9"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # for what bisect runs
     outputs = {}
     for command in commands():
-        if command.startswith("python -m zerofx "):
-            assert command_line.main(shlex.split(command)[3:]) == 0, command
-            outputs[command] = capsys.readouterr().out
-            continue
         line = re.sub(r"\btorchrun\b", f"{sys.executable} -m torch.distributed.run", command)
+        if command.startswith("python -m zerofx "):
+            no_pass_is_named = " bisect " in command
+            assert command_line.main(shlex.split(line)[3:]) == no_pass_is_named, command
+            printed = capsys.readouterr()
+            outputs[command] = printed.out + printed.err
+            continue
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
         outputs[command] = done.stdout
-    _, summary, sharded, moved, captured, last, _, turned_off = outputs.values()
+    _, summary, explained, sharded, moved, captured, last, _, turned_off, bisected = (
+        outputs.values()
+    )
     shown = re.findall(r"^(0\d  \w+ .*)$", PAGE, re.M)
     without_seconds = [re.sub(r"0\.\d{4}", "", line).split() for line in summary.splitlines()]
     assert len(shown) == 3
     for row in shown:
         assert re.sub(r"0\.\d{4}", "", row).split() in without_seconds
+    (quoted,) = re.findall(r"```\n(a rank keeps .*?)```", PAGE, re.S)
+    assert quoted in explained
+    (quoted,) = re.findall(r"```\n(zerofx: no run differs.*?)```", PAGE, re.S)
+    assert " ".join(quoted.split()) in " ".join(bisected.split())
     assert "> pack_bucket0_1, gather_start_bucket0_1" in sharded
     (quoted,) = re.findall(r"```\n(bucket 2 .*?)```", PAGE, re.S)
     assert " ".join(quoted.split()) in " ".join(moved.split())

@@ -55,16 +55,15 @@ def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
         ("no schedule of these beats", milliseconds(timeline.bound_s)),
         ("what limits the step", limit_text(timeline)),
     ]
-    return "\n".join(
-        [
-            title,
-            tabulate(numbers, tablefmt="plain"),
-            "",
-            *memory_by_stage(program),
-            "",
-            _passes(program, with_seconds),
-        ]
-    )
+    tables = [
+        title,
+        tabulate(numbers, tablefmt="plain"),
+        "",
+        *memory_by_stage(program),
+        "",
+        _passes(program, with_seconds),
+    ]
+    return "\n".join(line.rstrip() for line in "\n".join(tables).splitlines())
 
 
 def peak_bytes(program: Program) -> int:
