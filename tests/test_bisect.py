@@ -179,13 +179,14 @@ def is_alive(pid):
         return False
 
 
-def test_ctrl_c_ends_the_run_and_shows_what_there_was(bisect, tmp_path):
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+def test_what_ends_the_search_ends_its_run_and_shows_what_there_was(number, bisect, tmp_path):
     begun = tmp_path / "begun"
 
     def interrupt():
         while not begun.exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -195,8 +196,10 @@ if not on:
     time.sleep(600)
 sys.exit(1)
 """
+    handler = signal.getsignal(number)
     status, text, _ = bisect(code)
     thread.join()
+    assert signal.getsignal(number) is handler
     assert status == 130
     assert endings(text) == ["exit 1"] and "Interrupted: no pass is named." in text
     assert not is_alive(int(begun.read_text()))

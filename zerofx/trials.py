@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,15 +149,32 @@ class Command:
         return " ".join([*words, shlex.join(self.words)])
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """What ends this process ends the run that is under way too, as Ctrl-C does.
+
+    A run has a session of its own, which no terminal and no ``timeout`` would end.
+    """
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(one, signal.default_int_handler) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)
+
+
 def _end(process: subprocess.Popen) -> None:
     """End a command and all that it has started, politely first: torchrun ends its workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:  # a second Ctrl-C does not wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:

@@ -67,7 +67,7 @@ def add_to(subparsers: Any) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Search, and print the runs and what they show."""
     from zerofx.bisection import Bisection
-    from zerofx.trials import Command
+    from zerofx.trials import Command, interruptible
 
     words = chosen.command[chosen.command[:1] == ["--"] :]
     if not words:
@@ -76,8 +76,9 @@ def run(chosen: argparse.Namespace) -> int:
     dumps = chosen.out / "dumps"
     bisection = Bisection(command, chosen.tolerance, {"ZEROFX_DUMP": str(dumps.absolute())})
     try:
-        culprit = bisection.search()
-        validated = _validated(command, culprit)
+        with interruptible():
+            culprit = bisection.search()
+            validated = _validated(command, culprit)
     except KeyboardInterrupt:
         print(f"{_table(bisection)}\n\nInterrupted: no pass is named.")
         return _INTERRUPTED
