@@ -122,7 +122,7 @@ class Bisection:
 
 def _error(trial: Trial) -> str:
     error = trial.error()
-    return f"It says: {error} " if error else ""
+    return f"It says: {error}. " if error else ""
 
 
 def passes_on(off: Sequence[str]) -> str:

@@ -57,8 +57,8 @@ class Trial:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def error(self) -> str:
-        """The first line of its output that names an exception; empty for none."""
-        match = _ERROR.search(self.text()) if not self.succeeded else None
+        """The first line of its output that names an exception; empty for none, and if it hung."""
+        match = _ERROR.search(self.text()) if self.status else None
         return match[1] if match else ""
 
 
