@@ -202,7 +202,7 @@ def test_given_figures_are_taken_and_shown(ranks, tmp_path):  # noqa: F811
         programs = sorted(folder.glob("*.py"))
         assert len(programs) > 5
         for program in programs:
-            header = [line for line in program.read_text().splitlines() if line[:2] == "# "][:3]
+            header = program.read_text().partition("\n\n")[0].splitlines()
             assert any(line.startswith(f"# link: {GIVEN}") for line in header)
         assert "predicted: " in (folder / "summary.txt").read_text()
 
