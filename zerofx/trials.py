@@ -153,9 +153,11 @@ class Command:
 def interruptible() -> Iterator[None]:
     """What ends this process ends the run that is under way too, as Ctrl-C does.
 
-    A run has a session of its own, which no terminal and no ``timeout`` would end.
+    A run has a session of its own, which no terminal and no ``timeout`` would end.  What this
+    process ignores, as under ``nohup``, it goes on to ignore.
     """
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    both = (signal.SIGTERM, signal.SIGHUP)
+    signals = [one for one in both if signal.getsignal(one) is not signal.SIG_IGN]
     before = [signal.signal(one, signal.default_int_handler) for one in signals]
     try:
         yield
