@@ -96,11 +96,10 @@ class _Filing:
         """Read states for each group of updates on the host; count the groups."""
         updates = [node for node in self.graph.nodes if node.target in ops.HOST_UPDATES]
         for update in updates:
-            _, gradients, optimizer, indices, *_ = update.args
+            _, _, optimizer, indices, *_ = update.args
             nbytes = sum(assumed_state_bytes(self.table[i], self.precision) for i in indices)
             origin = self._origin(update, indices)
-            moves = [move for move in (update.args[0], gradients) if isinstance(move, fx.Node)]
-            with self.graph.inserting_before(min(moves)):
+            with self.graph.inserting_before(update):
                 start = self.builder.call(
                     ops.states_from_file_start,
                     optimizer,
@@ -109,7 +108,6 @@ class _Filing:
                     role="states_from_file",
                     **origin,
                 )
-            with self.graph.inserting_before(update):
                 there = self.builder.call(ops.wait_file, start, role="states", **origin)
             (wait,) = update.users
             with self.graph.inserting_after(wait):
@@ -120,11 +118,9 @@ class _Filing:
 
     def file_shards(self) -> int:
         """Read shards for each move and update that is about them there; count these."""
-        uses = [node for node in self.graph.nodes if uses_shards_on_host(node)]
+        uses = [node for node in self.graph.nodes if _uses_filed_shards(node, self.filed)]
         for use in uses:
             indices = [index for index in _parameters_of(use) if index in self.filed]
-            if not indices:
-                continue
             nbytes = sum(_shared_bytes(self.table[index]) for index in indices)
             origin = self._origin(use, indices)
             with self.graph.inserting_before(use):
@@ -205,22 +201,22 @@ def _parts_of(start: fx.Node) -> list[object]:
     return []
 
 
-def uses_shards_on_host(node: fx.Node) -> bool:
-    """Whether a node reads or writes shards of parameters that are kept on the host."""
+def _uses_filed_shards(node: fx.Node, filed: frozenset[int]) -> bool:
+    """Whether a node reads or writes shards on the host that are in files else."""
     if not (node.target in ops.MOVES or node.target in ops.HOST_UPDATES):
         return False
-    return any(is_kept_on_host(operand) for operand in node.all_input_nodes)
+    return not filed.isdisjoint(_parameters_of(node))
 
 
 def _parameters_of(use: fx.Node) -> list[int]:
-    """Whose shards a use is about, in its order."""
-    found = dict.fromkeys(
+    """Whose shards on the host a use is about, in the table's order."""
+    found = {
         shard_of(source)
         for operand in use.all_input_nodes
         if is_kept_on_host(operand)
         for source in memory_of(operand)
         if source.op == "placeholder"
-    )
+    }
     return sorted(found)
 
 

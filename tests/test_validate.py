@@ -156,3 +156,37 @@ def train(validate):
 def test_the_option_validates_and_changes_nothing(ranks):
     (without, other), (with_it, other_too) = (ranks(2).run(train, on) for on in (False, True))
     assert with_it == without and other_too == other
+
+
+def train_across_calls(validate):
+    """Two functions, between which a gradient is left as each rank has computed it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def collect(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def finish(x):
+        loss = collect(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    options = {"lowering": "eager", "accumulate": "local", "validate": validate}
+    steps = [torch.compile(step, backend="zero", options=options) for step in (collect, finish)]
+    rank = torch.distributed.get_rank()
+    return [step(torch.full((4, 5), 1.0 + rank + n)).item() for n in range(2) for step in steps]
+
+
+def refused_across_calls():
+    with pytest.raises(Exception, match="accumulate='local' has left unreduced"):
+        train_across_calls(True)
+    return True
+
+
+def test_gradients_that_cross_calls_unreduced_are_refused_with_words(ranks):
+    assert ranks(2).run(refused_across_calls) == [True, True]

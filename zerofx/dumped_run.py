@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,14 @@ def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool)
     reference = Reference(table, program.rank, exchange, updates)
     torch.manual_seed(_number(f"{seed} {program.rank}"))
     returned = call(program, reference, list(inputs.values()))
-    indices = {info.name: info.index for info in table}
+    return Results(returned, left_behind(program, reference, inputs))
+
+
+def left_behind(
+    program: DumpedProgram, reference: Reference, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a run has made of its inputs: parameters, whole, and buffers, by name.  Collective."""
+    indices = {info.name: info.index for info in reference.table}
     after = {}
     with torch.no_grad():
         for name, of in program.facts["INPUTS"].items():
@@ -44,7 +51,7 @@ def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool)
                 after[f"parameter {of['parameter']}"] = whole
             elif of["kind"] == "buffer":
                 after[f"buffer {name}"] = inputs[name]
-    return Results(returned, after)
+    return after
 
 
 def call(program: DumpedProgram, reference: Reference, inputs: Sequence[Any]) -> Any:

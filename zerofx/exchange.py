@@ -13,6 +13,10 @@ Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Gives this rank's tensor to all ranks and returns everyone's, by rank, laid out as it is."""
 
 
+MOST_RANKS_IN_TURNS = 8
+"""Ranks that one process runs, one after the other."""
+
+
 def alone(world_size: int) -> Exchange:
     """An exchange without any other ranks: each of them holds what this one does."""
     return lambda tensor: [tensor] * world_size

@@ -16,9 +16,9 @@ from torch import fx, nn
 
 from zerofx import compat, ops
 from zerofx.dumped import DumpedProgram, parsed
-from zerofx.dumped_run import random_inputs
+from zerofx.dumped_run import left_behind, random_inputs
 from zerofx.errors import CommandError, ValidationError
-from zerofx.exchange import Exchange, in_turns
+from zerofx.exchange import MOST_RANKS_IN_TURNS, Exchange, in_turns
 from zerofx.graph import copied, source_line, unreduced_results
 from zerofx.optimizer_facts import rebuild
 from zerofx.passes.base import Pass, PassContext
@@ -26,9 +26,6 @@ from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.plan import ParameterTable
 from zerofx.program_text import program_text
 from zerofx.reference import Reference, Updates
-
-MOST_RANKS = 8
-"""Ranks that one process runs, one after the other."""
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far a result may be from the one before, of a pass that sums in another order: of the
@@ -82,14 +79,7 @@ class _Program:
             if position in unreduced and value is not None:
                 value = torch.stack(list(reference.exchange(value))).mean(0)
             yield f"the gradient of {of}", value
-        for name, of in facts["INPUTS"].items():
-            if of["kind"] == "parameter":
-                index = indices[of["parameter"]]
-                is_shard = of.get("sharded")
-                value = reference.whole(inputs[name], index) if is_shard else inputs[name]
-                yield f"parameter {of['parameter']}", value
-            elif of["kind"] == "buffer":
-                yield f"buffer {name}", inputs[name]
+        yield from left_behind(self.facts, reference, inputs).items()
 
 
 class _Run(fx.Interpreter):
@@ -122,7 +112,7 @@ class Validator:
     Every rank runs the passes of all, and their programs in turns: nobody waits for anybody.
     Inputs are random, of the sizes that the step was captured with; optimizers have no states yet.
 
-    Raises: ValidationError for more ranks than ``MOST_RANKS``.
+    Raises: ValidationError for more ranks than ``MOST_RANKS_IN_TURNS``.
     """
 
     def __init__(
@@ -132,10 +122,10 @@ class Validator:
         pipeline: Sequence[Pass],
         optimizers: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        if ctx.world_size > MOST_RANKS:
+        if ctx.world_size > MOST_RANKS_IN_TURNS:
             raise ValidationError(
                 f"validate runs the programs of all {ctx.world_size} ranks in each of them, and "
-                f"does so for up to {MOST_RANKS}. Validate the step on fewer ranks."
+                f"does so for up to {MOST_RANKS_IN_TURNS}. Validate the step on fewer ranks."
             )
         self.ctx, self.optimizers = ctx, optimizers
         self.is_bitwise = {step.name: step.preserves_numerics for step in pipeline}
@@ -165,6 +155,12 @@ class Validator:
         header = f"RANK = {ctx.rank}\nWORLD_SIZE = {ctx.world_size}\nSTAGE = {ctx.options.stage}\n"
         text = header + program_text(gm, ctx.table, self.optimizers, {})
         facts = parsed(Path(name), text, torch.__version__, name)
+        if any(of.get("unreduced") for of in facts.facts["INPUTS"].values()):
+            raise ValidationError(
+                "validate cannot compare a step that goes on with gradients that accumulate='local'"
+                " has left unreduced: before data_parallel they are averages, and behind it each "
+                "rank's own. Validate it with accumulate='sharded', or turn validate off."
+            )
         return _Program(fx.GraphModule(gm, copied(gm.graph)), facts, self.optimizers)
 
     def __call__(self, name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
@@ -183,7 +179,7 @@ class Validator:
         results = in_turns([program.run for program in programs])
         if self._before:
             for rank, (before, after) in enumerate(zip(self._results, results, strict=True)):
-                for what in before.keys() | after.keys():
+                for what in {**before, **after}:
                     if not self._same(name, before.get(what), after.get(what)):
                         raise self._differs(name, what, rank, programs)
         self._before, self._results = programs, results

@@ -16,13 +16,10 @@ from zerofx import compat
 from zerofx.dumped import DumpedProgram, read
 from zerofx.dumped_run import Results, run_random
 from zerofx.errors import CommandError
-from zerofx.exchange import alone, in_group, in_turns
+from zerofx.exchange import MOST_RANKS_IN_TURNS, alone, in_group, in_turns
 from zerofx.options import environment
 from zerofx.python_text import value_text
 from zerofx.runtime.communication import default_group
-
-MOST_RANKS_IN_TURNS = 8
-"""Ranks that run in one process; of larger worlds, one rank runs alone."""
 
 
 def add_to(subparsers: Any) -> None:
