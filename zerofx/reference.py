@@ -7,7 +7,7 @@ they give is what a program says.  Compare the runtime, which is what a step run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,18 +57,26 @@ class Updates:
         for index in parameters:
             stand_ins[index].grad = None
 
+    def states(self) -> Iterator[tuple[int, int, str, Any]]:
+        """What the optimizers keep: (optimizer, parameter, name, value)."""
+        for optimizer, (made, stand_ins) in sorted(self._made.items()):
+            for index, stand_in in enumerate(stand_ins):
+                for name, value in made.state.get(stand_in, {}).items():
+                    yield optimizer, index, name, value
+
 
 class Reference:
     """The operators' kernels for one rank, as attributes of their names.
 
-    ``table`` is as the program's passes have laid it out.  Freed memory is overwritten, with NaN
-    where it can be: what a program reads too late shows.
+    ``table`` is as the program's passes have laid it out.  What no correct program looks at is NaN
+    where it can be, freed memory and the padding of shards and buckets: who reads it, shows.
     """
 
     def __init__(self, table: ParameterTable, rank: int, exchange: Exchange, updates: Updates):
         self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
         self.rank, self.exchange, self.updates = rank, exchange, updates
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
+        self._owned: set[tuple[int, int]] = set()
 
     # Communication
 
@@ -100,13 +108,13 @@ class Reference:
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
-        gathered.fill_(math.nan if gathered.is_floating_point() else 0)
+        gathered.fill_(_poison(gathered.dtype))
 
     # Shards and buckets
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
         info = self.table[parameter]
-        shard = torch.zeros(shard_numel, dtype=whole.dtype, device=whole.device)
+        shard = whole.new_full((shard_numel,), _poison(whole.dtype))
         copy_range(shard, whole, info, self.rank)
         return shard
 
@@ -124,7 +132,7 @@ class Reference:
     def flatten_bucket(
         self, wholes: list[torch.Tensor], parameters: list[int], numel: int
     ) -> torch.Tensor:
-        flat = wholes[0].new_zeros(numel)
+        flat = wholes[0].new_full((numel,), _poison(wholes[0].dtype))
         for whole, index in zip(wholes, parameters, strict=True):
             info = self.table[index]
             whole_from_flat(flat[info.place.offset :], info).copy_(whole)
@@ -175,6 +183,7 @@ class Reference:
         self.updates.step(optimizer, parameters, updated, averaged, found_inf)
         for index, whole in zip(parameters, updated, strict=True):
             self._wholes[optimizer, index] = whole
+            self._owned.add((optimizer, index))
         return [torch.full_like(grad, math.nan) for grad in grads]
 
     def whole(self, shard: torch.Tensor, index: int) -> torch.Tensor:
@@ -187,6 +196,17 @@ class Reference:
             start, stop = info.extent_of(rank)
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
+
+    def states(self) -> dict[str, Any]:
+        """What the optimizers keep, whole and by name.  Collective."""
+        found = {}
+        for optimizer, index, name, value in self.updates.states():
+            info = self.table[index]
+            is_shard = isinstance(value, torch.Tensor) and value.shape == (info.shard_numel,)
+            if is_shard and (optimizer, index) not in self._owned:
+                value = self.whole(value, index)
+            found[f"{name} of {info.name}, kept by optimizer {optimizer}"] = value
+        return found
 
     # Host memory and files
 
@@ -275,7 +295,11 @@ class Reference:
         return value.clone(memory_format=torch.preserve_format)
 
     def drop_value(self, value: torch.Tensor) -> None:
-        value.fill_(math.nan if value.is_floating_point() else 0)
+        value.fill_(_poison(value.dtype))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _stand_in(info: ParameterInfo) -> nn.Parameter:

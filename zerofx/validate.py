@@ -43,7 +43,7 @@ class _Program:
     def run(
         self, exchange: Exchange, watch: Callable[[fx.Node, Any], None] | None = None
     ) -> dict[str, Any]:
-        """What all can see of a run on random inputs, by name: results, parameters, buffers."""
+        """What a run on random inputs leaves, by name: results, parameters, buffers, states."""
         table = self.facts.table()
         inputs = random_inputs(self.facts, table, seed=0)
 
@@ -80,6 +80,8 @@ class _Program:
                 value = torch.stack(list(reference.exchange(value))).mean(0)
             yield f"the gradient of {of}", value
         yield from left_behind(self.facts, reference, inputs).items()
+        # Updates may hide what is wrong with gradients: Adam's first has the size of none.
+        yield from reference.states().items()
 
 
 class _Run(fx.Interpreter):
@@ -134,8 +136,8 @@ class Validator:
             for rank in range(ctx.world_size)
             if rank != ctx.rank
         }
-        self._before: list[_Program] = []
-        self._results: list[dict[str, Any]] = []
+        self.programs: list[_Program] = []
+        self.results: list[dict[str, Any]] = []
 
     def _programs_of(
         self, rank: int, gm: fx.GraphModule, pipeline: Sequence[Pass]
@@ -177,14 +179,14 @@ class Validator:
             for rank in range(self.ctx.world_size)
         ]
         results = in_turns([program.run for program in programs])
-        if self._before:
-            for rank, (before, after) in enumerate(zip(self._results, results, strict=True)):
+        if self.programs:
+            for rank, (before, after) in enumerate(zip(self.results, results, strict=True)):
                 for what in {**before, **after}:
-                    if not self._same(name, before.get(what), after.get(what)):
+                    if not self.same(name, before.get(what), after.get(what)):
                         raise self._differs(name, what, rank, programs)
-        self._before, self._results = programs, results
+        self.programs, self.results = programs, results
 
-    def _same(self, name: str, one: Any, other: Any) -> bool:
+    def same(self, name: str, one: Any, other: Any) -> bool:
         if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
             return type(one) is type(other) and one == other
         if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -222,10 +224,10 @@ class Validator:
             known = before.get(node.name)
             if known is None or not isinstance(result, torch.Tensor) or found:
                 return
-            if known.shape == result.shape and not self._same(name, known, result):
+            if known.shape == result.shape and not self.same(name, known, result):
                 found.append(node)
 
-        for everyone, watch in ((self._before, note), (programs, compare)):
+        for everyone, watch in ((self.programs, note), (programs, compare)):
             runs = [program.run for program in everyone]
             runs[rank] = partial(everyone[rank].run, watch=watch)
             in_turns(runs)

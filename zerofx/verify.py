@@ -35,6 +35,7 @@ from zerofx.graph import (
 from zerofx.plan import ParameterInfo, ParameterTable
 from zerofx.verify_averages import verify_averages
 from zerofx.verify_files import verify_files
+from zerofx.verify_names import verify_names
 from zerofx.verify_offload import verify_offload
 
 aten = torch.ops.aten
@@ -65,6 +66,7 @@ def verify(
     Raises: GraphError naming the node, the rule and the user's line.
     """
     order = program_order(gm.graph)
+    verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
     _what_is_carried_is_resumed(gm.graph, order)
     verify_offload(gm.graph, table, order)

@@ -1,0 +1,124 @@
+"""Plants bugs behind every pass of a step's pipeline, and asks who finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from tests.planted.bugs import Bug, bugs
+from tests.planted.equivalents import why_equivalent
+from tests.programs import Captured, clone, context_of
+from zerofx import GraphError, traced
+from zerofx.exchange import in_turns
+from zerofx.graph import copied
+from zerofx.optimizer_facts import describe
+from zerofx.passes.manager import run_pipeline
+from zerofx.passes.pipeline import PIPELINE
+from zerofx.validate import Validator
+from zerofx.verify import verify
+
+KILLED = ("lint", "verifier", "validation")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who has found a bug of a pass: one of ``KILLED``, or nobody.
+
+    Of one that ``survived``, ``why`` is why that is right, empty if nobody knows.
+    """
+
+    inserted_by: str
+    bug: Bug
+    found_by: str
+    why: str
+
+    @property
+    def survived(self) -> bool:
+        return self.found_by not in KILLED
+
+    def __str__(self) -> str:
+        return f"{self.inserted_by}: {self.bug}: {self.found_by} {self.why}".rstrip()
+
+
+def verdicts(
+    step: Captured, is_chosen: Callable[[int], bool] = lambda number: True, **options: Any
+) -> Iterator[Verdict]:
+    """Plant the chosen ones of all bugs, numbered in order, behind the pass each is of.
+
+    Every rank's program gets the same bug, as if the pass had it.
+    """
+    program = clone(step)
+    names = {id(t): info.name for t, info in zip(step.tensors, program.table, strict=True)}
+    described = {h: describe(traced.optimizer_of(h), names) for h in step.optimizers}
+    ctx = context_of(program, **options)
+    planter = _Planter(Validator(program.gm, ctx, PIPELINE, described))
+    run_pipeline(program.gm, ctx, PIPELINE, planter.keep)
+    number = 0
+    for after in planter.programs:
+        for bug in bugs(after.ranks[0].gm.graph, after.name):
+            if is_chosen(number):
+                yield after.verdict(bug, planter.validator)
+            number += 1
+
+
+@dataclass(frozen=True)
+class _After:
+    """The ranks' programs behind a pass, and what those before it have computed."""
+
+    name: str
+    facts: frozenset[str]
+    ranks: Sequence[Any]
+    expected: Sequence[dict[str, Any]]
+
+    def verdict(self, bug: Bug, validator: Validator) -> Verdict:
+        found_by = self._found_by(bug, validator)
+        why = "" if found_by in KILLED else why_equivalent(bug, self.ranks[0].gm.graph) or ""
+        return Verdict(self.name, bug, found_by, why)
+
+    def _found_by(self, bug: Bug, validator: Validator) -> str:
+        broken = []
+        for program in self.ranks:
+            gm = fx.GraphModule(program.gm, copied(program.gm.graph))
+            bug.plant(gm.graph)
+            broken.append(replace(program, gm=gm))
+        try:
+            for program in broken:
+                program.gm.graph.lint()
+        except RuntimeError:
+            return "lint"
+        try:
+            for program in broken:
+                verify(program.gm, program.facts.table(), self.facts)
+        except GraphError:
+            return "verifier"
+        try:
+            results = in_turns([program.run for program in broken])
+        except Exception:  # whatever torch says of operands that do not fit
+            return "validation"
+        for before, after in zip(self.expected, results, strict=True):
+            for what in {**before, **after}:
+                if not validator.same(self.name, before.get(what), after.get(what)):
+                    return "validation"
+        return "nobody"
+
+
+class _Planter:
+    """Keeps what the validator has seen behind every pass."""
+
+    def __init__(self, validator: Validator) -> None:
+        self.validator = validator
+        self.programs: list[_After] = []
+        self._facts: frozenset[str] = frozenset()
+        self._provided = {step.name: step.provides for step in PIPELINE}
+
+    def keep(self, name: str, gm: fx.GraphModule, report: Any) -> None:
+        expected = self.validator.results
+        self.validator(name, gm, report)
+        if report is not None:
+            self._facts |= self._provided[name]
+            self.programs.append(
+                _After(name, self._facts, tuple(self.validator.programs), expected)
+            )
