@@ -18,7 +18,7 @@ from torch import nn
 import zerofx.__main__ as command_line
 from tests.ranks import Ranks
 from zerofx import backend
-from zerofx.bisection import SWITCHED, passes_on
+from zerofx.bisection import NEEDED, SWITCHED, passes_on
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.trials import Command, furthest
@@ -31,7 +31,8 @@ LOSS = r"loss ([-+.\w]+)"
 def bisect(tmp_path, monkeypatch, capsys):
     """``bisect(code, *options)``: the exit status and what is printed, for a script of this code.
 
-    In it ``on`` are the passes that are on, and ``runs`` is how many runs there were before.
+    In it ``on`` are the passes that are on, needed ones too, and ``runs`` is how many runs there
+    were before.
     """
     monkeypatch.chdir(tmp_path)
     variables = {name: next(iter(turned_off([name]))) for name in SWITCHED}
@@ -39,6 +40,8 @@ def bisect(tmp_path, monkeypatch, capsys):
 import os, sys, time
 from pathlib import Path
 on = [name for name, variable in {variables}.items() if os.environ.get(variable) != "0"]
+needed, last = {("data_parallel", *NEEDED)}, os.environ.get("ZEROFX_STOP_AFTER")
+needed = needed[: needed.index(last) + 1 if last else None]
 Path("runs").open("a").write("x")
 runs = len(Path("runs").read_text()) - 1
 """
@@ -68,6 +71,23 @@ def test_the_pass_that_a_run_fails_of_is_named(name, bisect):
     without, with_it = re.findall(r"^  (.*) -S train.py$", text, re.M)
     off = set(without.split()) - set(with_it.split())
     assert off == {f"ZEROFX_{name.upper()}=0"}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("has_metric", (False, True))
+def test_a_pass_that_has_no_switch_is_named(name, has_metric, bisect):
+    code = f"bad = {name!r} in needed\n"
+    if has_metric:
+        status, text, _ = bisect(f"{code}print('loss', 0.5 + bad)", "--metric", LOSS)
+        assert f"Behind {name} the run prints other numbers." in text
+    else:
+        status, text, _ = bisect(f"{code}sys.exit(bad)")
+        assert f"Behind {name} the run begins to fail." in text
+        assert endings(text)[:3] == ["exit 1", "exit 1", "exit 0"]
+    assert status == 0 and f"{name} has no switch" in text
+    without, _ = re.findall(r"^  (.*) -S train.py$", text, re.M)
+    before = ("data_parallel", *NEEDED)[NEEDED.index(name)]
+    assert f"ZEROFX_STOP_AFTER={before}" in without.split()
 
 
 @pytest.mark.parametrize("number", ("0.5 + 1e-4", "float('nan')", "float('inf')"))
@@ -352,12 +372,16 @@ def test_the_faulty_pass_of_a_step_is_found_and_shown(how, tmp_path, monkeypatch
     assert "The first result that differs is that node 'addmm_1'" in text
     assert "mul_tensor = aten.mul.Tensor(gelu, 2.0) of " in text
     assert "+ aten.mul.Tensor: mul_tensor" in text
-    before, after = re.findall(r"python -m zerofx run (\S+) --random", text)
-    checksums = []
-    for path in (before, after):
-        assert command_line.main(["run", path, "--random"]) == 0
-        checksums.append(capsys.readouterr().out.split("what it returns:")[1])
-    assert checksums[0] != checksums[1]
+    paths = re.findall(r"python -m zerofx run (\S+) --random", text)
+    assert [Path(path).name[:7] for path in paths[:2]] == ["minimal", "minimal"]
+    least = text[text.index("The least that shows it, before") : text.index("The first statement")]
+    assert least.count(" = ") == 5 and "aten.mul.Tensor(gelu, 2.0);  del gelu" not in least
+    for before, after in (paths[:2], paths[2:]):
+        checksums = []
+        for path in (before, after):
+            assert command_line.main(["run", path, "--random"]) == 0
+            checksums.append(capsys.readouterr().out.split("what it returns:")[1])
+        assert checksums[0] != checksums[1]
 
 
 @pytest.mark.long

@@ -22,7 +22,14 @@ SEEN_BY_PASSES += ("provenance", "compat")
 
 # The runner alone verifies; it is given what dumps.
 RUNNER = ROOT / "passes" / "manager.py"
-SEEN_BY_RUNNER = (*SEEN_BY_PASSES, "verify", "verify_offload", "verify_files", "verify_averages")
+SEEN_BY_RUNNER = (
+    *SEEN_BY_PASSES,
+    "verify",
+    "verify_offload",
+    "verify_files",
+    "verify_names",
+    "verify_averages",
+)
 SEEN_BY_RUNNER += ("broken",)
 
 

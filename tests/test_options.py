@@ -58,6 +58,7 @@ def test_defaults_are_the_contracts():
         "stochastic_rounding": False,
         "moment_dtype": None,
         "rounding_seed": 0,
+        "stop_after": None,
     }
 
 
@@ -366,7 +367,8 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
         "option 'prefech' is unknown; did you mean 'prefetch'? Known: stage, lowering,"
         " process_group, accumulate, reduce_dtype, bucket_bytes, memory_budget, link, offload,"
         " offload_tier, offload_dir, offload_cache_bytes, dump,"
-        " moment_dtype, rounding_seed, recompute, hoist_casts, bucket, update_in_backward,"
+        " moment_dtype, rounding_seed, stop_after, recompute, hoist_casts, bucket,"
+        " update_in_backward,"
         " prefetch, prefetch_across_steps, fuse_optimizer, peer_memory, master_weights,"
         " stochastic_rounding, offload_checksums, delayed_update, validate"
     )
@@ -378,7 +380,7 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         " Known: ZEROFX_STAGE, ZEROFX_LOWERING, ZEROFX_ACCUMULATE, ZEROFX_REDUCE_DTYPE,"
         " ZEROFX_BUCKET_BYTES, ZEROFX_MEMORY_BUDGET, ZEROFX_LINK, ZEROFX_OFFLOAD,"
         " ZEROFX_OFFLOAD_TIER, ZEROFX_OFFLOAD_DIR, ZEROFX_OFFLOAD_CACHE_BYTES, ZEROFX_DUMP,"
-        " ZEROFX_MOMENT_DTYPE, ZEROFX_ROUNDING_SEED, ZEROFX_RECOMPUTE,"
+        " ZEROFX_MOMENT_DTYPE, ZEROFX_ROUNDING_SEED, ZEROFX_STOP_AFTER, ZEROFX_RECOMPUTE,"
         " ZEROFX_HOIST_CASTS, ZEROFX_BUCKET,"
         " ZEROFX_UPDATE_IN_BACKWARD, ZEROFX_PREFETCH, ZEROFX_PREFETCH_ACROSS_STEPS,"
         " ZEROFX_FUSE_OPTIMIZER, ZEROFX_PEER_MEMORY, ZEROFX_MASTER_WEIGHTS,"

@@ -2,8 +2,11 @@
 
 import pytest
 
+import zerofx.__main__ as command_line
+from tests.planted import training
 from tests.planted.steps import FORMS
 from tests.planted.verdicts import verdicts
+from zerofx.trials import Command
 
 SOME = 12
 """By default one bug of so many is planted."""
@@ -28,3 +31,43 @@ def test_some_bugs_are_found_or_are_none(name):
 @pytest.mark.parametrize("name", FORMS)
 def test_every_bug_is_found_or_is_none(name):
     assert survivors_without_a_reason(name, lambda number: True) == []
+
+
+def named(bug, folder, monkeypatch, capsys):
+    """What bisect says of a training with this bug; a rank stands in for the command's process."""
+
+    def run(command, variables, file):
+        return training.status(bug, str(folder), variables, file.name)
+
+    monkeypatch.setattr(Command, "_status", run)
+    monkeypatch.chdir(folder)
+    assert command_line.main(["bisect", "--metric", training.LOSS, "--", "train"]) == 0
+    return capsys.readouterr().out
+
+
+OF_A_PASS_WITH_A_SWITCH = [
+    (name, kind, number)
+    for name in ("recompute", "hoist_casts", "prefetch_across_steps")
+    for kind, number in (("delete", 0), ("swap", 1))
+    if (name, kind) != ("prefetch_across_steps", "swap")  # which has one of everything
+]
+OF_A_PASS_WITHOUT = [
+    (name, kind, number)
+    for name in ("shard_optimizer", "shard_parameters", "place_offload", "place_files")
+    for kind, number in (("delete", 2), ("swap", 0), ("constant", 1))
+]
+TRIED = [("shard_optimizer", "constant", 1), ("recompute", "delete", 0)]
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(
+            bug, marks=() if bug in TRIED else pytest.mark.long, id=" ".join(map(str, bug))
+        )
+        for bug in OF_A_PASS_WITH_A_SWITCH + OF_A_PASS_WITHOUT
+    ],
+)
+def test_bisect_names_the_pass_of_a_bug(bug, tmp_path, monkeypatch, capsys):
+    text = named(bug, tmp_path, monkeypatch, capsys)
+    assert f"Behind {bug[0]} the run " in text, text

@@ -36,6 +36,7 @@ from zerofx.options import Options, environment, refuse_mode, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.stop_after import stopped
 from zerofx.picture.files import TimelineDump
 from zerofx.plan import KeptGathered
 from zerofx.progress import progress
@@ -195,7 +196,7 @@ class CompiledFunction:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
-        self.options = resolve(self.user_options)
+        self.options = stopped(resolve(self.user_options))
         is_used = self.options.stage == 3 or self.options.offload
         if self.options.memory_budget is not None and not is_used:
             logger.warning(
@@ -319,7 +320,9 @@ class Program:
 
         validator = None
         if ctx.options.validate:
-            validator = Validator(self.gm, ctx, PIPELINE, self._described_optimizers())
+            write_minimal = dump.write_minimal if dump else None
+            described = self._described_optimizers()
+            validator = Validator(self.gm, ctx, PIPELINE, described, write_minimal)
 
         def on_program(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
             if report is None and logger.isEnabledFor(logging.INFO):

@@ -1,4 +1,4 @@
-"""Finds the optional pass behind which a training run changes, by turning passes off.
+"""Finds the pass behind which a training run changes, by turning passes off.
 
 Source: Zeller 1999, "Yesterday, my program worked. Today, it does not. Why?".
 """
@@ -15,6 +15,33 @@ from zerofx.trials import Command, Trial, furthest
 SWITCHED = (*(step.name for step in PIPELINE if step.optional), "fuse_optimizer")
 """What is turned off from the end: the optional passes in their order, and what lowering does."""
 
+NEEDED = tuple(step.name for step in PIPELINE if not step.optional and step.name != "data_parallel")
+"""What ``stop_after`` does without: passes that the stage and offloads call for."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much of the compiler runs: with these passes ``off``, and nothing behind one.
+
+    ``adds`` is the pass that it has and the level below has not.
+    """
+
+    adds: str
+    off: tuple[str, ...]
+    stop_after: str | None = None
+
+
+LEVELS = (
+    Level("data_parallel", SWITCHED, "data_parallel"),
+    *(Level(name, SWITCHED, name) for name in NEEDED[:-1]),
+    Level(NEEDED[-1], SWITCHED),
+    *(Level(name, SWITCHED[n + 1 :]) for n, name in enumerate(SWITCHED)),
+)
+"""From data parallelism alone to everything, a pass at a time."""
+
+ALL_NEEDED = len(NEEDED)
+"""The level of the reference: every optional pass off."""
+
 
 class Undecided(CommandError):
     """The runs name no pass: says why, and what to try."""
@@ -24,14 +51,14 @@ class Undecided(CommandError):
 class Culprit:
     """The pass behind which the result changes, and the runs on both sides of it.
 
-    ``before`` ran with every switched pass in front of it, ``behind`` with it too; ``without`` ran
-    with it alone turned off, and ``is_enough`` says whether that ended well.
+    ``before`` ran with every pass in front of it, ``behind`` with it too.  Of one with a switch,
+    ``without`` ran with it alone turned off, and ``is_enough`` says whether that ended well.
     """
 
     name: str
     before: Trial
     behind: Trial
-    without: Trial
+    without: Trial | None
     is_enough: bool
 
 
@@ -39,8 +66,10 @@ class Bisection:
     """A search over runs of one command.
 
     Without a metric, a run that fails is bad.  With one, it is a run whose numbers are further
-    than ``tolerance`` (relative) from those of the reference, which has every switched pass off,
-    or that fails.  ``dump`` is the environment of the run that is to show its programs.
+    than ``tolerance`` (relative) from those of the reference, which has every optional pass off,
+    or that fails.  If it is bad itself, or nothing differs from it, the reference is the run with
+    data parallelism alone, and the fault is looked for in the passes that have no switch.
+    ``dump`` is the environment of the run that is to show its programs.
     """
 
     def __init__(self, command: Command, tolerance: float, dump: dict[str, str]) -> None:
@@ -62,55 +91,71 @@ class Bisection:
 
         Raises: Undecided if there are none, or the same run ends in two ways.
         """
-        behind = self._first_runs()
-        before = self.reference
-        assert before is not None
-        passed, failed = 0, len(SWITCHED)  # how many passes are on
+        passed, before, failed, behind = self._ends()
         while failed - passed > 1:
             middle = (passed + failed) // 2
-            trial = self.command.run(f"up to {SWITCHED[middle - 1]}", SWITCHED[middle:])
+            trial = self._at(middle, f"up to {LEVELS[middle].adds}")
             if self.is_bad(trial):
                 failed, behind = middle, trial
             else:
                 passed, before = middle, trial
-        name = SWITCHED[passed]
+        name = LEVELS[failed].adds
         self._again(before)
         self._again(behind, self.dump)
+        if name not in SWITCHED:
+            return Culprit(name, before, behind, None, False)
         without = self.command.run(f"{name} alone off", (name,))
         return Culprit(name, before, behind, without, not self.is_bad(without))
 
-    def _first_runs(self) -> Trial:
-        """The run as it is, which has to be bad, and the reference, which must not."""
-        metric = self.command.metric
+    def _at(self, level: int, why: str) -> Trial:
+        return self.command.run(why, LEVELS[level].off, stop_after=LEVELS[level].stop_after)
+
+    def _ends(self) -> tuple[int, Trial, int, Trial]:
+        """A level that is good and a higher one that is bad, with their runs."""
         everything = self.command.run("as it is")
-        if everything.succeeded and metric is None:
+        if everything.succeeded and self.command.metric is None:
             raise Undecided(
                 "the command succeeds as it is, so there is nothing to find. If what it prints is "
                 "wrong, say where with --metric, and how wrong with --tolerance."
             )
-        reference = self.command.run("every pass off", SWITCHED)
-        if not reference.succeeded:
-            raise Undecided(
-                f"the command fails ({reference.ending}) with every optional pass off too: no "
-                f"optional pass is to blame. {_error(reference)}Try ZEROFX_VALIDATE=1, which names "
-                "any pass; then ZEROFX_LOWERING=eager, ZEROFX_PEER_MEMORY=0 and smaller "
-                "ZEROFX_STAGE, one after the other."
-            )
-        if metric is not None and not reference.metric:
+        needed = self._at(ALL_NEEDED, "every pass off")
+        if needed.succeeded:
+            self._refer_to(needed)
+            if self.is_bad(everything):
+                return ALL_NEEDED, needed, len(LEVELS) - 1, everything
+        least = self._at(0, "data_parallel alone")
+        if not least.succeeded:
+            raise self._no_pass(needed if not needed.succeeded else least)
+        self._refer_to(least)
+        if self.is_bad(needed):
+            return 0, least, ALL_NEEDED, needed
+        raise Undecided(
+            "no run differs: with every optional pass off, and with data_parallel alone, the "
+            f"numbers are the same to {max(map(self.difference, (needed, everything))):.3g}, and "
+            f"--tolerance is {self.tolerance:g}."
+        )
+
+    def _refer_to(self, trial: Trial) -> None:
+        metric = self.command.metric
+        if metric is not None and not trial.metric:
             raise Undecided(
                 f"--metric {metric.pattern!r} finds nothing in what the command printed: "
-                f"{reference.output}."
+                f"{trial.output}."
             )
-        self.reference = reference
-        if not self.is_bad(everything):
-            raise Undecided(
-                f"no run differs: with every optional pass off, the numbers are the same to "
-                f"{self.difference(everything):.3g}, and --tolerance is {self.tolerance:g}."
-            )
-        return everything
+        self.reference = trial
+
+    def _no_pass(self, trial: Trial) -> Undecided:
+        what = "every optional pass off" if trial.stop_after is None else "data_parallel alone"
+        return Undecided(
+            f"the command fails ({trial.ending}) with {what} too: no pass can be named. "
+            f"{_error(trial)}Try ZEROFX_VALIDATE=1, which says of any pass whether it computes "
+            "something else; then ZEROFX_LOWERING=eager and ZEROFX_PEER_MEMORY=0, one after the "
+            "other."
+        )
 
     def _again(self, trial: Trial, extra: dict[str, str] | None = None) -> None:
-        again = self.command.run(f"run {trial.number} again", trial.off, extra)
+        why = f"run {trial.number} again"
+        again = self.command.run(why, trial.off, extra, stop_after=trial.stop_after)
         if self.is_bad(again) != self.is_bad(trial):
             raise Undecided(
                 f"runs {trial.number} and {again.number} have the same passes on and do not end "
@@ -125,8 +170,10 @@ def _error(trial: Trial) -> str:
     return f"It says: {error}. " if error else ""
 
 
-def passes_on(off: Sequence[str]) -> str:
+def passes_on(off: Sequence[str], stop_after: str | None = None) -> str:
     """What of the switched passes a run has on, in words."""
+    if stop_after is not None:
+        return f"{stop_after} and before"
     on = [name for name in SWITCHED if name not in off]
     if not off:
         return "all"

@@ -80,6 +80,17 @@ class ProgramDump:
             self._write(CONSTANTS_FILE, _saved(self.constants))
         compat.trace_program(f"zerofx_{number:02d}_{name}", lambda: text)
 
+    def write_minimal(self, before: fx.GraphModule, after: fx.GraphModule) -> str:
+        """Write the parts of two programs in which they differ; say where, in a sentence."""
+        for name, gm in (("minimal_before", before), ("minimal_after", after)):
+            text = program_text(gm, self.table, self.optimizers, self.constants)
+            run_it = f"Run it: python -m zerofx run {name}.py --random"
+            self._write(f"{name}.py", f"{self._headed(len(self.costs), name, [run_it])}\n\n{text}")
+        if self.constants:
+            self._write(CONSTANTS_FILE, _saved(self.constants))
+        where = f" in {self.folder.path / self.name}" if self.folder is not None else ""
+        return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
+
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program, when it first ran."""
         self._write(name, source)
@@ -127,12 +138,7 @@ class ProgramDump:
     def _header(self, number: int, name: str, report) -> str:
         after = self.costs[number][1]
         before = self.costs[number - 1][1] if number else None
-        lines = [
-            f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
-            f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
-        ]
-        if report is not None:
-            lines.append(_counts(report.counts))
+        lines = [] if report is None else [_counts(report.counts)]
         costs = [after] if before is None else [before, after]
         rows = [
             (what, *(_amount(what, getattr(c, field)) for c in costs))
@@ -144,6 +150,15 @@ class ProgramDump:
         lines += ["", *table.splitlines(), ""]
         lines += [self.figures] if self.figures else []
         lines.append(f"Run it again: python -m zerofx run {number:02d}_{name}.py --random")
+        return self._headed(number, name, lines)
+
+    def _headed(self, number: int, name: str, lines: Sequence[str]) -> str:
+        """The comments that a file begins with, and the facts of its rank."""
+        lines = [
+            f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
+            f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
+            *lines,
+        ]
         facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
         comments = (f"# {line}".rstrip() for line in lines)
         return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])

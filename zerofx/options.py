@@ -25,6 +25,21 @@ OPTIONAL_PASSES = (
     "prefetch_across_steps",
 )
 
+STOPS = (
+    "data_parallel",
+    "hoist_casts",
+    "bucket",
+    "shard_optimizer",
+    "shard_gradients",
+    "shard_parameters",
+    "update_in_backward",
+    "place_offload",
+    "offload_activations",
+    "prefetch",
+    "prefetch_across_steps",
+)
+"""Passes behind which a program runs without the later ones, as ``stop_after`` has it."""
+
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = ("clip",)
 
@@ -73,6 +88,8 @@ class Options:
     """The folder that receives the program after every pass; None writes nothing."""
     validate: bool = False
     """Each pass's program is run on random inputs, and compared with the one before; slow."""
+    stop_after: str | None = None
+    """The pass that is the last to run: what later ones shard or offload stays as it is."""
     recompute: bool = True
     hoist_casts: bool = True
     bucket: bool = True
@@ -258,9 +275,10 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def turned_off(names: Iterable[str]) -> dict[str, str]:
-    """The environment variables that turn these passes or switches off."""
-    return {_twin(name): "0" for name in names}
+def turned_off(names: Iterable[str], stop_after: str | None = None) -> dict[str, str]:
+    """The environment variables that turn these passes or switches off, and all behind one."""
+    off = {_twin(name): "0" for name in names}
+    return off if stop_after is None else {**off, _twin("stop_after"): stop_after}
 
 
 def refuse_mode(mode: object) -> None:
@@ -545,6 +563,7 @@ _ACCEPTED: dict[str, _Accepted] = {
     "dump": _Folder(),
     "moment_dtype": _Dtype(torch.bfloat16, torch.int8),
     "rounding_seed": _Integer(),
+    "stop_after": _Choice(STOPS, optional=True),
 }
 _SWITCHES = (
     "fuse_optimizer",

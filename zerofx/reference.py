@@ -197,15 +197,15 @@ class Reference:
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
 
-    def states(self) -> dict[str, Any]:
-        """What the optimizers keep, whole and by name.  Collective."""
+    def states(self) -> dict[tuple[int, str, str], Any]:
+        """What the optimizers keep, whole, by optimizer, parameter and name.  Collective."""
         found = {}
         for optimizer, index, name, value in self.updates.states():
             info = self.table[index]
             is_shard = isinstance(value, torch.Tensor) and value.shape == (info.shard_numel,)
             if is_shard and (optimizer, index) not in self._owned:
                 value = self.whole(value, index)
-            found[f"{name} of {info.name}, kept by optimizer {optimizer}"] = value
+            found[optimizer, info.name, name] = value
         return found
 
     # Host memory and files

@@ -25,7 +25,7 @@ _ERROR = re.compile(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrup
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the command, with the passes ``off``.
+    """One run of the command, with the passes ``off``, and all behind ``stop_after``.
 
     ``status`` is its exit status, None if the time limit ended it.  ``metric`` are the numbers
     that it printed, in order; ``output`` the file with all that it printed.
@@ -38,6 +38,7 @@ class Trial:
     metric: tuple[float, ...]
     seconds: float
     output: Path
+    stop_after: str | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -87,7 +88,12 @@ class Command:
                 old.unlink()
 
     def run(
-        self, why: str, off: Sequence[str] = (), extra: Mapping[str, str] | None = None
+        self,
+        why: str,
+        off: Sequence[str] = (),
+        extra: Mapping[str, str] | None = None,
+        *,
+        stop_after: str | None = None,
     ) -> Trial:
         """Run it once, and wait; ``extra`` is environment beside what turns passes off.
 
@@ -95,13 +101,13 @@ class Command:
         """
         number = len(self.trials) + 1
         output = self.folder / f"run{number}.txt"
-        changed = {**turned_off(off), **(extra or {})}
+        changed = {**turned_off(off, stop_after), **(extra or {})}
         began = time.monotonic()
         with output.open("ab") as file:
             status = self._status({**environment(), **changed}, file)
         seconds = time.monotonic() - began
         numbers = self._numbers(output)
-        trial = Trial(number, why, tuple(off), status, numbers, seconds, output)
+        trial = Trial(number, why, tuple(off), status, numbers, seconds, output, stop_after)
         self.trials.append(trial)
         return trial
 
@@ -142,9 +148,9 @@ class Command:
                 f"{found[:3]}. Let its first group hold the number alone: 'loss ([-+.\\w]+)'"
             ) from None
 
-    def line(self, off: Sequence[str] = (), extra: Mapping[str, str] | None = None) -> str:
+    def line(self, trial: Trial) -> str:
         """The same run, as one types it."""
-        variables = {**turned_off(off), **(extra or {})}
+        variables = turned_off(trial.off, trial.stop_after)
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         return " ".join([*words, shlex.join(self.words)])
 

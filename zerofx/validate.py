@@ -5,7 +5,8 @@ Source: Pnueli, Siegel and Singerman 1998, "Translation Validation".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,20 @@ from torch import fx, nn
 
 from zerofx import compat, ops
 from zerofx.dumped import DumpedProgram, parsed
-from zerofx.dumped_run import left_behind, random_inputs
+from zerofx.dumped_run import random_inputs
 from zerofx.errors import CommandError, ValidationError
 from zerofx.exchange import MOST_RANKS_IN_TURNS, Exchange, in_turns
-from zerofx.graph import copied, source_line, unreduced_results
+from zerofx.graph import copied, source_line
+from zerofx.minimal import cut_out
 from zerofx.optimizer_facts import rebuild
 from zerofx.passes.base import Pass, PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.plan import ParameterTable
 from zerofx.program_text import program_text
 from zerofx.reference import Reference, Updates
+from zerofx.visible import Visible, sources, visible
+
+logger = logging.getLogger("zerofx")
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far a result may be from the one before, of a pass that sums in another order: of the
@@ -42,8 +47,8 @@ class _Program:
 
     def run(
         self, exchange: Exchange, watch: Callable[[fx.Node, Any], None] | None = None
-    ) -> dict[str, Any]:
-        """What a run on random inputs leaves, by name: results, parameters, buffers, states."""
+    ) -> dict[Visible, Any]:
+        """What a run on random inputs leaves."""
         table = self.facts.table()
         inputs = random_inputs(self.facts, table, seed=0)
 
@@ -59,29 +64,7 @@ class _Program:
         torch.manual_seed(self.facts.rank)
         with torch.no_grad():
             returned = _Run(self.gm, reference, watch).run(*inputs.values())
-            return dict(self._visible(reference, inputs, returned))
-
-    def _visible(
-        self, reference: Reference, inputs: Mapping[str, Any], returned: Sequence[Any]
-    ) -> Iterator[tuple[str, Any]]:
-        facts = self.facts.facts
-        indices = {name: index for index, name in enumerate(facts["PARAMETERS"])}
-        unreduced = set(unreduced_results(self.gm.graph))
-        others = 0
-        for position, value in enumerate(returned):
-            of = facts["GRADIENTS"].get(position)
-            if of is None:
-                yield f"result {others}", value
-                others += 1
-                continue
-            if position in facts["SHARDED_RESULTS"] and value is not None:
-                value = reference.whole(value, indices[of])
-            if position in unreduced and value is not None:
-                value = torch.stack(list(reference.exchange(value))).mean(0)
-            yield f"the gradient of {of}", value
-        yield from left_behind(self.facts, reference, inputs).items()
-        # Updates may hide what is wrong with gradients: Adam's first has the size of none.
-        yield from reference.states().items()
+            return dict(visible(self.facts, self.gm, reference, inputs, returned))
 
 
 class _Run(fx.Interpreter):
@@ -113,6 +96,8 @@ class Validator:
 
     Every rank runs the passes of all, and their programs in turns: nobody waits for anybody.
     Inputs are random, of the sizes that the step was captured with; optimizers have no states yet.
+    ``write_minimal`` is given the part before and behind a pass that shows a difference, and says
+    where it has written it.
 
     Raises: ValidationError for more ranks than ``MOST_RANKS_IN_TURNS``.
     """
@@ -123,13 +108,14 @@ class Validator:
         ctx: PassContext,
         pipeline: Sequence[Pass],
         optimizers: Mapping[int, Mapping[str, Any]],
+        write_minimal: Callable[[fx.GraphModule, fx.GraphModule], str] | None = None,
     ) -> None:
         if ctx.world_size > MOST_RANKS_IN_TURNS:
             raise ValidationError(
                 f"validate runs the programs of all {ctx.world_size} ranks in each of them, and "
                 f"does so for up to {MOST_RANKS_IN_TURNS}. Validate the step on fewer ranks."
             )
-        self.ctx, self.optimizers = ctx, optimizers
+        self.ctx, self.optimizers, self.write_minimal = ctx, optimizers, write_minimal
         self.is_bitwise = {step.name: step.preserves_numerics for step in pipeline}
         self._others = {
             rank: self._programs_of(rank, gm, pipeline)
@@ -137,7 +123,7 @@ class Validator:
             if rank != ctx.rank
         }
         self.programs: list[_Program] = []
-        self.results: list[dict[str, Any]] = []
+        self.results: list[dict[Visible, Any]] = []
 
     def _programs_of(
         self, rank: int, gm: fx.GraphModule, pipeline: Sequence[Pass]
@@ -148,14 +134,15 @@ class Validator:
         found: dict[str, _Program] = {}
 
         def keep(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
-            found[name] = self._kept(name, gm, ctx)
+            found[name] = self._kept(name, gm, table, rank)
 
         run_pipeline(fx.GraphModule(gm, copied(gm.graph)), ctx, pipeline, keep)
         return found
 
-    def _kept(self, name: str, gm: fx.GraphModule, ctx: PassContext) -> _Program:
-        header = f"RANK = {ctx.rank}\nWORLD_SIZE = {ctx.world_size}\nSTAGE = {ctx.options.stage}\n"
-        text = header + program_text(gm, ctx.table, self.optimizers, {})
+    def _kept(self, name: str, gm: fx.GraphModule, table: ParameterTable, rank: int) -> _Program:
+        ctx = self.ctx
+        header = f"RANK = {rank}\nWORLD_SIZE = {ctx.world_size}\nSTAGE = {ctx.options.stage}\n"
+        text = header + program_text(gm, table, self.optimizers, {})
         facts = parsed(Path(name), text, torch.__version__, name)
         if any(of.get("unreduced") for of in facts.facts["INPUTS"].values()):
             raise ValidationError(
@@ -171,7 +158,7 @@ class Validator:
         Raises: ValidationError with the pass and the first node that computes something else.
         """
         with compat.real_tensors():  # whoever compiles has everything made fake
-            self._compare(name, self._kept(name, gm, self.ctx))
+            self._compare(name, self._kept(name, gm, self.ctx.table, self.ctx.rank))
 
     def _compare(self, name: str, mine: _Program) -> None:
         programs = [
@@ -194,44 +181,101 @@ class Validator:
         return _bitwise(one, other) if self.is_bitwise[name] else _close(one, other)
 
     def _differs(
-        self, name: str, what: str, rank: int, programs: Sequence[_Program]
+        self, name: str, what: Visible, rank: int, programs: Sequence[_Program]
     ) -> ValidationError:
-        node = self._first_different(name, rank, programs)
+        found = self._difference(name, rank, programs)
         where = "of none that both programs have"
-        if node is not None:
-            line = source_line(node)
-            where = f"node {node.name!r}{f', of {line}' if line else ''}"
+        if found.first is not None:
+            line = source_line(found.first)
+            where = f"node {found.first.name!r}{f', of {line}' if line else ''}"
         how = "bitwise" if self.is_bitwise[name] else "but for rounding"
         return ValidationError(
             f"pass {name!r} has changed what the step computes: {what} on rank {rank} is not "
             f"what it was before the pass, and should be {how}. The first result that differs is "
-            f"that {where}. This is a fault of zerofx: please report it with the dump "
-            "(ZEROFX_DUMP), and turn the pass off meanwhile if it has a switch."
+            f"that {where}.{self._written_minimal(name, what, found, programs)} This is a fault of "
+            "zerofx: please report it with the dump (ZEROFX_DUMP), and turn the pass off meanwhile "
+            "if it has a switch."
         )
 
-    def _first_different(
-        self, name: str, rank: int, programs: Sequence[_Program]
-    ) -> fx.Node | None:
-        """The first node of the new program whose namesake in the old one gave something else."""
-        before: dict[str, Any] = {}
-        found: list[fx.Node] = []
+    def _difference(self, name: str, rank: int, programs: Sequence[_Program]) -> _Difference:
+        """Run both programs again, and compare what has the same name in them."""
+        before: list[dict[str, torch.Tensor]] = [{} for _ in programs]
+        alike: list[set[str]] = [set() for _ in programs]
+        first: list[fx.Node] = []
 
-        def note(node: fx.Node, result: Any) -> None:
+        def note(of: int, node: fx.Node, result: Any) -> None:
             if isinstance(result, torch.Tensor) and node.op == "call_function":
-                before[node.name] = result.detach().clone()
+                before[of][node.name] = result.detach().clone()
 
-        def compare(node: fx.Node, result: Any) -> None:
-            known = before.get(node.name)
-            if known is None or not isinstance(result, torch.Tensor) or found:
+        def compare(of: int, node: fx.Node, result: Any) -> None:
+            known = before[of].get(node.name)
+            if known is None or not isinstance(result, torch.Tensor):
                 return
-            if known.shape == result.shape and not self.same(name, known, result):
-                found.append(node)
+            if (known.shape, known.dtype) != (result.shape, result.dtype):
+                return
+            if _bitwise(known, result):
+                alike[of].add(node.name)
+            elif of == rank and not first and not self.same(name, known, result):
+                first.append(node)
 
         for everyone, watch in ((self.programs, note), (programs, compare)):
-            runs = [program.run for program in everyone]
-            runs[rank] = partial(everyone[rank].run, watch=watch)
-            in_turns(runs)
-        return found[0] if found else None
+            in_turns(
+                [partial(one.run, watch=partial(watch, of)) for of, one in enumerate(everyone)]
+            )
+        given = {
+            node: all(
+                one[node].shape == before[0][node].shape and _bitwise(one[node], before[0][node])
+                for one in before
+            )
+            for node in set.intersection(*alike)
+        }
+        return _Difference(first[0] if first else None, given)
+
+    def _written_minimal(
+        self, name: str, what: Visible, found: _Difference, programs: Sequence[_Program]
+    ) -> str:
+        """Cut out where the programs differ, if a part shows it; in words, where it is written."""
+        if self.write_minimal is None:
+            return ""
+        for given in (found.given, {}):
+            try:
+                pairs = [
+                    [self._cut(one, what, found.first, given) for one in everyone]
+                    for everyone in (self.programs, programs)
+                ]
+                results = [in_turns([one.run for one in everyone]) for everyone in pairs]
+            except Exception as error:  # a part need not run: the whole has been told
+                logger.debug("no minimal program: %s", error)
+                continue
+            if any(
+                not self.same(name, before.get(key), after.get(key))
+                for before, after in zip(*results, strict=True)
+                for key in {**before, **after}
+            ):
+                mine = [everyone[self.ctx.rank].gm for everyone in pairs]
+                return f" {self.write_minimal(*mine)}"
+        return ""
+
+    def _cut(
+        self, program: _Program, what: Visible, first: fx.Node | None, given: Mapping[str, bool]
+    ) -> _Program:
+        ends = sources(program.facts, program.gm, what)
+        if first is not None:
+            ends = [node for node in program.gm.graph.nodes if node.name == first.name]
+        cut = cut_out(program.gm, ends, given)
+        return self._kept("minimal", cut, program.facts.table(), program.facts.rank)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first node of the new program that computes something else than its namesake.
+
+    ``given`` are the names of those that compute the same on every rank, and whether that is the
+    same on all of them.
+    """
+
+    first: fx.Node | None
+    given: Mapping[str, bool]
 
 
 def _bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:

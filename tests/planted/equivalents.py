@@ -10,20 +10,23 @@ from torch import fx
 from tests.planted.bugs import Bug, layout, roots, stand_in
 from zerofx import ops
 from zerofx.graph import aliased_inputs, is_random, memory_of, mutated_inputs
+from zerofx.plan import ParameterTable
 
 aten = torch.ops.aten
 
 
-def why_equivalent(bug: Bug, graph: fx.Graph) -> str | None:
+def why_equivalent(bug: Bug, graph: fx.Graph, table: ParameterTable) -> str | None:
     """Why the program with this change computes what it did; None if nobody knows."""
     nodes = {node.name: node for node in graph.nodes}
     node, other = nodes[bug.node], nodes.get(bug.other)
     if bug.kind == "duplicate" and _is_pure(node):
         return "the copy computes the same of the same operands"
+    if bug.kind == "duplicate" and _draws_nothing(node):
+        return "the copy computes the same of the same operands"
     if bug.kind == "delete" and _is_pure(node) and not node.users:
         return "nobody reads it"
-    if bug.kind == "delete" and _is_same_view(node, stand_in(node)):
-        return "its operand is the same memory in the same shape"
+    if bug.kind == "delete":
+        return _why_unneeded(node, table)
     if bug.kind == "apply twice":
         return _why_idempotent(node, other)
     if bug.kind in ("move up", "move down"):
@@ -41,6 +44,30 @@ def _is_pure(node: fx.Node) -> bool:
     others = (ops.free, ops.carry, ops.drop_value, ops.update, ops.on_owners, ops.optimizer_step)
     acts = node.target in (*effects, *others) or ops.is_move(node.target)
     return not (acts or mutated_inputs(node) or is_random(node))
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a node that could drop some of its operand is told to drop none."""
+    if not is_random(node):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) == 0.0
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def _why_unneeded(node: fx.Node, table: ParameterTable) -> str | None:
+    if _is_same_view(node, stand_in(node)):
+        return "its operand is the same memory in the same shape"
+    if node.target in _VIEWS and all(user.target in _VIEWS for user in node.users):
+        return "its readers lay it out anew"
+    if node.target is ops.mask_padding:
+        info = table[node.args[1]]
+        if info.shard_numel * info.world_size == info.numel:
+            return "there is no padding to mask"
+    return None
 
 
 def _is_same_view(node: fx.Node, source: Any) -> bool:
@@ -88,6 +115,8 @@ def _changes(node: fx.Node) -> set[fx.Node]:
 
 def _why_symmetric(node: fx.Node, other: fx.Node) -> str | None:
     """Two parts of a norm may change places: how it rounds is all that differs."""
+    if node.target is ops.wait_move and not (node.users or other.users):
+        return "both only wait, and nobody reads what for"
     ends = [_end_of_chain(one) for one in (node, other)]
     if ends[0] is ends[1] and ends[0].target is aten.stack.default:
         if {user.target for user in ends[0].users} <= {aten.linalg_vector_norm.default}:

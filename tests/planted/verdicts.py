@@ -75,8 +75,11 @@ class _After:
 
     def verdict(self, bug: Bug, validator: Validator) -> Verdict:
         found_by = self._found_by(bug, validator)
-        why = "" if found_by in KILLED else why_equivalent(bug, self.ranks[0].gm.graph) or ""
-        return Verdict(self.name, bug, found_by, why)
+        program = self.ranks[0]
+        why = None
+        if found_by not in KILLED:
+            why = why_equivalent(bug, program.gm.graph, program.facts.table())
+        return Verdict(self.name, bug, found_by, why or "")
 
     def _found_by(self, bug: Bug, validator: Validator) -> str:
         broken = []

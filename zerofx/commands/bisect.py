@@ -1,4 +1,4 @@
-"""``python -m zerofx bisect -- command``: the optional pass that a training run fails of."""
+"""``python -m zerofx bisect -- command``: the pass that a training run fails of."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def add_to(subparsers: Any) -> None:
     """Add the command ``bisect``."""
     parser = subparsers.add_parser(
         "bisect",
-        help="find the optional pass that a training run fails of",
-        description="Run a training command again and again with optional passes turned off, and "
-        "say behind which of them it begins to fail, or with --metric to print other numbers.",
+        help="find the pass that a training run fails of",
+        description="Run a training command again and again with passes turned off, and say "
+        "behind which of them it begins to fail, or with --metric to print other numbers.",
         usage="%(prog)s [-h] [--metric REGEX] [--tolerance T] [--timeout SECONDS] [--out FOLDER] "
         "-- COMMAND ...",
     )
@@ -78,7 +78,7 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         with interruptible():
             culprit = bisection.search()
-            validated = _validated(command, culprit)
+            validated = _validated(command, culprit, chosen.out / "validated")
     except KeyboardInterrupt:
         print(f"{_table(bisection)}\n\nInterrupted: no pass is named.")
         return _INTERRUPTED
@@ -88,13 +88,15 @@ def run(chosen: argparse.Namespace) -> int:
             sys.stdout.flush()
         raise
     print(f"{_table(bisection)}\n")
-    for line in _report(bisection, culprit, validated, dumps):
+    for line in _report(bisection, culprit, validated, chosen.out):
         print(line)
     return 0
 
 
-def _validated(command: Command, culprit: Culprit) -> Trial:
-    return command.run("and validated", culprit.behind.off, {"ZEROFX_VALIDATE": "1"})
+def _validated(command: Command, culprit: Culprit, dumps: Path) -> Trial:
+    behind = culprit.behind
+    variables = {"ZEROFX_VALIDATE": "1", "ZEROFX_DUMP": str(dumps.absolute())}
+    return command.run("and validated", behind.off, variables, stop_after=behind.stop_after)
 
 
 def _table(bisection: Bisection) -> str:
@@ -106,7 +108,7 @@ def _table(bisection: Bisection) -> str:
     headers += ["last number", "differs by"] if has_metric else []
     rows = []
     for trial in bisection.command.trials:
-        row = [str(trial.number), trial.why, passes_on(trial.off), trial.ending]
+        row = [str(trial.number), trial.why, passes_on(trial.off, trial.stop_after), trial.ending]
         row.append(f"{trial.seconds:.1f}")
         if has_metric:
             row.append(f"{trial.metric[-1]:.9g}" if trial.metric else "none")
@@ -116,7 +118,7 @@ def _table(bisection: Bisection) -> str:
     return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def _report(bisection: Bisection, culprit: Culprit, validated: Trial, dumps: Path) -> Iterator[str]:
+def _report(bisection: Bisection, culprit: Culprit, validated: Trial, out: Path) -> Iterator[str]:
     """The pass, how to see it again, and what it does to the program."""
     command, name, behind = bisection.command, culprit.name, culprit.behind
     changed = "begins to fail" if not behind.succeeded else "prints other numbers"
@@ -126,7 +128,9 @@ def _report(bisection: Bisection, culprit: Culprit, validated: Trial, dumps: Pat
     named = re.search(r"in pass '(\w+)' of zerofx", behind.text())
     if named and named[1] != name:
         yield f"It is raised in another pass, {named[1]}, which stumbles on what {name} does."
-    if culprit.is_enough:
+    if culprit.without is None:
+        yield f"{name} has no switch: a smaller stage, or no offload, does without it."
+    elif culprit.is_enough:
         yield f"With {name} alone turned off it does not: go on with ZEROFX_{name.upper()}=0."
     else:
         yield (
@@ -135,12 +139,13 @@ def _report(bisection: Bisection, culprit: Culprit, validated: Trial, dumps: Pat
         )
     yield ""
     yield from _validation(culprit, validated)
+    yield from _minimal(out / "validated")
     yield ""
-    yield from _rewrites(name, dumps)
+    yield from _rewrites(name, out / "dumps")
     yield ""
     yield "To see it again, without the pass and with it:"
-    yield f"  {command.line(culprit.before.off)}"
-    yield f"  {command.line(behind.off)}"
+    yield f"  {command.line(culprit.before)}"
+    yield f"  {command.line(behind)}"
     yield f"What every run has printed is in {command.folder}/run<number>.txt."
 
 
@@ -161,6 +166,29 @@ def _validation(culprit: Culprit, validated: Trial) -> Iterator[str]:
         "inputs it computes what it did before. The fault is in how it is lowered or run, or "
         "shows with your data and states alone."
     )
+
+
+def _minimal(dumps: Path) -> Iterator[str]:
+    """The least of the programs before and behind the pass that shows what is wrong with it."""
+    for before in sorted(dumps.glob("rank0/*/minimal_before.py")):
+        yield ""
+        yield "The least that shows it, before the pass and behind it:"
+        after = before.with_name("minimal_after.py")
+        for path in (before, after):
+            yield ""
+            yield f"  $ python -m zerofx run {path} --random"
+            yield from (f"    {line}" for line in _function(path) if line.strip())
+
+
+def _function(path: Path) -> Iterator[str]:
+    """The lines of a dumped program's function, without comments."""
+    from zerofx.dumped import read
+
+    for line in read(path).lines:
+        if line.startswith("if __name__"):
+            return
+        if not line.lstrip().startswith("#"):
+            yield line
 
 
 def _rewrites(name: str, dumps: Path) -> Iterator[str]:

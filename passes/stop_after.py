@@ -1,0 +1,41 @@
+"""The option ``stop_after``: the step as it is behind one pass, without those that come later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from zerofx.options import Options
+from zerofx.passes.pipeline import PIPELINE
+
+
+def stopped(options: Options) -> Options:
+    """Options with which no pass behind ``stop_after`` runs: what the stage and offload let be.
+
+    Later optional passes are off, what later passes shard or offload stays whole and on the device.
+
+    Raises: ValueError if what else is chosen needs a later pass.
+    """
+    if options.stop_after is None:
+        return options
+    names = [step.name for step in PIPELINE]
+    later = PIPELINE[names.index(options.stop_after) + 1 :]
+    changed: dict[str, Any] = {step.name: False for step in later if step.optional}
+    shards = [step for step in later if not (step.optional or step.offloads)]
+    changed["stage"] = min([options.stage, *(step.smallest_stage - 1 for step in shards)])
+    movers = [step for step in later if step.offloads and not step.tiers]
+    missing = {"auto", *(target for step in movers for target in step.offloads)} if movers else ()
+    offload = tuple(target for target in options.offload if target not in missing)
+    changed["offload"] = offload
+    if any(step.tiers for step in later) or not offload:
+        changed |= {"offload_tier": "cpu", "offload_dir": (), "offload_cache_bytes": None}
+        changed["offload_checksums"] = False
+    if options.delayed_update and (changed["stage"] < 3 or "optimizer" not in offload):
+        changed["delayed_update"] = False
+    for name in ("master_weights", "moment_dtype"):
+        if changed["stage"] == 0 and getattr(options, name):
+            raise ValueError(
+                f"stop_after={options.stop_after!r} leaves optimizer states whole, and {name} needs"
+                f" them sharded: stop after 'shard_optimizer' or later, or drop {name}"
+            )
+    return replace(options, **changed)
