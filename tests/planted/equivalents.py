@@ -65,7 +65,7 @@ def _why_unneeded(node: fx.Node, table: ParameterTable) -> str | None:
         return "its readers lay it out anew"
     if node.target is ops.mask_padding:
         info = table[node.args[1]]
-        if info.shard_numel * info.world_size == info.numel:
+        if all(info.extent_of(rank) == info.owned_by(rank) for rank in range(info.world_size)):
             return "there is no padding to mask"
     return None
 
