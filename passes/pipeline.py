@@ -56,6 +56,7 @@ PIPELINE = (
         shard_gradients,
         requires=frozenset({"sharded_updates"}),
         provides=frozenset({"sharded_gradients"}),
+        preserves_numerics=False,  # so are norms of gradients that cross calls
         smallest_stage=2,
     ),
     Pass(

@@ -6,21 +6,137 @@ Source of the idea: Weiser 1981, "Program Slicing".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.exchange import in_turns
 from zerofx.graph import (
     InputRole,
     aliases,
     copied,
     memory_of,
     mutated_inputs,
+    placeholders,
     program_order,
     set_input_role,
+    writers,
 )
+from zerofx.observed import ObservedProgram
+
+logger = logging.getLogger("zerofx")
+
+Same = Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The first node of a program that computes something else than its namesake before.
+
+    ``given`` are the names of those that compute the same on every rank, and whether that is the
+    same on all of them.
+    """
+
+    first: fx.Node | None
+    given: Mapping[str, bool]
+
+
+def compare_by_name(
+    before: Sequence[ObservedProgram], after: Sequence[ObservedProgram], rank: int, same: Same
+) -> Differences:
+    """Run both programs of all ranks, and compare nodes of one name; the first is this rank's."""
+    results: list[dict[str, torch.Tensor]] = [{} for _ in before]
+    alike: list[set[str]] = [set() for _ in before]
+    first: list[fx.Node] = []
+
+    def note(of: int, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor) and node.op == "call_function":
+            results[of][node.name] = result.detach().clone()
+
+    def compare(of: int, node: fx.Node, result: Any) -> None:
+        known = results[of].get(node.name)
+        if known is None or not isinstance(result, torch.Tensor):
+            return
+        if (known.shape, known.dtype) != (result.shape, result.dtype):
+            return
+        if bitwise(known, result):
+            alike[of].add(node.name)
+        elif of == rank and not first and not same(known, result):
+            first.append(node)
+
+    for programs, watch in ((before, note), (after, compare)):
+        watches = [partial(watch, of) for of in range(len(programs))]
+        in_turns([partial(one.run, watch=w) for one, w in zip(programs, watches, strict=True)])
+    given = {
+        name: all(bitwise(results[0][name], ranks[name]) for ranks in results)
+        for name in set.intersection(*alike)
+    }
+    return Differences(first[0] if first else None, given)
+
+
+def minimal(
+    before: Sequence[ObservedProgram],
+    after: Sequence[ObservedProgram],
+    what: str,
+    found: Differences,
+    same: Same,
+) -> tuple[list[ObservedProgram], list[ObservedProgram]] | None:
+    """The least part of both programs, by rank, that still differs; None if no part does.
+
+    ``what`` is what can be seen to differ, in case that no node of one name does.
+    """
+    for given in (found.given, {}):
+        try:
+            parts = _parts(before, what, found, given), _parts(after, what, found, given)
+            seen = [in_turns([one.run for one in programs]) for programs in parts]
+        except Exception as error:  # a part need not run: who asks has the whole
+            logger.debug("no part of the programs with %d inputs runs: %s", len(given), error)
+            continue
+        pairs = zip(*seen, strict=True)
+        if any(not same(one.get(w), two.get(w)) for one, two in pairs for w in {**one, **two}):
+            return parts
+    return None
+
+
+def _parts(
+    programs: Sequence[ObservedProgram], what: str, found: Differences, given: Mapping[str, bool]
+) -> list[ObservedProgram]:
+    """What leads to the first difference, of each rank's program."""
+    parts = []
+    for program in programs:
+        ends = _makers(program, what)
+        if found.first is not None:
+            ends = [node for node in program.graph.nodes if node.name == found.first.name]
+        parts.append(program.reduced_to(cut_out(program.module(), ends, given)))
+    return parts
+
+
+def _makers(program: ObservedProgram, what: str) -> list[fx.Node]:
+    """The nodes that write to the parameter, the gradient or the buffer that ``what`` names."""
+    facts = program.facts.facts
+    found = _NAMED.search(what)
+    inputs = zip(placeholders(program.graph), facts["INPUTS"].items(), strict=True)
+    names = {node: of.get("parameter", name) for node, (name, of) in inputs}
+    inputs_named = [node for node, name in names.items() if found and name == found[1]]
+    return [writer for node in inputs_named for writer in writers(node)]
+
+
+_NAMED = re.compile(r"(?:parameter|buffer|gradient of|is given for) (.+?)(?: for the \d+\. time)?$")
+
+
+def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and bits."""
+    if one.shape != other.shape:
+        return False
+    data = [value.detach().contiguous().view(-1).view(torch.uint8) for value in (one, other)]
+    return torch.equal(*data)
 
 
 def cut_out(

@@ -92,6 +92,14 @@ def program_text(
     return _Text(gm, table, optimizers, constants).file()
 
 
+def program_facts(gm: fx.GraphModule, table: ParameterTable) -> dict[str, Any]:
+    """What a dumped program's text says of its parameters, inputs and results, by the same names.
+
+    Optimizers and obstacles are not among them.
+    """
+    return _Text(gm, table, {}, {}).facts()
+
+
 class _Text:
     def __init__(
         self,
@@ -112,17 +120,19 @@ class _Text:
         self.obstacles: list[str] = []  # to running it again: none, for most programs
 
     def file(self) -> str:
-        graph = self.gm.graph
-        program = self._program()  # first: it notes what the facts say
-        inputs = [(self.names[node], self._input(node)) for node in placeholders(graph)]
-        gradients = gradient_outputs(graph).items()
+        program = self._program()  # first: it notes optimizers, constants and obstacles
+        facts = self.facts()
+
+        def as_dict(fact: str) -> str:
+            return dict_text(fact, ((repr(k), repr(v)) for k, v in facts[fact].items()))
+
         return "\n\n".join(
             [
-                dict_text("PARAMETERS", ((repr(i.name), repr(_described(i))) for i in self.table)),
+                as_dict("PARAMETERS"),
                 list_text("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
-                dict_text("INPUTS", ((repr(name), repr(described)) for name, described in inputs)),
-                dict_text("GRADIENTS", ((str(p), repr(self.table[i].name)) for p, i in gradients)),
-                f"SHARDED_RESULTS = {sorted(sharded_results(graph))}",
+                as_dict("INPUTS"),
+                as_dict("GRADIENTS"),
+                f"SHARDED_RESULTS = {facts['SHARDED_RESULTS']}",
                 list_text("OBSTACLES", map(repr, self.obstacles)),
                 _IMPORTS,
                 self._constants(),
@@ -130,6 +140,16 @@ class _Text:
                 f"{_RUN}\n",
             ]
         )
+
+    def facts(self) -> dict[str, Any]:
+        graph = self.gm.graph
+        gradients = gradient_outputs(graph).items()
+        return {
+            "PARAMETERS": {info.name: _described(info) for info in self.table},
+            "INPUTS": {self.names[node]: self._input(node) for node in placeholders(graph)},
+            "GRADIENTS": {position: self.table[index].name for position, index in gradients},
+            "SHARDED_RESULTS": sorted(sharded_results(graph)),
+        }
 
     def _constants(self) -> str:
         text = dict_text("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))

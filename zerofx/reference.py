@@ -7,7 +7,7 @@ they give is what a program says.  Compare the runtime, which is what a step run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class Updates:
             self._made[optimizer] = self._make(optimizer, stand_ins), stand_ins
         made, stand_ins = self._made[optimizer]
         for index, value, grad in zip(parameters, values, grads, strict=True):
+            self._cut_states(made.state.get(stand_ins[index], {}), self._table[index], value)
             stand_ins[index].data = value.detach()
             stand_ins[index].grad = grad.detach().to(value.device, value.dtype)
         with torch.enable_grad():
@@ -57,12 +58,12 @@ class Updates:
         for index in parameters:
             stand_ins[index].grad = None
 
-    def states(self) -> Iterator[tuple[int, int, str, Any]]:
-        """What the optimizers keep: (optimizer, parameter, name, value)."""
-        for optimizer, (made, stand_ins) in sorted(self._made.items()):
-            for index, stand_in in enumerate(stand_ins):
-                for name, value in made.state.get(stand_in, {}).items():
-                    yield optimizer, index, name, value
+    def _cut_states(self, states: dict[str, Any], info: ParameterInfo, value: torch.Tensor) -> None:
+        """Cut states that are whole, for an optimizer makes them when it is made, as Adagrad."""
+        for name, state in states.items():
+            is_whole = isinstance(state, torch.Tensor) and state.dim() and state.shape == info.shape
+            if is_whole and value.shape != info.shape:
+                states[name] = take_shard(state.to(value.device), info, info.rank)
 
 
 class Reference:
@@ -76,7 +77,10 @@ class Reference:
         self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
         self.rank, self.exchange, self.updates = rank, exchange, updates
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
-        self._owned: set[tuple[int, int]] = set()
+
+    def is_updated_whole(self, optimizer: int, parameter: int) -> bool:
+        """Whether the owners have updated this parameter, and ranks are to take their shards."""
+        return (optimizer, parameter) in self._wholes
 
     # Communication
 
@@ -183,7 +187,6 @@ class Reference:
         self.updates.step(optimizer, parameters, updated, averaged, found_inf)
         for index, whole in zip(parameters, updated, strict=True):
             self._wholes[optimizer, index] = whole
-            self._owned.add((optimizer, index))
         return [torch.full_like(grad, math.nan) for grad in grads]
 
     def whole(self, shard: torch.Tensor, index: int) -> torch.Tensor:
@@ -196,17 +199,6 @@ class Reference:
             start, stop = info.extent_of(rank)
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
-
-    def states(self) -> dict[tuple[int, str, str], Any]:
-        """What the optimizers keep, whole, by optimizer, parameter and name.  Collective."""
-        found = {}
-        for optimizer, index, name, value in self.updates.states():
-            info = self.table[index]
-            is_shard = isinstance(value, torch.Tensor) and value.shape == (info.shard_numel,)
-            if is_shard and (optimizer, index) not in self._owned:
-                value = self.whole(value, index)
-            found[optimizer, info.name, name] = value
-        return found
 
     # Host memory and files
 

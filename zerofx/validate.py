@@ -9,26 +9,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from zerofx import compat, ops
-from zerofx.dumped import DumpedProgram, parsed
-from zerofx.dumped_run import random_inputs
-from zerofx.errors import CommandError, ValidationError
-from zerofx.exchange import MOST_RANKS_IN_TURNS, Exchange, in_turns
+from zerofx import compat
+from zerofx.errors import ValidationError
+from zerofx.exchange import MOST_RANKS_IN_TURNS, in_turns
 from zerofx.graph import copied, source_line
-from zerofx.minimal import cut_out
-from zerofx.optimizer_facts import rebuild
+from zerofx.minimal import bitwise, compare_by_name, minimal
+from zerofx.observed import ObservedProgram
 from zerofx.passes.base import Pass, PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.plan import ParameterTable
-from zerofx.program_text import program_text
-from zerofx.reference import Reference, Updates
-from zerofx.visible import Visible, sources, visible
 
 logger = logging.getLogger("zerofx")
 
@@ -36,59 +30,27 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, tor
 """How far a result may be from the one before, of a pass that sums in another order: of the
 largest element's size."""
 
+COARSEST = 0.25
+"""The same for every other dtype."""
+
+MOST_AMPLIFIED = 0.01
+"""The share of a parameter's elements that may be farther off where only the update differs."""
+
+Observed = list[dict[str, Any]]
+"""What can be seen of one run of all ranks' programs, by rank."""
+
 
 @dataclass(frozen=True)
-class _Program:
-    """One rank's program as it was behind a pass."""
+class Observation:
+    """All ranks' programs as they were behind a pass, and what can be seen of them."""
 
-    gm: fx.GraphModule
-    facts: DumpedProgram
-    optimizers: Mapping[int, Mapping[str, Any]]
+    programs: Sequence[ObservedProgram]
+    seen: Observed
 
-    def run(
-        self, exchange: Exchange, watch: Callable[[fx.Node, Any], None] | None = None
-    ) -> dict[Visible, Any]:
-        """What a run on random inputs leaves."""
-        table = self.facts.table()
-        inputs = random_inputs(self.facts, table, seed=0)
-
-        def optimizer(handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
-            names = {info.name: one for info, one in zip(table, stand_ins, strict=True)}
-            try:
-                return rebuild(self.optimizers[handle], names)
-            except CommandError:  # all programs are compared with the same one
-                return torch.optim.SGD(stand_ins, lr=0.01)
-
-        updates = Updates(table, optimizer)
-        reference = Reference(table, self.facts.rank, exchange, updates)
-        torch.manual_seed(self.facts.rank)
-        with torch.no_grad():
-            returned = _Run(self.gm, reference, watch).run(*inputs.values())
-            return dict(visible(self.facts, self.gm, reference, inputs, returned))
-
-
-class _Run(fx.Interpreter):
-    """Runs a graph with the reference's kernels, and shows who ``watch`` is each result."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        reference: Reference,
-        watch: Callable[[fx.Node, Any], None] | None,
-    ) -> None:
-        super().__init__(gm)
-        self.reference, self.watch = reference, watch
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if ops.is_ours(target):
-            target = getattr(self.reference, target._schema.name.split("::")[1])
-        return super().call_function(target, args, kwargs)
-
-    def run_node(self, node: fx.Node) -> Any:
-        result = super().run_node(node)
-        if self.watch is not None:
-            self.watch(node, result)
-        return result
+    @classmethod
+    def of(cls, programs: Sequence[ObservedProgram]) -> Observation:
+        """Run the programs.  Raises: what a program raises."""
+        return cls(programs, _seen(programs))
 
 
 class Validator:
@@ -96,8 +58,8 @@ class Validator:
 
     Every rank runs the passes of all, and their programs in turns: nobody waits for anybody.
     Inputs are random, of the sizes that the step was captured with; optimizers have no states yet.
-    ``write_minimal`` is given the part before and behind a pass that shows a difference, and says
-    where it has written it.
+    ``before`` and ``after`` are what was compared last.  ``write_minimal`` is given the least part of
+    both programs that shows a difference, and says where it has written it.
 
     Raises: ValidationError for more ranks than ``MOST_RANKS_IN_TURNS``.
     """
@@ -122,35 +84,22 @@ class Validator:
             for rank in range(ctx.world_size)
             if rank != ctx.rank
         }
-        self.programs: list[_Program] = []
-        self.results: list[dict[Visible, Any]] = []
+        self.before: Observation | None = None
+        self.after: Observation | None = None
 
     def _programs_of(
         self, rank: int, gm: fx.GraphModule, pipeline: Sequence[Pass]
-    ) -> dict[str, _Program]:
+    ) -> dict[str, ObservedProgram]:
         """Another rank's programs, as it would make them of this one's captured step."""
         table = ParameterTable(tuple(replace(info, rank=rank) for info in self.ctx.table))
         ctx = replace(self.ctx, rank=rank, table=table)
-        found: dict[str, _Program] = {}
+        found: dict[str, ObservedProgram] = {}
 
         def keep(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
-            found[name] = self._kept(name, gm, table, rank)
+            found[name] = ObservedProgram.of(gm, ctx, self.optimizers)
 
         run_pipeline(fx.GraphModule(gm, copied(gm.graph)), ctx, pipeline, keep)
         return found
-
-    def _kept(self, name: str, gm: fx.GraphModule, table: ParameterTable, rank: int) -> _Program:
-        ctx = self.ctx
-        header = f"RANK = {rank}\nWORLD_SIZE = {ctx.world_size}\nSTAGE = {ctx.options.stage}\n"
-        text = header + program_text(gm, table, self.optimizers, {})
-        facts = parsed(Path(name), text, torch.__version__, name)
-        if any(of.get("unreduced") for of in facts.facts["INPUTS"].values()):
-            raise ValidationError(
-                "validate cannot compare a step that goes on with gradients that accumulate='local'"
-                " has left unreduced: before data_parallel they are averages, and behind it each "
-                "rank's own. Validate it with accumulate='sharded', or turn validate off."
-            )
-        return _Program(fx.GraphModule(gm, copied(gm.graph)), facts, self.optimizers)
 
     def __call__(self, name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
         """Run one more program, and compare.
@@ -158,134 +107,133 @@ class Validator:
         Raises: ValidationError with the pass and the first node that computes something else.
         """
         with compat.real_tensors():  # whoever compiles has everything made fake
-            self._compare(name, self._kept(name, gm, self.ctx.table, self.ctx.rank))
+            self._compare(name, ObservedProgram.of(gm, self.ctx, self.optimizers))
 
-    def _compare(self, name: str, mine: _Program) -> None:
+    def _compare(self, name: str, mine: ObservedProgram) -> None:
         programs = [
             self._others[rank][name] if rank != self.ctx.rank else mine
             for rank in range(self.ctx.world_size)
         ]
-        results = in_turns([program.run for program in programs])
-        if self.programs:
-            for rank, (before, after) in enumerate(zip(self.results, results, strict=True)):
-                for what in {**before, **after}:
-                    if not self.same(name, before.get(what), after.get(what)):
-                        raise self._differs(name, what, rank, programs)
-        self.programs, self.results = programs, results
+        if self.after is not None:
+            self.before = _averaging_what_was_one(self.after, programs)
+        self.after = Observation.of(programs)
+        if self.before is None:
+            _warn_of_nothing_seen(self.after.seen)
+        elif found := self.difference(name, self.before, self.after):
+            raise self._differs(name, *found, self.before, self.after)
 
-    def same(self, name: str, one: Any, other: Any) -> bool:
+    def difference(
+        self, name: str, before: Observation, after: Observation
+    ) -> tuple[str, int] | None:
+        """What a pass has changed first, and on which rank; None if nothing it must not."""
+        found = self._first_apart(name, before.seen, after.seen)
+        if found and not self._is_amplified_rounding(name, before, after):
+            return found
+        return None
+
+    def _first_apart(self, name: str, before: Observed, after: Observed) -> tuple[str, int] | None:
+        for rank, (one, other) in enumerate(zip(before, after, strict=True)):
+            for what in {**one, **other}:
+                if not self._same(name, one.get(what), other.get(what)):
+                    return what, rank
+        return None
+
+    def _is_amplified_rounding(self, name: str, before: Observation, after: Observation) -> bool:
+        """Whether all that differs is what an update has made of a rounding.
+
+        Adam's first step, for one, is as large for a gradient of nearly zero as for any other.
+        With plain SGD in its place nothing differs then, and with it but few elements.
+        """
+        if self.is_bitwise[name]:
+            return False
+        linear = [_seen(those.programs, linear=True) for those in (before, after)]
+        if self._first_apart(name, *linear):
+            return False
+        return all(
+            _share_apart(value, other[what], self._tolerance(value.dtype)) <= MOST_AMPLIFIED
+            for one, other in zip(before.seen, after.seen, strict=True)
+            for what, value in one.items()
+            if what.startswith("parameter ")
+        )
+
+    def _same(self, name: str, one: Any, other: Any) -> bool:
         if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-            return type(one) is type(other) and one == other
+            return type(one) is type(other) and (one == other or one != one and other != other)
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        return _bitwise(one, other) if self.is_bitwise[name] else _close(one, other)
+        if self.is_bitwise[name]:
+            return bitwise(one, other)
+        return _share_apart(one, other, self._tolerance(one.dtype)) == 0
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        dtypes = {dtype, self.ctx.options.reduce_dtype or dtype}
+        return max(TOLERANCE.get(each, COARSEST) for each in dtypes)
 
     def _differs(
-        self, name: str, what: Visible, rank: int, programs: Sequence[_Program]
+        self, name: str, what: str, rank: int, before: Observation, after: Observation
     ) -> ValidationError:
-        found = self._difference(name, rank, programs)
+        same = partial(self._same, name)
+        found = compare_by_name(before.programs, after.programs, rank, same)
         where = "of none that both programs have"
         if found.first is not None:
             line = source_line(found.first)
             where = f"node {found.first.name!r}{f', of {line}' if line else ''}"
         how = "bitwise" if self.is_bitwise[name] else "but for rounding"
+        written = ""
+        if self.write_minimal is not None:
+            parts = minimal(before.programs, after.programs, what, found, same)
+            mine = [everyone[self.ctx.rank].module() for everyone in parts or ()]
+            written = f" {self.write_minimal(*mine)}" if mine else ""
         return ValidationError(
             f"pass {name!r} has changed what the step computes: {what} on rank {rank} is not "
             f"what it was before the pass, and should be {how}. The first result that differs is "
-            f"that {where}.{self._written_minimal(name, what, found, programs)} This is a fault of "
-            "zerofx: please report it with the dump (ZEROFX_DUMP), and turn the pass off meanwhile "
-            "if it has a switch."
+            f"that {where}.{written} This is a fault of zerofx: please report it with the dump "
+            "(ZEROFX_DUMP), and turn the pass off meanwhile if it has a switch."
         )
 
-    def _difference(self, name: str, rank: int, programs: Sequence[_Program]) -> _Difference:
-        """Run both programs again, and compare what has the same name in them."""
-        before: list[dict[str, torch.Tensor]] = [{} for _ in programs]
-        alike: list[set[str]] = [set() for _ in programs]
-        first: list[fx.Node] = []
 
-        def note(of: int, node: fx.Node, result: Any) -> None:
-            if isinstance(result, torch.Tensor) and node.op == "call_function":
-                before[of][node.name] = result.detach().clone()
+def _averaging_what_was_one(
+    before: Observation, programs: Sequence[ObservedProgram]
+) -> Observation:
+    """Let programs before ``data_parallel`` find the mean of the gradients of those behind it.
 
-        def compare(of: int, node: fx.Node, result: Any) -> None:
-            known = before[of].get(node.name)
-            if known is None or not isinstance(result, torch.Tensor):
-                return
-            if (known.shape, known.dtype) != (result.shape, result.dtype):
-                return
-            if _bitwise(known, result):
-                alike[of].add(node.name)
-            elif of == rank and not first and not self.same(name, known, result):
-                first.append(node)
-
-        for everyone, watch in ((self.programs, note), (programs, compare)):
-            in_turns(
-                [partial(one.run, watch=partial(watch, of)) for of, one in enumerate(everyone)]
-            )
-        given = {
-            node: all(
-                one[node].shape == before[0][node].shape and _bitwise(one[node], before[0][node])
-                for one in before
-            )
-            for node in set.intersection(*alike)
-        }
-        return _Difference(first[0] if first else None, given)
-
-    def _written_minimal(
-        self, name: str, what: Visible, found: _Difference, programs: Sequence[_Program]
-    ) -> str:
-        """Cut out where the programs differ, if a part shows it; in words, where it is written."""
-        if self.write_minimal is None:
-            return ""
-        for given in (found.given, {}):
-            try:
-                pairs = [
-                    [self._cut(one, what, found.first, given) for one in everyone]
-                    for everyone in (self.programs, programs)
-                ]
-                results = [in_turns([one.run for one in everyone]) for everyone in pairs]
-            except Exception as error:  # a part need not run: the whole has been told
-                logger.debug("no minimal program: %s", error)
-                continue
-            if any(
-                not self.same(name, before.get(key), after.get(key))
-                for before, after in zip(*results, strict=True)
-                for key in {**before, **after}
-            ):
-                mine = [everyone[self.ctx.rank].gm for everyone in pairs]
-                return f" {self.write_minimal(*mine)}"
-        return ""
-
-    def _cut(
-        self, program: _Program, what: Visible, first: fx.Node | None, given: Mapping[str, bool]
-    ) -> _Program:
-        ends = sources(program.facts, program.gm, what)
-        if first is not None:
-            ends = [node for node in program.gm.graph.nodes if node.name == first.name]
-        cut = cut_out(program.gm, ends, given)
-        return self._kept("minimal", cut, program.facts.table(), program.facts.rank)
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """The first node of the new program that computes something else than its namesake.
-
-    ``given`` are the names of those that compute the same on every rank, and whether that is the
-    same on all of them.
+    ``accumulate="local"`` lets a gradient come in as each rank's own, where it was the average.
     """
-
-    first: fx.Node | None
-    given: Mapping[str, bool]
-
-
-def _bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
-    data = [value.detach().contiguous().view(-1).view(torch.uint8) for value in (one, other)]
-    return torch.equal(*data)
+    new = programs[0].unreduced() - before.programs[0].unreduced()
+    if not new:
+        return before
+    return Observation.of([replace(program, averaged=new) for program in before.programs])
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    largest = one.abs().amax().nan_to_num(posinf=0.0).item() if one.numel() else 0.0
-    tolerance = TOLERANCE[one.dtype]
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+def _seen(programs: Sequence[ObservedProgram], linear: bool = False) -> Observed:
+    return in_turns([partial(program.run, linear=linear) for program in programs])
+
+
+def _share_apart(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> float:
+    """The share of elements that are farther from each other than rounding takes them."""
+    if not one.numel():
+        return 0.0
+    if not (one.is_floating_point() or one.is_complex()):
+        return (one != other).double().mean().item()
+    if one.dtype.itemsize == 1:  # which torch compares in nothing
+        one, other = one.float(), other.float()
+    largest = one.abs().amax().nan_to_num(posinf=0.0).item()
+    close = torch.isclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    return (~close).double().mean().item()
+
+
+def _warn_of_nothing_seen(seen: Observed) -> None:
+    """Two programs that give nothing but NaN agree whatever they compute."""
+    values = {
+        what: value
+        for what, value in seen[0].items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+    }
+    gradients = {what: value for what, value in values.items() if what.startswith("the gradient")}
+    compared = gradients or values
+    if compared and not any(value.isfinite().any() for value in compared.values()):
+        logger.warning(
+            "validate has nothing to compare: on random inputs, %s and all others like it are "
+            "infinite or no numbers.",
+            next(iter(compared)),
+        )

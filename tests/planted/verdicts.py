@@ -12,12 +12,12 @@ from tests.planted.bugs import Bug, bugs
 from tests.planted.equivalents import why_equivalent
 from tests.programs import Captured, clone, context_of
 from zerofx import GraphError, traced
-from zerofx.exchange import in_turns
 from zerofx.graph import copied
+from zerofx.observed import ObservedProgram
 from zerofx.optimizer_facts import describe
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.validate import Validator
+from zerofx.validate import Observation, Validator
 from zerofx.verify import verify
 
 KILLED = ("lint", "verifier", "validation")
@@ -58,7 +58,7 @@ def verdicts(
     run_pipeline(program.gm, ctx, PIPELINE, planter.keep)
     number = 0
     for after in planter.programs:
-        for bug in bugs(after.ranks[0].gm.graph, after.name):
+        for bug in bugs(after.ranks[0].graph, after.name):
             if is_chosen(number):
                 yield after.verdict(bug, planter.validator)
             number += 1
@@ -66,46 +66,42 @@ def verdicts(
 
 @dataclass(frozen=True)
 class _After:
-    """The ranks' programs behind a pass, and what those before it have computed."""
+    """The ranks' programs behind a pass, and what those before it compute."""
 
     name: str
     facts: frozenset[str]
-    ranks: Sequence[Any]
-    expected: Sequence[dict[str, Any]]
+    ranks: Sequence[ObservedProgram]
+    before: Observation
 
     def verdict(self, bug: Bug, validator: Validator) -> Verdict:
         found_by = self._found_by(bug, validator)
         program = self.ranks[0]
         why = None
         if found_by not in KILLED:
-            why = why_equivalent(bug, program.gm.graph, program.facts.table())
+            why = why_equivalent(bug, program.graph, program.facts.table())
         return Verdict(self.name, bug, found_by, why or "")
 
     def _found_by(self, bug: Bug, validator: Validator) -> str:
         broken = []
         for program in self.ranks:
-            gm = fx.GraphModule(program.gm, copied(program.gm.graph))
-            bug.plant(gm.graph)
-            broken.append(replace(program, gm=gm))
+            graph = copied(program.graph)
+            bug.plant(graph)
+            broken.append(replace(program, graph=graph))
         try:
             for program in broken:
-                program.gm.graph.lint()
+                program.graph.lint()
         except RuntimeError:
             return "lint"
         try:
             for program in broken:
-                verify(program.gm, program.facts.table(), self.facts)
+                verify(program.module(), program.facts.table(), self.facts)
         except GraphError:
             return "verifier"
         try:
-            results = in_turns([program.run for program in broken])
+            after = Observation.of(broken)
         except Exception:  # whatever torch says of operands that do not fit
             return "validation"
-        for before, after in zip(self.expected, results, strict=True):
-            for what in {**before, **after}:
-                if not validator.same(self.name, before.get(what), after.get(what)):
-                    return "validation"
-        return "nobody"
+        return "validation" if validator.difference(self.name, self.before, after) else "nobody"
 
 
 class _Planter:
@@ -118,10 +114,9 @@ class _Planter:
         self._provided = {step.name: step.provides for step in PIPELINE}
 
     def keep(self, name: str, gm: fx.GraphModule, report: Any) -> None:
-        expected = self.validator.results
         self.validator(name, gm, report)
         if report is not None:
+            assert self.validator.before and self.validator.after
             self._facts |= self._provided[name]
-            self.programs.append(
-                _After(name, self._facts, tuple(self.validator.programs), expected)
-            )
+            ranks = self.validator.after.programs
+            self.programs.append(_After(name, self._facts, ranks, self.validator.before))

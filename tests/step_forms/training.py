@@ -21,10 +21,11 @@ STAGES = (0, 1, 2, 3)
 
 
 def zero(stage: int, **options):
-    """What a form wraps its functions in to have them compiled."""
+    """What a form wraps its functions in to have them compiled, and validated."""
 
     def compiled(step, **arguments):
-        chosen = {"stage": stage, "lowering": "eager", **options, **arguments.pop("options", {})}
+        always = {"stage": stage, "lowering": "eager", "validate": True}
+        chosen = {**always, **options, **arguments.pop("options", {})}
         return torch.compile(step, backend="zero", options=chosen, **arguments)
 
     return compiled
