@@ -31,17 +31,24 @@ def run_pipeline(
     ctx: PassContext,
     pipeline: Sequence[Pass],
     on_program: Callable[[str, fx.GraphModule, PassReport | None], None] | None = None,
+    on_rejected: Callable[[str, fx.GraphModule, Exception], None] | None = None,
 ) -> list[PassReport]:
     """Run the passes that the stage and the options call for, in order, on ``gm`` in place.
 
-    ``on_program`` is given the captured program and the one after every pass.
+    ``on_program`` is given the captured program and the one after every pass, ``on_rejected`` the
+    one that an error has left, which may be half of one.
 
     Raises: GraphError if a pass lacks what it requires or leaves a broken program; whatever a
     pass raises, with a note that names it.
     """
     facts: set[str] = set()
     checked = CheckedMetadata()
-    verify(gm, ctx.table, facts, checked)
+    try:
+        verify(gm, ctx.table, facts, checked)
+    except Exception as error:
+        if on_rejected:
+            on_rejected("captured", gm, error)
+        raise
     if on_program:
         on_program("captured", gm, None)
     reports = []
@@ -64,6 +71,8 @@ def run_pipeline(
             verify(gm, ctx.table, facts, checked)
         except Exception as error:
             error.add_note(f"in pass {step.name!r} of zerofx")
+            if on_rejected:
+                on_rejected(step.name, gm, error)
             raise
         gm.recompile()
         report = PassReport(step.name, counts, time.perf_counter() - started)

@@ -327,14 +327,20 @@ class Program:
         def on_program(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
             if report is None and logger.isEnabledFor(logging.INFO):
                 self.captured_peak = peak_bytes(self)
-            if validator:
-                validator(name, gm, report)
-            if dump:
-                dump.write(name, gm, report)
+            path = dump.write(name, gm, report) if dump else None
             if timelines:
                 timelines.write(name, gm)
+            if validator:  # which may reject what has been written
+                validator(name, gm, report, path)
 
-        reports = run_pipeline(self.gm, ctx, PIPELINE, on_program)
+        def on_rejected(name: str, gm: fx.GraphModule, error: Exception) -> None:
+            path = None
+            with contextlib.suppress(Exception):  # the first error is the one to hear of
+                path = dump.write_rejected(name, gm, error) if dump else None
+            if path:
+                error.add_note(f"what it has left is in {path}")
+
+        reports = run_pipeline(self.gm, ctx, PIPELINE, on_program, on_rejected)
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
             dump.write_summary(reports, str(timeline))

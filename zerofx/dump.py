@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from zerofx.cost import live_bytes
 from zerofx.dump_folder import DumpFolder
 from zerofx.plan import ParameterTable
 from zerofx.program_text import CONSTANTS_FILE, FORMAT, program_text
+from zerofx.python_text import one_line
 from zerofx.versions import __version__
 
 EXPLANATION = "explain.txt"
 """What lies beside a function's programs once the last of them has run."""
+
+REJECTED = ".rejected"
+"""Behind a pass's name where its program has broken a rule: ``06_bucket.rejected.py``."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,46 @@ class ProgramDump:
         self.constants: dict[str, torch.Tensor] = {}
         self.costs: list[tuple[str, Costs]] = []
 
-    def write(self, name: str, gm: fx.GraphModule, report) -> None:
-        """Write one program, with what the pass that made it did in its first lines."""
+    def write(self, name: str, gm: fx.GraphModule, report) -> Path | None:
+        """Write one program, with what the pass that made it did in its first lines.
+
+        Return where it is, if it is in a file.
+        """
         number = len(self.costs)
         self.costs.append((name, self._costs_of(gm)))
         num_constants = len(self.constants)
         text = program_text(gm, self.table, self.optimizers, self.constants)
         text = f"{self._header(number, name, report)}\n\n{text}"
-        self._write(f"{number:02d}_{name}.py", text)
+        path = self._write(f"{number:02d}_{name}.py", text)
         if len(self.constants) > num_constants:
             self._write(CONSTANTS_FILE, _saved(self.constants))
         compat.trace_program(f"zerofx_{number:02d}_{name}", lambda: text)
+        return path
+
+    def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
+        """Write what a pass has left that an error has ended, as far as it is a program.
+
+        It has no costs: they are those of programs.
+        """
+        number = len(self.costs)
+        lines = [*self._first_lines(number, name), f"rejected: {one_line(str(error))}"]
+        try:
+            text = program_text(gm, self.table, self.optimizers, self.constants)
+        except Exception as broken:  # whatever it is that is not as in a program
+            lines += [f"No program can be made of it: {type(broken).__name__}: {broken}", ""]
+            lines += str(gm.graph).splitlines()
+            text = ""
+        text = f"{self._with_facts(lines)}\n\n{text}"
+        compat.trace_program(f"zerofx_{number:02d}_{name}{REJECTED}", lambda: text)
+        return self._write(f"{number:02d}_{name}{REJECTED}.py", text)
 
     def write_minimal(self, before: fx.GraphModule, after: fx.GraphModule) -> str:
         """Write the parts of two programs in which they differ; say where, in a sentence."""
         for name, gm in (("minimal_before", before), ("minimal_after", after)):
             text = program_text(gm, self.table, self.optimizers, self.constants)
-            run_it = f"Run it: python -m zerofx run {name}.py --random"
-            self._write(f"{name}.py", f"{self._headed(len(self.costs), name, [run_it])}\n\n{text}")
+            lines = self._first_lines(len(self.costs) - 1, name)
+            lines.append(f"Run it: python -m zerofx run {name}.py --random")
+            self._write(f"{name}.py", f"{self._with_facts(lines)}\n\n{text}")
         if self.constants:
             self._write(CONSTANTS_FILE, _saved(self.constants))
         where = f" in {self.folder.path / self.name}" if self.folder is not None else ""
@@ -138,7 +165,9 @@ class ProgramDump:
     def _header(self, number: int, name: str, report) -> str:
         after = self.costs[number][1]
         before = self.costs[number - 1][1] if number else None
-        lines = [] if report is None else [_counts(report.counts)]
+        lines = self._first_lines(number, name)
+        if report is not None:
+            lines.append(_counts(report.counts))
         costs = [after] if before is None else [before, after]
         rows = [
             (what, *(_amount(what, getattr(c, field)) for c in costs))
@@ -150,22 +179,24 @@ class ProgramDump:
         lines += ["", *table.splitlines(), ""]
         lines += [self.figures] if self.figures else []
         lines.append(f"Run it again: python -m zerofx run {number:02d}_{name}.py --random")
-        return self._headed(number, name, lines)
+        return self._with_facts(lines)
 
-    def _headed(self, number: int, name: str, lines: Sequence[str]) -> str:
-        """The comments that a file begins with, and the facts of its rank."""
-        lines = [
+    def _first_lines(self, number: int, name: str) -> list[str]:
+        return [
             f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
             f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
-            *lines,
         ]
+
+    def _with_facts(self, lines: Sequence[str]) -> str:
+        """A file's first lines as comments, and what they say that programs need."""
         facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
         comments = (f"# {line}".rstrip() for line in lines)
         return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])
 
-    def _write(self, name: str, content: str | bytes) -> None:
-        if self.folder is not None:
-            self.folder.write(f"{self.name}/{name}", content)
+    def _write(self, name: str, content: str | bytes) -> Path | None:
+        if self.folder is None:
+            return None
+        return self.folder.write(f"{self.name}/{name}", content)
 
 
 _PEAK = "allocated on the device at most, beside parameters, states and the batch"

@@ -36,10 +36,10 @@ class DumpFolder:
         self.works = True
         self._claim: int | None = None  # open for as long as the process lives, for its lock
 
-    def write(self, name: str, content: str | bytes) -> None:
-        """Write one file, ``rank0/step0_0/00_captured.py``; text as UTF-8."""
+    def write(self, name: str, content: str | bytes) -> Path | None:
+        """Write one file, ``rank0/step0_0/00_captured.py``; text as UTF-8.  Return where it is."""
         if not self.works:
-            return
+            return None
         path = self.path / name
         data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
         try:
@@ -50,6 +50,8 @@ class DumpFolder:
             self.fail(path, error)
             with contextlib.suppress(OSError):  # half a program is worse than none
                 path.unlink(missing_ok=True)
+            return None
+        return path
 
     def fail(self, path: Path, error: OSError) -> None:
         self.works = False

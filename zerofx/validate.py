@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Validator:
             )
         self.ctx, self.optimizers, self.write_minimal = ctx, optimizers, write_minimal
         self.is_bitwise = {step.name: step.preserves_numerics for step in pipeline}
+        self._errors: dict[int, Exception] = {}
         self._others = {
             rank: self._programs_of(rank, gm, pipeline)
             for rank in range(ctx.world_size)
@@ -90,7 +92,10 @@ class Validator:
     def _programs_of(
         self, rank: int, gm: fx.GraphModule, pipeline: Sequence[Pass]
     ) -> dict[str, ObservedProgram]:
-        """Another rank's programs, as it would make them of this one's captured step."""
+        """Another rank's programs, as it would make them of this one's captured step.
+
+        They end before one that breaks a rule.
+        """
         table = ParameterTable(tuple(replace(info, rank=rank) for info in self.ctx.table))
         ctx = replace(self.ctx, rank=rank, table=table)
         found: dict[str, ObservedProgram] = {}
@@ -98,20 +103,35 @@ class Validator:
         def keep(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
             found[name] = ObservedProgram.of(gm, ctx, self.optimizers)
 
-        run_pipeline(fx.GraphModule(gm, copied(gm.graph)), ctx, pipeline, keep)
+        try:
+            run_pipeline(fx.GraphModule(gm, copied(gm.graph)), ctx, pipeline, keep)
+        except Exception as error:
+            self._errors[rank] = error
         return found
 
-    def __call__(self, name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
-        """Run one more program, and compare.
+    def _program_of(self, rank: int, name: str) -> ObservedProgram:
+        """Raises: what the pass raises that ends another rank's, unless it has ended this one's."""
+        if name not in self._others[rank]:
+            raise self._errors[rank]
+        return self._others[rank][name]
+
+    def __call__(
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        report: PassReport | None,
+        path: Path | None = None,
+    ) -> None:
+        """Run one more program, which is in the file ``path`` if it is in one, and compare.
 
         Raises: ValidationError with the pass and the first node that computes something else.
         """
         with compat.real_tensors():  # whoever compiles has everything made fake
-            self._compare(name, ObservedProgram.of(gm, self.ctx, self.optimizers))
+            self._compare(name, ObservedProgram.of(gm, self.ctx, self.optimizers), path)
 
-    def _compare(self, name: str, mine: ObservedProgram) -> None:
+    def _compare(self, name: str, mine: ObservedProgram, path: Path | None) -> None:
         programs = [
-            self._others[rank][name] if rank != self.ctx.rank else mine
+            self._program_of(rank, name) if rank != self.ctx.rank else mine
             for rank in range(self.ctx.world_size)
         ]
         if self.after is not None:
@@ -120,7 +140,7 @@ class Validator:
         if self.before is None:
             _warn_of_nothing_seen(self.after.seen)
         elif found := self.difference(name, self.before, self.after):
-            raise self._differs(name, *found, self.before, self.after)
+            raise self._differs(name, *found, path)
 
     def difference(
         self, name: str, before: Observation, after: Observation
@@ -169,11 +189,10 @@ class Validator:
         dtypes = {dtype, self.ctx.options.reduce_dtype or dtype}
         return max(TOLERANCE.get(each, COARSEST) for each in dtypes)
 
-    def _differs(
-        self, name: str, what: str, rank: int, before: Observation, after: Observation
-    ) -> ValidationError:
-        same = partial(self._same, name)
-        found = compare_by_name(before.programs, after.programs, rank, same)
+    def _differs(self, name: str, what: str, rank: int, path: Path | None) -> ValidationError:
+        assert self.before is not None and self.after is not None
+        before, after, same = self.before.programs, self.after.programs, partial(self._same, name)
+        found = compare_by_name(before, after, rank, same)
         where = "of none that both programs have"
         if found.first is not None:
             line = source_line(found.first)
@@ -181,14 +200,19 @@ class Validator:
         how = "bitwise" if self.is_bitwise[name] else "but for rounding"
         written = ""
         if self.write_minimal is not None:
-            parts = minimal(before.programs, after.programs, what, found, same)
+            parts = minimal(before, after, what, found, same)
             mine = [everyone[self.ctx.rank].module() for everyone in parts or ()]
             written = f" {self.write_minimal(*mine)}" if mine else ""
+        remedy = (
+            f"please report it with {path} and the program before it"
+            if path
+            else "please report it with the dump (ZEROFX_DUMP)"
+        )
         return ValidationError(
             f"pass {name!r} has changed what the step computes: {what} on rank {rank} is not "
             f"what it was before the pass, and should be {how}. The first result that differs is "
-            f"that {where}.{written} This is a fault of zerofx: please report it with the dump "
-            "(ZEROFX_DUMP), and turn the pass off meanwhile if it has a switch."
+            f"that {where}.{written} This is a fault of zerofx: {remedy}, and turn the pass off "
+            "meanwhile if it has a switch."
         )
 
 

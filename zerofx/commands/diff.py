@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.compare import Change, Difference, Move, compare
+from zerofx.dump import REJECTED
 from zerofx.dumped import DumpedProgram, read
 from zerofx.errors import CommandError
 from zerofx.python_text import quoted_name
@@ -257,7 +258,7 @@ def _function_folder(folder: Path, rank: int, function: str | None) -> Path:
 
 def _program(folder: Path, wanted: str) -> Path:
     for path in _programs(folder):
-        number, name = path.stem.split("_", 1)
+        number, name = path.stem.removesuffix(REJECTED).split("_", 1)
         if wanted in (name, path.name, path.stem) or (
             wanted.isdigit() and int(wanted) == int(number)
         ):
@@ -267,4 +268,5 @@ def _program(folder: Path, wanted: str) -> Path:
 
 
 def _programs(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.py") if re.match(r"\d\d+_\w+\.py$", path.name))
+    pattern = re.compile(rf"\d\d+_\w+({re.escape(REJECTED)})?\.py")
+    return sorted(path for path in folder.glob("*.py") if pattern.fullmatch(path.name))
