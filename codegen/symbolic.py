@@ -122,7 +122,15 @@ _FILLS = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
 
 
 class TensorsOfNumbers(torch.overrides.TorchFunctionMode):
-    """Makes ``torch.tensor(x)`` of a symbolic number without making it a plain one."""
+    """Makes ``torch.tensor(x)`` of a symbolic number without making it a plain one.
+
+    ``asks_for_shapes`` says whether something may have asked a tensor that is not 0-dim for its
+    shape, or for anything else that is neither a tensor nor the same for all sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks_for_shapes = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -132,7 +140,34 @@ class TensorsOfNumbers(torch.overrides.TorchFunctionMode):
                 is_float = isinstance(args[0], torch.SymFloat)
                 dtype = kwargs.get("dtype") or (default if is_float else torch.int64)
                 return torch.full((), args[0], dtype=dtype, device=kwargs.get("device"))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(map(_has_elements, (*args, *kwargs.values()))):
+            self.asks_for_shapes |= not _is_blind_to_sizes(func, result)
+        return result
+
+
+def _has_elements(argument: Any) -> bool:
+    """Whether an argument is, or may have in it, a tensor with dimensions."""
+    if isinstance(argument, Tensor):
+        return argument.dim() > 0
+    return isinstance(argument, (list, tuple, dict)) and len(argument) > 0
+
+
+def _is_blind_to_sizes(func: Callable[..., Any], result: Any) -> bool:
+    """Whether what Python has learned by a call is the same for tensors of other sizes.
+
+    What a function of torch's written in Python has asked on its way is not seen: it counts as
+    not blind.
+    """
+    if isinstance(func, types.MethodWrapperType) and func.__name__ == "__get__":
+        return getattr(func.__self__, "__name__", None) in _GETTERS_OF_ALL_SIZES
+    if not isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return False
+    return isinstance(result, Tensor) or func.__name__ in _PREDICATES_OF_ALL_SIZES
+
+
+_GETTERS_OF_ALL_SIZES = {"device", "dtype", "grad", "is_sparse", "layout", "requires_grad"}
+_PREDICATES_OF_ALL_SIZES = {"is_complex", "is_floating_point"}
 
 
 def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironment) -> type:

@@ -9,11 +9,12 @@ optimizer branches on a number, the branch taken is kept as a guard over these i
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class Update:
     number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
     ``zerofx.codegen.gradient_work`` adds: 0-dim tensors, which stay where they are.
     ``gives_squares`` says that the graph's last result is what ``zerofx.codegen.gradient_norm``
-    adds.
+    adds.  ``of_any_sizes``: traced for another parameter whose memory ``is_usual``, on shards, it
+    would be the same.
     """
 
     graph_module: fx.GraphModule
@@ -66,6 +68,7 @@ class Update:
     scales: tuple[int, ...] = ()
     coefficients: tuple[int, ...] = ()
     gives_squares: bool = False
+    of_any_sizes: bool = False
 
     def __call__(
         self,
@@ -112,11 +115,13 @@ def trace_update(
     group: Arguments,
     state: Arguments,
     sharded: bool,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Update:
     """Trace the optimizer's step for one parameter with the group and state it has now.
 
     The parameter has its whole shape while tracing, but no memory.  With ``sharded`` the trace
-    runs on flat shards of any length, of the parameter, its gradient and its moments.
+    runs on flat shards of any length, of the parameter, its gradient and its moments.  ``defaults``
+    stand for the optimizer's own.
 
     The step sees one parameter, so a group's number that it changes is taken to change once per
     step, not once per parameter.
@@ -132,7 +137,7 @@ def trace_update(
             "dimension of 2 and use torch.view_as_complex in the forward pass."
         )
     env = compat.ScalarEnvironment()
-    shadow_step = _ShadowStep(optimizer, env, group, state)
+    shadow_step = _ShadowStep(optimizer, env, group, state, defaults)
     with env.fake_tensors():
         parameter, gradient = _empty_like(info, info), _empty_like(info, info)
         tensors = [
@@ -164,6 +169,7 @@ def trace_update(
     _tidy(gm)
     _refuse_written_attributes(gm, optimizer)
     _name_numbers(gm, shadow_step.follower.number_names)
+    of_any_sizes = False
     if sharded and shadow_step.nested:
         raise UpdateError(
             f"{name} keeps tensors in a list or dictionary, as state `{shadow_step.nested[0]}`: "
@@ -177,6 +183,7 @@ def trace_update(
         paired = zip(placeholders, shards, strict=False)
         whole = [node for node, is_shard in paired if is_shard]
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
+        of_any_sizes = is_usual(info) and not (shadow_step.asks_for_shapes or _has_sizes(gm))
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
     of_tensors, of_scalars = zip(group.paths("group"), state.paths("state"), strict=True)
@@ -191,6 +198,23 @@ def trace_update(
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
         optimizer=name,
         inputs=("param", "grad", *chain(*of_tensors), *chain(*of_scalars)),
+        of_any_sizes=of_any_sizes,
+    )
+
+
+def is_usual(info: ParameterInfo) -> bool:
+    """Whether a parameter is contiguous and has more than one element: not a number's tensor."""
+    strides = accumulate(reversed(info.shape[1:]), operator.mul, initial=1)
+    return len(info.shape) > 0 and info.numel > 1 and info.stride == (*strides,)[::-1]
+
+
+def _has_sizes(gm: fx.GraphModule) -> bool:
+    """Whether an operation is given numbers in a list: sizes that were those of one parameter."""
+    return any(
+        isinstance(argument, (list, tuple)) and any(isinstance(item, int) for item in argument)
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+        for argument in (*node.args, *node.kwargs.values())
     )
 
 
@@ -216,14 +240,17 @@ class _ShadowStep:
         env: compat.ScalarEnvironment,
         group: Arguments,
         state: Arguments,
+        defaults: Mapping[str, Any] | None,
     ) -> None:
         self.optimizer, self.env = optimizer, env
+        self.defaults = defaults
         self.group, self.state = group, state
         self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
         self.new_group: tuple[tuple[str, Any], ...] = ()
         self.nested: list[str] = []  # states that are lists or dictionaries of tensors
         self.uses_up_gradient = self.writes_gradient = False
+        self.asks_for_shapes = True
         self.changing: set[Any] = set()
 
     def __call__(self, parameter: Tensor, gradient: Tensor, *inputs: Any) -> list[Any]:
@@ -241,8 +268,9 @@ class _ShadowStep:
         shadow = self._shadow(parameter, {"params": [parameter], **group}, state)
         attributes = dict(shadow.__dict__)
         contents = {name: _copied(value) for name, value in own_attributes(shadow).items()}
-        with TensorsOfNumbers(), self.follower:
+        with TensorsOfNumbers() as numbers_mode, self.follower:
             type(shadow).step(shadow)
+        self.asks_for_shapes = numbers_mode.asks_for_shapes
         if compat.storage_key(parameter) != keys[0]:
             raise self._error("assigns `p.data`", "write into it: `p.data.copy_(value)`")
         self._check_attributes(shadow, attributes, contents, parameter)
@@ -284,6 +312,8 @@ class _ShadowStep:
         shadow: Any = object.__new__(class_with_symbolic_math(type(self.optimizer), self.env))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # LR schedulers wrap it on the instance
+        if self.defaults is not None:
+            shadow.defaults = self.defaults
         for name in shadow.__dict__:
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 shadow.__dict__[name] = {}

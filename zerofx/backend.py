@@ -448,7 +448,8 @@ class Program:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
             return self.runtime(inputs)
-        self.runtime = self._make_ready()
+        with compat.outside_of_modes():  # updates are traced as they will be in later calls
+            self.runtime = self._make_ready()
         return_freed_memory()
         with progress(self.runtime.program, self.function.name, self.function.communicator.rank):
             results = self.runtime(inputs)

@@ -13,7 +13,7 @@ import logging
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any
@@ -62,7 +62,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from zerofx.errors import GraphError
@@ -881,6 +881,51 @@ def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> tor
     with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
         with torch.fx.traceback.preserve_node_meta():
             return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager:
+    """What runs inside is not seen by dispatch modes, AOTAutograd's watch of a first call included.
+
+    ``_disable_current_modes`` is for 2.11 to 2.15; can go if torch exports it.
+    """
+    return _disable_current_modes()
+
+
+def settings_of_traces() -> Hashable | None:
+    """What else of this thread's and torch's settings ``trace_operations`` depends on.
+
+    None where more than these may have a say: inside a mode, a function transform or autocast.
+    The modes' stacks, dispatch keys and configurations are for 2.11 to 2.15; can go when torch
+    exports a tracer of operations.
+    """
+    if (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return None
+    modules = map(sys.modules.get, _CONFIGURATIONS)
+    return (
+        repr(torch._C._get_torch_function_state()),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.compiler.is_compiling(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        *(module and module.get_hash() for module in modules),
+    )
+
+
+_CONFIGURATIONS = (
+    "torch.fx.experimental._config",
+    "torch._functorch.config",
+    "torch._dynamo.config",
+    "torch._inductor.config",  # an operation on bfloat16 asks it for emulate_precision_casts
+)
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:

@@ -17,6 +17,7 @@ from zerofx.codegen.independence import check_independent
 from zerofx.codegen.storage import Precision
 from zerofx.codegen.trace import ChangingIntegers, Update, trace_update
 from zerofx.plan import ParameterInfo
+from zerofx.runtime.shared_traces import SHARED_TRACES, NotedDefaults
 
 # What a program's index of a parameter stands for.
 Parameters = Mapping[int, tuple[weakref.ref[nn.Parameter], ParameterInfo]]
@@ -41,7 +42,7 @@ class Traces:
     ``owned`` are the parameters whose update is traced whole, to be divided later;
     ``gradients_read_later`` are those whose gradient somebody reads after the update.  With
     ``on_host``, a group's tensors are read on the CPU.  ``layouts`` are what a trace depends on of
-    each parameter, ``count`` is how many have been made.
+    each parameter, ``count`` is how many have been made, or found among those of other programs.
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class Traces:
         self.count += 1
         info = self._parameters[parameter][1]
         info = replace(info, dtype=self._precision.compute_dtype(info.dtype))
+        # One that is divided later is whole until then.
+        sharded = self._sharded and parameter not in self._owned
         try:
-            # One that is divided later is whole until then.
-            sharded = self._sharded and parameter not in self._owned
-            update = trace_update(optimizer, info, group=arguments, state=state, sharded=sharded)
+            update = self._shared_or_traced(optimizer, info, arguments, state, sharded)
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
@@ -121,6 +122,27 @@ class Traces:
                 stacklevel=2,
             )
         return update, arguments
+
+    def _shared_or_traced(
+        self,
+        optimizer: torch.optim.Optimizer,
+        info: ParameterInfo,
+        group: Arguments,
+        state: Arguments,
+        sharded: bool,
+    ) -> Update:
+        key = SHARED_TRACES.key(optimizer, info, group=group, state=state, sharded=sharded)
+        if key is None:
+            return trace_update(optimizer, info, group=group, state=state, sharded=sharded)
+        known = SHARED_TRACES.find(key, optimizer, (*group.scalars, *state.scalars))
+        if known is not None:
+            return known
+        noted = NotedDefaults(optimizer.defaults)
+        update = trace_update(
+            optimizer, info, group=group, state=state, sharded=sharded, defaults=noted
+        )
+        SHARED_TRACES.keep(key, optimizer, noted, update)
+        return update
 
     def _read(self, group: GroupOfStep) -> Arguments:
         """What a group gives to its parameters' updates in this step."""
