@@ -4,6 +4,7 @@ Plans are made with fixed figures, in the ranks that tests spawn too: nothing is
 program is the same in every run.
 """
 
+import logging
 import os
 
 import torch._dynamo
@@ -14,3 +15,7 @@ if "zero" not in torch._dynamo.list_backends():
     import zerofx.backend
 
     torch._dynamo.register_backend(zerofx.backend.zero, name="zero")
+
+# pytest gives its handlers to loggers that do not propagate.  To torch any handler of this one says
+# that it is to trace every compilation, with graphs and stacks: 9% of a short training's time.
+logging.getLogger("torch.__trace").propagate = True
