@@ -59,8 +59,8 @@ class Validator:
 
     Every rank runs the passes of all, and their programs in turns: nobody waits for anybody.
     Inputs are random, of the sizes that the step was captured with; optimizers have no states yet.
-    ``before`` and ``after`` are what was compared last.  ``write_minimal`` is given the least part of
-    both programs that shows a difference, and says where it has written it.
+    ``before`` and ``after`` are what was compared last.  ``write_minimal`` is given the least part
+    of both programs that shows a difference, and says where it has written it.
 
     Raises: ValidationError for more ranks than ``MOST_RANKS_IN_TURNS``.
     """
