@@ -8,7 +8,7 @@ in the one kernel that the update is.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -324,19 +324,30 @@ def narrow(value: Tensor, dtype: torch.dtype, bits: Tensor) -> tuple[Tensor, Ten
 
 def widen(state: Mapping[str, Any]) -> dict[str, Any]:
     """One parameter's state as its optimizer would keep it; the master stays."""
+    return {name: widened(state, name) for name in widened_dtypes(state)}
+
+
+def widened_dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype | None]:
+    """The names that ``widen`` gives, each with its dtype; None if it is no tensor."""
     native = state.get(NATIVE, {})
-    wide: dict[str, Any] = {}
-    for name, value in state.items():
-        if name == NATIVE or (name.endswith(SCALE) and name.removesuffix(SCALE) in native):
-            continue
-        if name in native and value.dtype is torch.int8:
-            parts = [
-                decode_blocks(
-                    value[rows].view(len(state[name + SCALE][blocks]), -1),
-                    state[name + SCALE][blocks],
-                ).view(-1)
-                for rows, blocks in in_blocks(len(value))
-            ]
-            value = torch.cat(parts) if parts else value.new_empty(0, dtype=torch.float32)
-        wide[name] = value.to(native[name]) if name in native else value
-    return wide
+    return {
+        name: native.get(name, getattr(value, "dtype", None))
+        for name, value in state.items()
+        if name != NATIVE and not (name.endswith(SCALE) and name.removesuffix(SCALE) in native)
+    }
+
+
+def widened(
+    state: Mapping[str, Any], name: str, read: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """One of what ``widen`` gives.  ``read`` fetches what ``state`` holds only a stand-in for."""
+    native = state.get(NATIVE, {})
+    value = read(state[name])
+    if name in native and value.dtype is torch.int8:
+        scale = read(state[name + SCALE])
+        parts = [
+            decode_blocks(value[rows].view(len(scale[blocks]), -1), scale[blocks]).view(-1)
+            for rows, blocks in in_blocks(len(value))
+        ]
+        value = torch.cat(parts) if parts else value.new_empty(0, dtype=torch.float32)
+    return value.to(native[name]) if name in native else value

@@ -7,8 +7,22 @@ from zerofx.versions import __version__, check_torch_version
 
 check_torch_version()  # first: other versions lack names that the modules below import
 
+from zerofx.checkpoint import CheckpointError, MismatchError, Saving, latest, load, save  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
 from zerofx.runtime.whole import full_params, unshard  # noqa: E402
 
-__all__ = ["GraphError", "StepError", "__version__", "explain", "full_params", "unshard"]
+__all__ = [
+    "CheckpointError",
+    "GraphError",
+    "MismatchError",
+    "Saving",
+    "StepError",
+    "__version__",
+    "explain",
+    "full_params",
+    "latest",
+    "load",
+    "save",
+    "unshard",
+]

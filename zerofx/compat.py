@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -1156,3 +1156,19 @@ def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -
     example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
     return fakes.from_tensor(example, symbolic_context=context)
+
+
+# For tensors that stand for others: checkpoint/pieces.py.
+
+
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
+
+def tensor_without_memory(
+    kind: type[Subclass], shape: tuple[int, ...], dtype: torch.dtype
+) -> Subclass:
+    """A tensor of this class, on the CPU, that has a shape and nothing else.
+
+    For 2.11 to 2.15; can go when torch has a public way to make a wrapper subclass.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype)

@@ -68,12 +68,20 @@ class ShardBucket(FiledBucket):
 
         Raises: FileTierError if it is lost, or cannot be read.
         """
-        for member, part in self._parts_of(self.tier.read(self)):
-            if member is bound:
-                return part.clone()
+        parts = self.read()
+        if bound in parts:
+            return parts[bound].clone()
         raise FileTierError(
             f"the shard of {bound.name!r} is not in {self.name!r}", bucket=self.name
         )
+
+    def read(self) -> dict[BoundParameter, Tensor]:
+        """All shards that are in it, in memory of their own on the CPU.
+
+        Raises: FileTierError if they are lost, or cannot be read.
+        """
+        parts = self._parts_of(self.tier.read(self))
+        return {bound: part for bound, part in parts if bound is not None}
 
     def _members(self) -> Iterator[tuple[BoundParameter | None, int]]:
         """Who is in it, None for one that is no more, and the length of its shard."""
@@ -89,6 +97,31 @@ class ShardBucket(FiledBucket):
             parts = views[_FIELD].split(self.lengths)
         for (bound, _), part in zip(self._members(), parts, strict=True):
             yield bound, part
+
+
+class ShardReader:
+    """Reads shards for who wants them out of turn, a bucket of those in files at a time.
+
+    It keeps the last one that it has read: drop it when it has served.
+    """
+
+    def __init__(self) -> None:
+        self._bucket: ShardBucket | None = None
+        self._parts: dict[BoundParameter, Tensor] = {}
+
+    def value(self, bound: BoundParameter) -> Tensor:
+        """A shard's values, on the device or in host memory: not to be written to.
+
+        Raises: FileTierError if they are lost, or cannot be read.
+        """
+        bucket = bound.file
+        if bucket is None or not bound.is_in_file:
+            return bound.values()
+        if bucket is not self._bucket:
+            self._bucket, self._parts = None, {}  # before there is another
+            self._parts = bucket.read()
+            self._bucket = bucket
+        return self._parts[bound]
 
 
 _FIELD = "shards"

@@ -1,0 +1,100 @@
+"""Checkpoints that are written while the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from zerofx.checkpoint.meeting import Ranks
+
+logger = logging.getLogger("zerofx")
+
+
+class Saving:
+    """A checkpoint that is being written, or has been.
+
+    Its error is raised by ``wait``, and by the next ``zerofx.save`` or ``zerofx.load`` if nobody
+    has waited.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+        self.path = path
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+        self._was_raised = False
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Write it now.  Raises: what goes wrong."""
+        work, self._work = self._work, None
+        assert work is not None, "it is written once"
+        work()
+
+    def start(self) -> None:
+        """Write it in a thread of its own, which ends before the process does."""
+        self._thread = threading.Thread(target=self._run_behind, name="zerofx checkpoint")
+        self._thread.start()
+
+    def _run_behind(self) -> None:
+        try:
+            self.run()
+        except Exception as error:
+            self._error = error
+            logger.error("checkpoint %s was not written: %s", self.path, error)
+
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is done, and its error has been raised if there is one."""
+        return self.done() and (self._error is None or self._was_raised)
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Return its path when all ranks have written it.
+
+        Raises: CheckpointError if it could not be written; TimeoutError.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self.path} is still being written after {timeout_s:g} s")
+        if self._error is not None:
+            self._was_raised = True
+            raise self._error
+        return self.path
+
+    result = wait
+
+
+class Writer:
+    """Writes checkpoints of this process behind its back, one at a time."""
+
+    def __init__(self) -> None:
+        self._last: Saving | None = None
+
+    def start(self, saving: Saving) -> Saving:
+        """Begin to write; ``wait`` has been called before."""
+        self._last = saving
+        saving.start()
+        return saving
+
+    def wait(self, ranks: Ranks) -> None:
+        """Return when nothing is being written any more.  Collective.
+
+        Raises: what the last one has, if nobody has been told on one of the ranks.
+        """
+        last = self._last
+
+        def finish() -> None:
+            if last is not None and not last.is_settled:
+                last.wait()
+
+        self._last = None
+        ranks.together(finish)
+
+
+WRITER = Writer()

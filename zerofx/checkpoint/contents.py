@@ -1,0 +1,238 @@
+"""What a checkpoint holds: names and this rank's parts, as FSDP2's users save them.
+
+``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]},
+"extra": {...}}``, with the names of ``torch.distributed.checkpoint.state_dict.get_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.values import encode
+from zerofx.codegen.storage import widened, widened_dtypes
+from zerofx.plan import shard_numel, storage_order
+from zerofx.runtime.bound import BoundParameter
+from zerofx.runtime.filed_shards import ShardReader
+from zerofx.runtime.filed_states import Reader
+from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.guarded import GuardedState
+from zerofx.runtime.parameters import REGISTRY
+
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what ``torch.compile(model)`` puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def model_entries(model: nn.Module) -> dict[str, Any]:
+    """What ``model.state_dict()`` has, by name: parameters and buffers themselves, no values."""
+    entries = model.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in entries.items()}
+
+
+def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """The name of every parameter, by its ``id``; the first if it has several.
+
+    Raises: ValueError for a parameter of an optimizer that is not the model's.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"group {number} of {type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the model's, and a checkpoint goes "
+                        "by the model's names. Give the model that has all of the optimizer's "
+                        "parameters."
+                    )
+    return names
+
+
+def bound_parameters(*owners: nn.Module | Optimizer) -> list[BoundParameter]:
+    """The parameters of models and optimizers that compiled functions have taken charge of."""
+    parameters: list[torch.Tensor] = []
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            parameters += owner.parameters()
+        else:
+            parameters += [p for group in owner.param_groups for p in group["params"]]
+    found = (REGISTRY.lookup(parameter) for parameter in parameters)
+    return list(dict.fromkeys(bound for bound in found if bound is not None))
+
+
+def sharded_in(optimizer: Optimizer) -> dict[int, BoundParameter]:
+    """The parameters whose states in this optimizer are shards, by their ``id``."""
+    attachment = REGISTRY.attached.get(optimizer)
+    if attachment is None:
+        return {}
+    bounds = attachment.bounds(optimizer)
+    return {id(bound.parameter): bound for bound in bounds if bound in attachment.sharded}
+
+
+class Contents:
+    """Collects what one rank saves.
+
+    ``rank`` and ``world_size`` are those that write.  What is whole and alike on all ranks is
+    shared out among them; of what may differ (buffers, parameters that no compiled step has seen),
+    the lowest rank's is written.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._shards, self._states = ShardReader(), Reader()
+
+    def collect(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The state dict to write.
+
+        Raises: ValueError for what cannot be saved.
+        """
+        names = parameter_names(model, optimizers)
+        found: dict[str, Any] = {MODEL: dict(self._of_model(model))}
+        if optimizers:
+            states: dict[str, Any] = {}
+            groups: list[dict[str, Any]] = []
+            for optimizer in optimizers:
+                states |= self._states_of(optimizer, names)
+                groups += _groups_of(optimizer, names)
+            found[OPTIMIZER] = {"state": states, "param_groups": groups}
+        if extra is not None:
+            found[EXTRA] = dict(_encoded(extra))
+        return found
+
+    def _of_model(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+        for name, value in model_entries(model).items():
+            if not isinstance(value, torch.Tensor):
+                yield name, encode(value, f"the state {name!r} of the model")
+                continue
+            if value.is_meta:
+                raise ValueError(
+                    f"{name!r} is on the meta device and has no values to save. Materialize the "
+                    "model first."
+                )
+            bound = REGISTRY.lookup(value)
+            if bound is None:
+                yield name, value.detach()
+            elif bound.is_sharded and not bound.is_open:
+                yield name, self._shard(bound, bound.info.dtype, self._reading_shard(bound))
+            else:
+                yield name, self._part(value.detach())
+
+    def _reading_shard(self, bound: BoundParameter) -> Callable[[], torch.Tensor]:
+        return lambda: self._shards.value(bound)
+
+    def _shard(
+        self, bound: BoundParameter, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> FlatPiece:
+        """What this rank owns of a parameter, or of a state like it."""
+        info = bound.info
+        start, stop = info.owned_by(bound.communicator.rank)
+        return FlatPiece(
+            info.shape,
+            info.storage_order,
+            (start, stop),
+            dtype,
+            lambda: read()[: stop - start],
+        )
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's equal part of a tensor that all ranks have; all of it if it is not dense."""
+        try:
+            order = storage_order(tuple(whole.shape), whole.stride())
+        except ValueError:
+            return whole
+        per_rank = shard_numel(whole.numel(), self.world_size)
+        start = min(self.rank * per_rank, whole.numel())
+        stop = min(start + per_rank, whole.numel())
+        return FlatPiece(
+            tuple(whole.shape),
+            order,
+            (start, stop),
+            whole.dtype,
+            lambda: whole.permute(order).reshape(-1)[start:stop],
+        )
+
+    def _states_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+        sharded = sharded_in(optimizer)
+        found: dict[str, Any] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter)
+                if not state:
+                    continue
+                name = names[id(parameter)]
+                bound = sharded.get(id(parameter))
+                if bound is not None:
+                    found[name] = dict(self._sharded_state(state, bound))
+                else:
+                    alike = REGISTRY.lookup(parameter) is not None
+                    found[name] = {
+                        key: self._whole_state(value, parameter, alike, f"{key} of {name}")
+                        for key, value in state.items()
+                    }
+        return found
+
+    def _sharded_state(
+        self, state: Mapping[str, Any], bound: BoundParameter
+    ) -> Iterator[tuple[str, Any]]:
+        for key, dtype in widened_dtypes(state).items():
+            value = state[key]
+            if not isinstance(value, torch.Tensor):
+                yield key, encode(value, f"the state {key!r} of {bound.name!r}")
+            elif value.dim() == 0:
+                yield key, value.detach()
+            else:
+                yield key, self._shard(bound, dtype, self._reading_state(state, key))
+
+    def _reading_state(self, state: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
+        def value(there: Any) -> Any:
+            return self._states.value(there) if isinstance(there, GuardedState) else there
+
+        def read() -> torch.Tensor:
+            with ordinary_tensors():
+                return widened(state, key, value)
+
+        return read
+
+    def _whole_state(self, value: Any, parameter: nn.Parameter, alike: bool, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            is_large = value.dim() > 0 and value.shape == parameter.shape
+            return self._part(value) if alike and is_large else value
+        if isinstance(value, Mapping):
+            return {
+                str(key): self._whole_state(inner, parameter, False, f"{name}.{key}")
+                for key, inner in value.items()
+            }
+        return encode(value, f"the state {name!r}")
+
+
+def _groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    for number, group in enumerate(optimizer.param_groups):
+        found: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                value = [names[id(parameter)] for parameter in value]
+            is_tensor = isinstance(value, torch.Tensor)
+            found[key] = (
+                value.detach() if is_tensor else encode(value, f"{key!r} of param_groups[{number}]")
+            )
+        yield found
+
+
+def _encoded(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in extra.items():
+        if not isinstance(name, str):
+            raise ValueError(f"extra goes by names, and {name!r} is a {type(name).__name__}")
+        is_plain = type(value) is torch.Tensor
+        yield name, value.detach() if is_plain else encode(value, f"extra[{name!r}]")

@@ -1,0 +1,14 @@
+"""What goes wrong with checkpoints."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or fitted: says which, why, and what to do.
+
+    Every rank raises it, whichever it happened on.
+    """
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint is of other tensors than the model or the optimizer: says which, all of them."""

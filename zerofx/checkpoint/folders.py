@@ -1,0 +1,221 @@
+"""Folders of checkpoints: each appears whole, under its name, or not at all.
+
+A checkpoint is written to ``.NAME.saving`` next to it and renamed when all of it is on the disk;
+one that goes is renamed to ``.NAME.removing`` first.  So whatever a process that is killed leaves
+behind has such a name: nobody takes it for a checkpoint, and the next save removes it.  Who writes
+holds a lock on its notes, so that nobody removes what is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofx.checkpoint.errors import CheckpointError
+
+logger = logging.getLogger("zerofx")
+
+NOTES = "zerofx.json"
+METADATA = ".metadata"
+FORMAT = 1
+
+_SAVING, _REMOVING = ".saving", ".removing"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What zerofx knows of a checkpoint that it has written, beside what is in it.
+
+    ``serial`` counts the checkpoints of a folder, ``keep`` is how many there may be (None for one
+    that stays), and ``metadata_crc32`` is of the file that says where everything is.
+    """
+
+    serial: int
+    keep: int | None
+    metadata_crc32: int
+    torch: str
+    zerofx: str
+    format: int = FORMAT
+
+
+def notes_of(folder: Path) -> Notes | None:
+    """The notes of a checkpoint; None if there are none, as in one that others have written.
+
+    Raises: CheckpointError for notes that cannot be read, or of a newer format.
+    """
+    try:
+        text = (folder / NOTES).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        values: dict[str, Any] = json.loads(text)
+        if values["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} is of format {values['format']}, written by zerofx "
+                f"{values.get('zerofx')}, and this is a zerofx that reads up to {FORMAT}: install "
+                "that one or a newer one"
+            )
+        return Notes(**{name: values[name] for name in Notes.__dataclass_fields__})
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / NOTES} cannot be read ({error!r}): the checkpoint is damaged. Load another."
+        ) from error
+
+
+def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
+    """The checkpoints in a folder that zerofx has written there, the oldest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if path.name.startswith(".") or not (path / METADATA).is_file():
+                continue
+            with contextlib.suppress(CheckpointError):
+                notes = notes_of(path)
+                if notes is not None:
+                    found.append((notes, path))
+    return sorted(found, key=lambda one: one[0].serial)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint in ``folder`` that ``zerofx.save`` has completed last, None if none.
+
+    Folders that are being written or were left half written do not count.
+    """
+    found = complete_in(Path(folder))
+    return found[-1][1] if found else None
+
+
+def draft_of(target: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return target.with_name(f".{target.name}{_SAVING}")
+
+
+class Draft:
+    """A checkpoint on its way; on one rank.  Either ``publish`` it or ``discard`` it.
+
+    Raises: FileExistsError if there is something at ``target``, or somebody else is writing it.
+    """
+
+    def __init__(self, target: Path) -> None:
+        if os.path.lexists(target):
+            raise FileExistsError(
+                f"{target} exists, and a checkpoint is never written over another: killed in the "
+                "middle it would be a mix of both. Save under a new name, such as one with the "
+                "step's number; keep=K removes old ones."
+            )
+        self.target = target
+        self.folder = draft_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent)
+        self._lock = self._begin()
+
+    def _begin(self) -> int:
+        for _ in range(100):
+            self.folder.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
+                descriptor = os.open(self.folder / NOTES, os.O_RDWR | os.O_CREAT, 0o666)
+                if not _lock(descriptor):
+                    os.close(descriptor)
+                    break
+                if _is_at(descriptor, self.folder / NOTES):
+                    _empty(self.folder)
+                    return descriptor
+                os.close(descriptor)
+        raise FileExistsError(
+            f"another process is writing {self.target} (it holds {self.folder}). Let each training "
+            "save to a folder of its own."
+        )
+
+    def publish(self, notes: Notes) -> None:
+        """Have it appear under its name, with all of it on the disk."""
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, (json.dumps(asdict(notes), indent=1) + "\n").encode(), 0)
+        os.fsync(self._lock)
+        _sync(self.folder)
+        os.rename(self.folder, self.target)
+        _sync(self.target.parent)
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def next_serial(parent: Path) -> int:
+    found = complete_in(parent)
+    return found[-1][0].serial + 1 if found else 1
+
+
+def prune(parent: Path, keep: int) -> None:
+    """Remove all but the ``keep`` newest of those that were saved with a number to keep."""
+    rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
+    for path in rotating[:-keep]:
+        removed = path.with_name(f".{path.name}{_REMOVING}")
+        try:
+            shutil.rmtree(removed, ignore_errors=True)
+            os.rename(path, removed)
+            shutil.rmtree(removed)
+        except OSError as error:  # the new checkpoint is there all the same
+            logger.warning("an old checkpoint could not be removed: %s", error)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what processes that were killed have left between checkpoints."""
+    for path in parent.glob(f".*{_REMOVING}"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(f".*{_SAVING}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path / NOTES, os.O_RDWR)
+            try:
+                if _lock(descriptor) and _is_at(descriptor, path / NOTES):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether nobody else has it.  Where files cannot be locked, nobody has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _empty(folder: Path) -> None:
+    for path in _children(folder):
+        if path.name == NOTES:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _children(folder: Path) -> Iterator[Path]:
+    yield from list(folder.iterdir())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,147 @@
+"""``zerofx.load``: read a checkpoint into a model and its optimizers, each rank its own part."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zerofx.checkpoint.background import WRITER
+from zerofx.checkpoint.contents import bound_parameters, parameter_names
+from zerofx.checkpoint.errors import CheckpointError, MismatchError
+from zerofx.checkpoint.matching import (
+    Plan,
+    match_extra,
+    match_model,
+    match_optimizers,
+)
+from zerofx.checkpoint.meeting import Ranks
+from zerofx.checkpoint.paths import as_list, as_path
+from zerofx.checkpoint.reading import Reader, read_metadata
+from zerofx.checkpoint.saved import sort_out
+from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.whole import attach_optimizer
+
+logger = logging.getLogger("zerofx")
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    strict: bool = True,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """Read a checkpoint into ``model`` and ``optimizer``, and return its ``extra``.  Collective.
+
+    It may have been saved by any number of ranks at any stage, or by FSDP2 or one process with
+    ``torch.distributed.checkpoint``.  Before the first compiled call, or at stages below 3, every
+    rank reads whole parameters; then, and of states at stages 1 to 3, each reads what it keeps.
+    Tensors of ``extra`` are on the CPU.  No code from the file is run.
+
+    Everything is checked first, checksums included: an error before that leaves all as it was.
+    With ``strict=False`` what does not fit is left as it is, and logged.
+
+    Raises: MismatchError, with all differences, if the checkpoint is of other tensors;
+    CheckpointError if it cannot be read; FileNotFoundError if there is none; ValueError if ranks
+    were given different paths; RuntimeError if a rank does not join.  All on every rank.
+    """
+    folder, optimizers = as_path(path), as_list(optimizer)
+    bounds = bound_parameters(model, *optimizers)
+    REGISTRY.settle(bounds, optimizers)
+    ranks = Ranks.of(bounds, process_group, "zerofx.load()")
+    WRITER.wait(ranks)
+    ranks.check_same("path", str(folder.absolute()))
+    ranks.check_same("strict", str(strict))
+    extra: dict[str, Any] = {}
+    readings: list[_Reading] = []
+
+    def check() -> None:
+        reading = _Reading(folder, model, optimizers, extra)
+        differences = reading.check(strict)
+        if differences:
+            logger.warning("zerofx.load left out what does not fit: %s", differences)
+        for one in optimizers:
+            if any(bound.stage > 0 for bound in bound_parameters(one)):
+                attach_optimizer(one)
+        readings.append(reading)
+
+    ranks.together(check)
+    with torch.no_grad(), ordinary_tensors():
+        ranks.together(readings[0].read)
+    return extra
+
+
+class _Reading:
+    """One rank's part of a load, which has been checked."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra: dict[str, Any],
+    ) -> None:
+        self.folder = folder
+        metadata, _ = read_metadata(folder)
+        self.reader = Reader(folder, metadata)
+        saved = sort_out(metadata, set(parameter_names(model, optimizers).values()))
+        self.values: dict[str, Any] = {}
+        self.plan = Plan()
+        if not saved.model:
+            raise MismatchError(
+                f"{folder} has no tensors under 'model', which is where zerofx.save and the "
+                f"examples of torch.distributed.checkpoint put a model's: it has "
+                f"{', '.join(saved.roots[:8]) or 'nothing'}. Save it as {{'model': ..., "
+                "'optimizer': ...}."
+            )
+        match_model(self.plan, saved, model)
+        if optimizers:
+            match_optimizers(self.plan, saved, model, optimizers, self._value)
+        match_extra(self.plan, saved, extra)
+
+    def _value(self, entry: str) -> Any:
+        if entry not in self.values:
+            self.reader.check_value(entry)
+            self.values[entry] = self.reader.read_value(entry)
+        return self.values[entry]
+
+    def check(self, strict: bool) -> str:
+        """Check all that will be read, and say what does not fit.
+
+        Raises: MismatchError if something does not, and may not so; CheckpointError.
+        """
+        differences = self.plan.differences
+        if differences and strict:
+            raise MismatchError(
+                f"{self.folder} does not fit: {differences}. Load it into what was saved, convert "
+                "the model to the dtype that was saved, or leave out what does not fit with "
+                "strict=False."
+            )
+        self.items = [self.reader.items(t.entry, t.boxes) for t in self.plan.targets]
+        self.reader.check(item.storage_index for items in self.items for item in items)
+        for entry in self.plan.values:
+            self._value(entry)
+        return str(differences)
+
+    def read(self) -> None:
+        try:
+            for target, items in zip(self.plan.targets, self.items, strict=True):
+                memory = target.begin()
+                self.reader.read_tensor(items, target.boxes, target.order, memory)
+                target.end(memory)
+            for finish in self.plan.finish:
+                finish(self.values)
+        except Exception as error:
+            raise CheckpointError(
+                f"reading {self.folder} failed after it had been checked: {error}. Model and "
+                "optimizer are a mix of old and new now: load a checkpoint before you go on."
+            ) from error

@@ -1,0 +1,183 @@
+"""``zerofx.save``: every rank writes what it has, and the checkpoint appears when all is there."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.optim import Optimizer
+
+from zerofx.checkpoint.background import WRITER, Saving
+from zerofx.checkpoint.contents import Contents, bound_parameters
+from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.folders import METADATA, Draft, Notes, draft_of, next_serial, prune
+from zerofx.checkpoint.meeting import Ranks
+from zerofx.checkpoint.paths import as_list, as_path
+from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.values import Encoded
+from zerofx.runtime.parameters import REGISTRY
+from zerofx.versions import __version__
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    process_group: Any = None,
+) -> Saving:
+    """Write a checkpoint to the new folder ``path``, in torch's distributed format.  Collective.
+
+    Each rank writes its shards, without sending tensors to others; the folder appears under its
+    name when all is on the disk.  ``extra`` are values of the user's by name: what several ranks
+    give under one name is the lowest rank's.  With ``keep``, the oldest checkpoints next to it that
+    were saved with ``keep`` too are removed, so that so many remain.
+
+    With ``asynchronous`` the shards are copied to host memory and written while the training goes
+    on; the next save, or load, waits for it.  Either way what is returned says when it is there:
+    ``save(...).wait()`` gives the path.
+
+    Gradients are not saved.
+
+    Raises: FileExistsError if ``path`` exists; ValueError if ranks were given different paths or
+    for values that could not be read again; CheckpointError if it cannot be written; RuntimeError
+    if a rank does not join.  All on every rank, and whatever has been there before stays.
+    """
+    target, optimizers = as_path(path), as_list(optimizer)
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
+    bounds = bound_parameters(model, *optimizers)
+    REGISTRY.settle(bounds, optimizers)
+    ranks = Ranks.of(bounds, process_group, "zerofx.save()")
+    WRITER.wait(ranks)
+    ranks.check_same("path", str(target.absolute()))
+    ranks.check_same("keep and asynchronous", f"{keep}, {asynchronous}")
+    collected: dict[str, Any] = {}
+    drafts: list[Draft] = []  # on rank 0
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            drafts.append(Draft(target))
+        found = Contents(ranks.rank, ranks.world_size).collect(model, optimizers, extra)
+        collected.update(_taken(found) if asynchronous else found)
+
+    def write() -> None:
+        try:
+            _write(collected, target, drafts, ranks, keep)
+        except BaseException:
+            _discard(drafts)
+            raise
+
+    try:
+        ranks.together(begin)
+    except BaseException:
+        _discard(drafts)
+        raise
+    saving = Saving(target, write)
+    if asynchronous:
+        return WRITER.start(saving)
+    saving.run()
+    return saving
+
+
+def _discard(drafts: list[Draft]) -> None:
+    for draft in drafts:
+        draft.discard()
+
+
+def _taken(contents: Any) -> Any:
+    """What is saved as it is now, in host memory of its own."""
+    if isinstance(contents, dict):
+        return {key: _taken(value) for key, value in contents.items()}
+    if isinstance(contents, list):
+        return [_taken(value) for value in contents]
+    if isinstance(contents, FlatPiece):
+        return contents.taken()
+    if isinstance(contents, torch.Tensor):
+        return contents.detach().to("cpu", copy=True)
+    return contents
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Writes what is encoded already as it is."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, Encoded):
+            return io.BytesIO(object.data)
+        return super().transform_object(write_item, object)
+
+
+def _write(
+    contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
+) -> None:
+    folder = draft_of(target)
+    try:
+        with warnings.catch_warnings():
+            if ranks.group is None:  # it says so at every save of one process
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            metadata = dcp.save(
+                contents,
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=_Planner(dedup_save_to_lowest_rank=True),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except (dcp.CheckpointException, RuntimeError, OSError) as error:
+        raise CheckpointError(
+            f"{target} could not be written: {_words(error)}. Nothing else was changed: earlier "
+            "checkpoints are whole, and what was written of this one is removed."
+        ) from error
+
+    def publish() -> None:
+        for draft in drafts:
+            _check_files(folder, metadata)
+            crc = zlib.crc32((folder / METADATA).read_bytes())
+            serial = next_serial(target.parent)
+            draft.publish(Notes(serial, keep, crc, torch.__version__, __version__))
+            drafts.clear()
+            if keep is not None:
+                prune(target.parent, keep)
+
+    ranks.together(publish)
+
+
+def _words(error: BaseException) -> str:
+    """What has failed on which ranks, without the traces that torch puts in."""
+    if not isinstance(error, dcp.CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    failures = {
+        rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
+    }
+    return "; ".join(f"rank {rank}: {words}" for rank, words in sorted(failures.items()))
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Raise CheckpointError unless all that the ranks have written is here."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        path = info.relative_path
+        ends[path] = max(ends.get(path, 0), info.offset + info.length)
+    absent = [
+        path
+        for path, end in sorted(ends.items())
+        if not (folder / path).is_file() or (folder / path).stat().st_size < end
+    ]
+    if absent:
+        raise CheckpointError(
+            f"{folder.parent} is not the same folder for all ranks: rank 0 does not see "
+            f"{', '.join(absent[:5])}, which others have written there. Save to a file system that "
+            "all ranks share."
+        )
