@@ -1,0 +1,133 @@
+"""Whatever an optimizer keeps, and wherever, is saved as its state dict has it, and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zerofx
+from tests.checkpoints import assert_same, states
+from tests.covering import each_value
+from tests.models import features
+from tests.optimizers import VARIANTS
+from tests.ranks import ranks_fixture  # noqa: F401
+from tests.trainings import PRECISIONS
+
+NAMES = (
+    *("adam_amsgrad", "adamw_tensor_lr", "sgd", "sgd_nesterov", "rmsprop_centered"),
+    *("adagrad_lr_decay", "nadam_decoupled", "asgd_averages", "rprop", "lion"),
+)
+
+
+class Wide(nn.Module):
+    """Enough for moments in blocks of eight bits."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def step(model, optimizer, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def built(seed, make, dtype=torch.float32, width=11):
+    torch.manual_seed(seed)
+    model = Wide(width).to(dtype)
+    return model, make(list(model.parameters()))
+
+
+def train(compiled, pair, numbers):
+    dtype = next(pair[0].parameters()).dtype
+    return [compiled(*pair, *(t.to(dtype) for t in features(n, 4))).item() for n in numbers]
+
+
+def zero(stage, options):
+    options = {"stage": stage, "lowering": "eager", **options}
+    return torch.compile(step, backend="zero", options=options)
+
+
+def resume(path, make, stage, options, is_bound, new_options=None, **model):
+    """Train and save; load into another pair; both go on."""
+    torch._dynamo.reset()
+    pair, compiled = built(0, make, **model), zero(stage, options)
+    train(compiled, pair, range(3))
+    zerofx.save(path, *pair)
+    saved = states(pair)
+    losses = train(compiled, pair, range(3, 6))
+    torch._dynamo.reset()
+    other = built(1, make, **model)
+    compiled = zero(stage, options if new_options is None else new_options)
+    if is_bound:
+        train(compiled, other, range(2))
+    zerofx.load(path, *other)
+    if is_bound:  # before, an optimizer does not know in what it will keep its states
+        assert_same(states(other), saved)
+    assert train(compiled, other, range(3, 6)) == losses
+    assert_same(states(other), states(pair))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_goes_on_bitwise(name, tmp_path):
+    is_bound = NAMES.index(name) % 2 == 0
+    resume(tmp_path / "a", VARIANTS[name], 3, {}, is_bound)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize(("precision", "is_bound"), each_value(PRECISIONS, (True, False)))
+def test_every_precision_goes_on_bitwise(precision, is_bound, tmp_path, ranks):  # noqa: F811
+    model = {"dtype": torch.bfloat16, "width": 1500}
+    options = PRECISIONS[precision]
+    arguments = (adamw, 3 if is_bound else 2, options, is_bound, None)
+    ranks(2).run(resume_of, tmp_path / "a", *arguments, model)
+
+
+def resume_of(path, make, stage, options, is_bound, new_options, model):
+    resume(path, make, stage, options, is_bound, new_options, **model)
+
+
+PLACES = {
+    "optimizer": {"offload": "optimizer"},
+    "all": {"offload": "optimizer,params"},
+    "all in files": {"offload": "optimizer,params", "offload_tier": "nvme"},
+    "on the device": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "new_place", "is_bound"),
+    [
+        ("optimizer", "all in files", True),
+        ("all in files", "all in files", True),
+        ("all in files", "on the device", True),
+        ("on the device", "all in files", False),
+        ("all", "optimizer", False),
+    ],
+)
+def test_states_move_between_device_host_and_files(
+    place,
+    new_place,
+    is_bound,
+    tmp_path,
+    ranks,  # noqa: F811
+):
+    (tmp_path / "files").mkdir()
+    places = [
+        {**PLACES[name], "offload_dir": str(tmp_path / "files")}
+        if "files" in name
+        else PLACES[name]
+        for name in (place, new_place)
+    ]
+    ranks(2).run(resume_of, tmp_path / "a", adamw, 3, places[0], is_bound, places[1], {})
