@@ -459,7 +459,7 @@ def die(root: str, when: str) -> None:
 
 @pytest.mark.parametrize("when", ("writing", "publishing", "removing"))
 def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed(when, tmp_path):
-    with contextlib.closing(Ranks(2, group_timeout_s=10.0)) as two:
+    with contextlib.closing(Ranks(2)) as two:
         with pytest.raises(RuntimeError, match="died, exit code -9"):
             two.run(die, str(tmp_path), when)
     left = set(os.listdir(tmp_path))

@@ -7,7 +7,15 @@ from zerofx.versions import __version__, check_torch_version
 
 check_torch_version()  # first: other versions lack names that the modules below import
 
-from zerofx.checkpoint import CheckpointError, MismatchError, Saving, latest, load, save  # noqa: E402
+from zerofx.checkpoint import (  # noqa: E402
+    CheckpointError,
+    MismatchError,
+    Saving,
+    latest,
+    load,
+    resume,
+    save,
+)
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
 from zerofx.runtime.whole import full_params, unshard  # noqa: E402
@@ -23,6 +31,7 @@ __all__ = [
     "full_params",
     "latest",
     "load",
+    "resume",
     "save",
     "unshard",
 ]

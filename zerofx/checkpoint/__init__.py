@@ -3,7 +3,7 @@
 from zerofx.checkpoint.background import Saving
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
 from zerofx.checkpoint.folders import latest
-from zerofx.checkpoint.loading import load
+from zerofx.checkpoint.loading import load, resume
 from zerofx.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "MismatchError", "Saving", "latest", "load", "save"]
+__all__ = ["CheckpointError", "MismatchError", "Saving", "latest", "load", "resume", "save"]

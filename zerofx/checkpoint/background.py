@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from zerofx.checkpoint.contents import bound_parameters
 from zerofx.checkpoint.meeting import Ranks
+from zerofx.runtime.parameters import REGISTRY
 
 logger = logging.getLogger("zerofx")
 
@@ -98,3 +104,12 @@ class Writer:
 
 
 WRITER = Writer()
+
+
+def meet(model: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, name: str) -> Ranks:
+    """Return when all ranks are here, and nothing is under way that is about these objects."""
+    bounds = bound_parameters(model, *optimizers)
+    REGISTRY.settle(bounds, optimizers)
+    ranks = Ranks.of(bounds, process_group, name)
+    WRITER.wait(ranks)
+    return ranks

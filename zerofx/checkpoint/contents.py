@@ -1,7 +1,8 @@
 """What a checkpoint holds: names and this rank's parts, as FSDP2's users save them.
 
 ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]},
-"extra": {...}}``, with the names of ``torch.distributed.checkpoint.state_dict.get_state_dict``.
+"extra": {...}, "rng": {rank: {...}}}``, with the names that ``get_state_dict`` of
+``torch.distributed.checkpoint.state_dict`` gives.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.rng import rng_state
 from zerofx.checkpoint.values import encode
 from zerofx.codegen.storage import widened, widened_dtypes
 from zerofx.plan import shard_numel, storage_order
@@ -24,7 +26,7 @@ from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.guarded import GuardedState
 from zerofx.runtime.parameters import REGISTRY
 
-MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
 
 
 def plain_name(name: str) -> str:
@@ -106,6 +108,7 @@ class Contents:
                 states |= self._states_of(optimizer, names)
                 groups += _groups_of(optimizer, names)
             found[OPTIMIZER] = {"state": states, "param_groups": groups}
+        found[RNG] = {str(self.rank): encode(rng_state(), "the state of random numbers")}
         if extra is not None:
             found[EXTRA] = dict(_encoded(extra))
         return found

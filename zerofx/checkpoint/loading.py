@@ -1,4 +1,4 @@
-"""``zerofx.load``: read a checkpoint into a model and its optimizers, each rank its own part."""
+"""``zerofx.load`` and ``resume``: each rank reads its own part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.background import WRITER
+from zerofx.checkpoint.background import meet
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
+from zerofx.checkpoint.folders import complete_in
 from zerofx.checkpoint.matching import (
     Plan,
     match_extra,
@@ -24,9 +25,9 @@ from zerofx.checkpoint.matching import (
 from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_list, as_path
 from zerofx.checkpoint.reading import Reader, read_metadata
+from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
 from zerofx.runtime.flat import ordinary_tensors
-from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.whole import attach_optimizer
 
 logger = logging.getLogger("zerofx")
@@ -55,29 +56,69 @@ def load(
     were given different paths; RuntimeError if a rank does not join.  All on every rank.
     """
     folder, optimizers = as_path(path), as_list(optimizer)
-    bounds = bound_parameters(model, *optimizers)
-    REGISTRY.settle(bounds, optimizers)
-    ranks = Ranks.of(bounds, process_group, "zerofx.load()")
-    WRITER.wait(ranks)
+    ranks = meet(model, optimizers, process_group, "zerofx.load()")
     ranks.check_same("path", str(folder.absolute()))
     ranks.check_same("strict", str(strict))
-    extra: dict[str, Any] = {}
+    reading = _checked(folder, model, optimizers, ranks, strict)
+    reading.read_on(ranks)
+    return reading.extra
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """Load the last checkpoint that ``zerofx.save`` has completed in ``folder``.  Collective.
+
+    Returns its ``extra``; an empty dict, and nothing has changed, if there is none yet.  Call it at
+    the start of a training that may be started again, on as many ranks or others.  Generators of
+    random numbers go on where those of the same rank were, if there are as many ranks as then.
+    A checkpoint that is damaged is logged, and the one before it loaded.
+
+    Raises: MismatchError if the last one is of another model; CheckpointError if all are damaged;
+    RuntimeError if a rank does not join.  All on every rank.
+    """
+    optimizers = as_list(optimizer)
+    ranks = meet(model, optimizers, process_group, "zerofx.resume()")
+    ranks.check_same("folder", str(Path(folder).absolute()))
+    paths = ranks.on_first(lambda: [path for _, path in reversed(complete_in(Path(folder)))])
+    for path in paths:
+        try:
+            reading = _checked(path, model, optimizers, ranks, strict=True)
+        except MismatchError:
+            raise
+        except (CheckpointError, FileNotFoundError) as error:
+            if path == paths[-1]:
+                raise
+            logger.error("%s The one before it is loaded.", error)
+            continue
+        reading.read_on(ranks)
+        if reading.rng is not None:
+            set_rng_state(reading.rng)
+        else:
+            logger.warning("%s is of other ranks: random numbers go on as seeded", path)
+        return reading.extra
+    return {}
+
+
+def _checked(
+    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, strict: bool
+) -> _Reading:
+    """A load that all ranks have checked, and that has not changed anything yet.  Collective."""
     readings: list[_Reading] = []
 
     def check() -> None:
-        reading = _Reading(folder, model, optimizers, extra)
+        reading = _Reading(folder, model, optimizers, ranks)
         differences = reading.check(strict)
         if differences:
             logger.warning("zerofx.load left out what does not fit: %s", differences)
-        for one in optimizers:
-            if any(bound.stage > 0 for bound in bound_parameters(one)):
-                attach_optimizer(one)
         readings.append(reading)
 
     ranks.together(check)
-    with torch.no_grad(), ordinary_tensors():
-        ranks.together(readings[0].read)
-    return extra
+    return readings[0]
 
 
 class _Reading:
@@ -88,9 +129,11 @@ class _Reading:
         folder: Path,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        extra: dict[str, Any],
+        ranks: Ranks,
     ) -> None:
         self.folder = folder
+        self.optimizers = optimizers
+        self.extra: dict[str, Any] = {}
         metadata, _ = read_metadata(folder)
         self.reader = Reader(folder, metadata)
         saved = sort_out(metadata, set(parameter_names(model, optimizers).values()))
@@ -106,7 +149,10 @@ class _Reading:
         match_model(self.plan, saved, model)
         if optimizers:
             match_optimizers(self.plan, saved, model, optimizers, self._value)
-        match_extra(self.plan, saved, extra)
+        match_extra(self.plan, saved, self.extra)
+        self.rng: dict[str, Any] | None = None
+        if len(saved.rng) == ranks.world_size:
+            self.rng = self._value(saved.rng[ranks.rank])
 
     def _value(self, entry: str) -> Any:
         if entry not in self.values:
@@ -132,8 +178,19 @@ class _Reading:
             self._value(entry)
         return str(differences)
 
-    def read(self) -> None:
+    def read_on(self, ranks: Ranks) -> None:
+        """Read everything into its place.  Collective.
+
+        Raises: CheckpointError, on all ranks, if one cannot read what it could before.
+        """
+        with torch.no_grad(), ordinary_tensors():
+            ranks.together(self._read)
+
+    def _read(self) -> None:
         try:
+            for optimizer in self.optimizers:
+                if any(bound.stage > 0 for bound in bound_parameters(optimizer)):
+                    attach_optimizer(optimizer)  # which keeps shards from now on
             for target, items in zip(self.plan.targets, self.items, strict=True):
                 memory = target.begin()
                 self.reader.read_tensor(items, target.boxes, target.order, memory)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from zerofx import compat
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
+from zerofx.options import environment
 from zerofx.runtime.agreement import rendezvous
 from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.communication import Communicator
+from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.whole import join
 
@@ -32,7 +33,7 @@ class Ranks:
     _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of(cls, bounds: Iterable[BoundParameter], group: Any, name: str) -> Ranks:
+    def of(cls, bounds: Collection[BoundParameter], group: Any, name: str) -> Ranks:
         """Return once all ranks have called this with ``name``: those that hold ``bounds``.
 
         Those of ``group`` if nothing is bound yet, the world if that is None.
@@ -47,7 +48,8 @@ class Ranks:
                 "checkpoint is written by the ranks of one. Save the parts of the model by "
                 "themselves."
             )
-        bounds = list(bounds)
+        if not communicators and group is None:
+            group = default_group(environment())
         found = next(iter(communicators.values()), None) or Communicator.of(group)
         if group is not None and Communicator.of(group) is not found:
             raise ValueError(

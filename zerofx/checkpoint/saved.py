@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zerofx.checkpoint.contents import EXTRA, MODEL, OPTIMIZER
+from zerofx.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, RNG
 
 OPTIMIZER_ROOTS = (OPTIMIZER, "optim")
 """What the optimizer's part is called; the second in torch's own tutorials."""
@@ -28,8 +28,8 @@ class Saved:
     """The entries of a checkpoint, by what they are.
 
     ``model`` maps names to entries; ``states`` a parameter's name to entries by the path of keys
-    that leads to them in its state; ``extra`` the same for the user's own.  Entries are the keys of
-    the checkpoint's metadata.
+    that leads to them in its state; ``extra`` the same for the user's own; ``rng`` ranks to the
+    states of their generators.  Entries are the keys of the checkpoint's metadata.
     """
 
     metadata: Metadata
@@ -37,6 +37,7 @@ class Saved:
     states: dict[str, dict[Path, str]] = field(default_factory=dict)
     groups: dict[int, SavedGroup] = field(default_factory=dict)
     extra: dict[Path, str] = field(default_factory=dict)
+    rng: dict[int, str] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
     has_optimizer: bool = False
 
@@ -62,6 +63,8 @@ def sort_out(metadata: Metadata, names: Collection[str]) -> Saved:
             saved.model[".".join(map(str, rest))] = entry
         elif root == EXTRA and rest:
             saved.extra[tuple(rest)] = entry
+        elif root == RNG and len(rest) == 1 and str(rest[0]).isdigit():
+            saved.rng[int(rest[0])] = entry
         elif root in OPTIMIZER_ROOTS and rest:
             saved.has_optimizer = True
             _add_of_optimizer(saved, rest, entry)

@@ -17,15 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.background import WRITER, Saving
-from zerofx.checkpoint.contents import Contents, bound_parameters
+from zerofx.checkpoint.background import WRITER, Saving, meet
+from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import METADATA, Draft, Notes, draft_of, next_serial, prune
 from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_list, as_path
 from zerofx.checkpoint.pieces import FlatPiece
 from zerofx.checkpoint.values import Encoded
-from zerofx.runtime.parameters import REGISTRY
 from zerofx.versions import __version__
 
 
@@ -59,10 +58,7 @@ def save(
     target, optimizers = as_path(path), as_list(optimizer)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
-    bounds = bound_parameters(model, *optimizers)
-    REGISTRY.settle(bounds, optimizers)
-    ranks = Ranks.of(bounds, process_group, "zerofx.save()")
-    WRITER.wait(ranks)
+    ranks = meet(model, optimizers, process_group, "zerofx.save()")
     ranks.check_same("path", str(target.absolute()))
     ranks.check_same("keep and asynchronous", f"{keep}, {asynchronous}")
     collected: dict[str, Any] = {}
