@@ -67,6 +67,17 @@ def _path(*parts: str) -> str:
     return os.path.join(*parts) if parts else ""
 
 
+def unpickled(data: bytes) -> Metadata:
+    """The metadata in a pickle.  Runs no code from it.
+
+    Raises: pickle.UnpicklingError, or anything at all for a damaged pickle.
+    """
+    metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    return metadata
+
+
 def read_metadata(folder: Path) -> tuple[Metadata, Notes | None]:
     """Read what a checkpoint holds and where.  Runs no code from the file.
 
@@ -85,9 +96,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, Notes | None]:
             "checkpoint is damaged: load another."
         )
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        metadata = unpickled(data)
         version = getattr(metadata, "version", None)
         _check_version(version, path)
         _check_shape(metadata)

@@ -24,6 +24,7 @@ from zerofx.checkpoint.folders import METADATA, Draft, Notes, draft_of, next_ser
 from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_list, as_path
 from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.reading import unpickled
 from zerofx.checkpoint.values import Encoded
 from zerofx.versions import __version__
 
@@ -124,7 +125,7 @@ def _write(
         with warnings.catch_warnings():
             if ranks.group is None:  # it says so at every save of one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            metadata = dcp.save(
+            dcp.save(
                 contents,
                 storage_writer=dcp.FileSystemWriter(folder),
                 planner=_Planner(dedup_save_to_lowest_rank=True),
@@ -139,8 +140,9 @@ def _write(
 
     def publish() -> None:
         for draft in drafts:
-            _check_files(folder, metadata)
-            crc = zlib.crc32((folder / METADATA).read_bytes())
+            metadata = (folder / METADATA).read_bytes()
+            _check_files(folder, unpickled(metadata))
+            crc = zlib.crc32(metadata)
             serial = next_serial(target.parent)
             draft.publish(Notes(serial, keep, crc, torch.__version__, __version__))
             drafts.clear()

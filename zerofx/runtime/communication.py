@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -359,9 +360,28 @@ def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         if not all(name in environ for name in TORCHRUN_VARIABLES):
             return None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, **_rendezvous(environ))
         atexit.register(_destroy, dist.group.WORLD)
     return dist.group.WORLD
+
+
+def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What ``init_process_group`` is told when torchrun has started its workers once more.
+
+    torchrun keeps its store, and gloo would look for new ranks where those were that have died: a
+    restart hangs, not always (torch 2.11 to 2.14).  So every start has keys of its own.
+    """
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"zerofx/start {start}", dist.TCPStore(address, port, is_master=False))
+    return {
+        "store": store,
+        "rank": int(environ["RANK"]),
+        "world_size": int(environ["WORLD_SIZE"]),
+    }
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
