@@ -16,6 +16,7 @@ from zerofx.checkpoint import (  # noqa: E402
     resume,
     save,
 )
+from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
 from zerofx.runtime.whole import full_params, unshard  # noqa: E402
@@ -27,10 +28,12 @@ __all__ = [
     "Saving",
     "StepError",
     "__version__",
+    "deferred_init",
     "explain",
     "full_params",
     "latest",
     "load",
+    "materialize",
     "resume",
     "save",
     "unshard",

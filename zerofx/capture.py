@@ -203,14 +203,13 @@ class StepCapture:
     def _check_memory_is_own(self) -> None:
         """Refuse an input that looks into a parameter's memory: it would not see it sharded."""
         owners = {
-            parameter.untyped_storage().data_ptr(): info
+            _address(parameter): info
             for info, parameter in zip(self.table, self.tensors, strict=True)
-            if parameter.untyped_storage().nbytes()
         }
         for node, role, value in zip(self.placeholders, self.roles, self.inputs, strict=True):
             if role.kind not in ("buffer", "other") or not isinstance(value, torch.Tensor):
                 continue
-            info = owners.get(value.untyped_storage().data_ptr()) if value.numel() else None
+            info = owners.get(_address(value)) if value.numel() else None
             if info is not None:
                 raise StepError(
                     f"{_readable(compat.source_name(node))!r} shares memory with parameter "
@@ -388,6 +387,12 @@ def _describe(
             f"parameter {name!r}: {error}. Give it memory of its own: p.data = p.data.contiguous()."
         ) from None
     return info
+
+
+def _address(tensor: torch.Tensor) -> int | tuple[str, int]:
+    """Where a tensor's memory begins; of one without, which storage it is that has none."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else ("no memory", storage._cdata)
 
 
 def _is_backward_call(node: fx.Node) -> bool:

@@ -655,6 +655,13 @@ def is_fake(value: Any) -> bool:
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+# For tensors whose making is deferred: deferred/.
+
+# Also without modes, which a recorder must not call for what it does itself.  For 2.11 to 2.15; can
+# go when torch exports it.
+without_function_modes = torch._C.DisableTorchFunction
+
+
 # For errors on their way to the user: backend.py.
 
 

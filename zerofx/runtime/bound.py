@@ -220,13 +220,21 @@ class BoundParameter:
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
                 copy_range(self._shard, whole, self.info, self.communicator.rank)
-            if self._freed is None:
-                self._freed = without_storage(self.info)
-            parameter.data = self._freed
+            parameter.data = self.freed()
             # A backward pass through a graph built on the old values says so, and does not
             # read the freed storage.
             torch.autograd.graph.increment_version(parameter)
         self.snapshot = None
+
+    def freed(self) -> torch.Tensor:
+        """What is in the parameter's place when its values are in the shard.
+
+        To make it takes the memory of a whole parameter for a moment.
+        """
+        if self._freed is None:
+            with ordinary_tensors():
+                self._freed = without_storage(self.info)
+        return self._freed
 
     def retire(self) -> None:
         """Let go of the shards for good."""

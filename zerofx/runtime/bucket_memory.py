@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -30,8 +30,10 @@ class BucketMemory:
         self.shards: dict[int, torch.Tensor] = {}  # this rank's, by the parameter's identity
         self._addresses: list[int] = []
 
-    def move_in(self) -> bool:
+    def move_in(self, make: Callable[[nn.Parameter], None] = lambda parameter: None) -> bool:
         """Move parameters here that live elsewhere; return whether all live here now.
+
+        ``make`` is called with each before it is copied: it need not be there before.
 
         A bucket stays where it is, and is updated there, while something else has memory of its
         parameters: a view that the user took, another process.
@@ -41,9 +43,9 @@ class BucketMemory:
             return False
         if self._addresses == [parameter.data_ptr() for parameter in parameters]:
             return all(parameter.dtype == self.flat.dtype for parameter in parameters)
-        return self._move(parameters)
+        return self._move(parameters, make)
 
-    def _move(self, parameters: list[nn.Parameter]) -> bool:
+    def _move(self, parameters: list[nn.Parameter], make: Callable[[nn.Parameter], None]) -> bool:
         first = parameters[0]
         for parameter, info in zip(parameters, self.infos, strict=True):
             layout = (tuple(parameter.shape), tuple(parameter.stride()))
@@ -64,6 +66,7 @@ class BucketMemory:
             }
             for parameter, info in zip(parameters, self.infos, strict=True):
                 if info.numel:
+                    make(parameter)
                     whole = _over(flat.narrow(0, info.place.offset, info.numel), info)
                     parameter.data = whole.copy_(parameter.detach())
         self._addresses = [parameter.data_ptr() for parameter in parameters]

@@ -12,7 +12,7 @@ from zerofx.plan import ParameterInfo, storage_order
 from zerofx.runtime.buffers import BufferPool
 
 # Small tensors travel to the other ranks together, in messages of at most this size.
-_COALESCED_BYTES = 4 * 1024 * 1024
+COALESCED_BYTES = 4 * 1024 * 1024
 
 
 @contextlib.contextmanager
@@ -191,11 +191,11 @@ def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
             communicator.broadcast(_memory_bytes(packed))
             tensor.copy_(packed)
             continue
-        if len(data) >= _COALESCED_BYTES:
+        if len(data) >= COALESCED_BYTES:
             communicator.broadcast(data)
             continue
         bytes_after = sum(map(len, pending)) + len(data)
-        if pending and (bytes_after > _COALESCED_BYTES or pending[0].device != data.device):
+        if pending and (bytes_after > COALESCED_BYTES or pending[0].device != data.device):
             flush()
         if len(data):
             pending.append(data)

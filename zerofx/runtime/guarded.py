@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerofx import compat
+from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import storage_order
+
+Special = Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]
+"""Answers a function, given who called it and with what; or says NotImplemented."""
 
 _ATTRIBUTES = frozenset(
     "shape dtype device layout ndim itemsize nbytes names name "
@@ -63,8 +67,13 @@ def _keeper(tensor: torch.Tensor) -> Any:
     return REGISTRY.keeper(tensor)
 
 
-class _Guarded:
-    """What the two guarded classes share; comes before the torch class in their bases."""
+class Guarded:
+    """What guarded classes share; comes before the torch class in their bases.
+
+    ``_special`` are functions that are answered although they need values, by name.
+    """
+
+    _special: Mapping[str, Special] = MappingProxyType({})
 
     def __repr__(self) -> str:
         keeper = _keeper(self)
@@ -89,19 +98,24 @@ class _Guarded:
         if is_metadata or (touched == "type" and len(args) == 1 and not kwargs):
             with compat.without_torch_function():
                 return func(*args, **kwargs)
-        special = _SPECIAL.get(touched)
+        special = cls._special.get(touched)
         if special is not None and args:
             answer = special(sys._getframe(1), args, kwargs)
             if answer is not NotImplemented:
                 return answer
-        raise RuntimeError(_refusal(touched, next(_guarded_among((args, kwargs)))))
+        first = next(_guarded_among((args, kwargs)))
+        raise RuntimeError(first._refusal(touched))
+
+    def _refusal(self, touched: str) -> str:
+        """What is said to who needs the values."""
+        return _refusal(touched, self)
 
 
-class ShardedParameter(_Guarded, nn.Parameter):
+class ShardedParameter(Guarded, nn.Parameter):
     """A parameter between steps, when each rank keeps its own shard of it and nothing else."""
 
 
-class GuardedGradient(_Guarded, torch.Tensor):
+class GuardedGradient(Guarded, torch.Tensor):
     """A gradient between steps, whose values are not what a reader would take them for."""
 
 
@@ -113,7 +127,7 @@ class UnreducedGradient(GuardedGradient):
     """A gradient between steps, when each rank keeps its own, which nobody has averaged yet."""
 
 
-class GuardedState(_Guarded, torch.Tensor):
+class GuardedState(Guarded, torch.Tensor):
     """An optimizer's state between steps, whose values are in files.
 
     ``bucket`` is where they are, None once they are elsewhere; ``place`` and ``field_name`` say
@@ -176,7 +190,8 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
             f"parameter {name!r} was created under torch.inference_mode() and can never be "
             "updated. Create the model outside of it."
         )
-    if parameter.numel() and parameter.untyped_storage().nbytes() == 0:
+    is_there = LEDGER.memory_of(parameter) is None
+    if is_there and parameter.numel() and parameter.untyped_storage().nbytes() == 0:
         raise ValueError(f"parameter {name!r} has no storage: its values were freed elsewhere")
     try:
         storage_order(tuple(parameter.shape), parameter.stride())
@@ -195,8 +210,8 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
         ) from error
 
 
-def _guarded_among(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, _Guarded):
+def _guarded_among(value: Any) -> Iterator[Any]:
+    if isinstance(value, Guarded):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -297,10 +312,12 @@ def _detach_in_place(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str
     return args[0] if isinstance(args[0], GuardedGradient) else NotImplemented
 
 
-_SPECIAL: dict[str, Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]] = {
+_SPECIAL: dict[str, Special] = {
     "copy_": _copy,
     "detach": _detach,
     "detach_": _detach_in_place,
     "zero_": _zero,
     "_foreach_zero_": _zero,
 }
+for _kind in (ShardedParameter, GuardedGradient, GuardedState):
+    _kind._special = _SPECIAL

@@ -8,21 +8,25 @@ zero-compiled function runs, so that Dynamo always sees ordinary parameters, and
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.carried import CarriedGathers
 from zerofx.runtime.delayed import DelayedUpdates
 from zerofx.runtime.file_tiers import FileTiers
+from zerofx.runtime.first_values import Member, batches, have_values, make
 from zerofx.runtime.flat import (
     make_equal,
     ordinary_tensors,
@@ -90,11 +94,16 @@ class ParameterRegistry:
         stage: int,
         moves_whole: bool = False,
         on_host: Collection[int] = (),
+        on_sharded: Callable[[list[BoundParameter]], None] = lambda bounds: None,
     ) -> list[BoundParameter]:
         """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
 
         At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.  Shards of
-        parameters with these indices ``on_host`` are made in host memory.
+        parameters with these indices ``on_host`` are made in host memory.  ``on_sharded`` is called
+        with the parameters of a bucket when they have been sharded, before the next one's are.
+
+        Parameters whose making was deferred are made here.  At stage 3 one is whole at a time, and
+        small ones together; at the others what is made stays whole.
 
         Only what has not been seen before is touched, so that a second compilation or another
         function of the same model changes nothing.  Collective for new ones.
@@ -118,32 +127,64 @@ class ParameterRegistry:
             new_buffers = self._unseen(buffers)
             if new or new_buffers:
                 self.carried.drain()
-            make_equal([p for p, _ in new.values()] + new_buffers, communicator)
-            buckets: dict[int, object] = {}
-            memory: dict[int, torch.Tensor] = {}
-            members: dict[int, list[tuple[nn.Parameter, ParameterInfo]]] = {}
+            make_equal(new_buffers, communicator)
+            members: dict[int, list[Member]] = {}
             for parameter, info in new.values():
                 members.setdefault(info.place.bucket, []).append((parameter, info))
-            homes: dict[int, BucketMemory] = {}
-            for parameter, info in new.values():
-                bound = self._add(parameter, info, communicator, stage)
-                number = info.place.bucket
+            if stage == 3:
+                self._shard(members, communicator, on_host, on_sharded)
+            else:
+                self._keep_whole(members, communicator, stage, moves_whole and stage > 0)
+            return [self._bound[id(parameter)] for parameter, _ in parameters]
+
+    def _shard(
+        self,
+        members: Mapping[int, list[Member]],
+        communicator: Any,
+        on_host: Collection[int],
+        on_sharded: Callable[[list[BoundParameter]], None],
+    ) -> None:
+        """Cut new parameters, by bucket, to their shards: whole are those of a batch at a time."""
+        buckets: dict[int, object] = {}
+        memory: dict[int, torch.Tensor] = {}
+        missing = {number: len(its) for number, its in members.items()}
+        for batch in batches(itertools.chain.from_iterable(members.values())):
+            bounds = [self._add(*member, communicator, stage=3) for member in batch]
+            for bound in bounds:
+                info, number = bound.info, bound.info.place.bucket
+                host = self.host if info.index in on_host else None
                 if info.shares_bucket:
                     bound.bucket = buckets.setdefault(number, object())
-                if moves_whole and stage in (1, 2):
-                    if number not in homes:
-                        homes[number] = BucketMemory(members[number], communicator.rank)
-                        homes[number].move_in()
-                    bound.memory = homes[number]
-                if stage == 3:
-                    host = self.host if info.index in on_host else None
-                    if info.shares_bucket or host is not None:
-                        if number not in memory:
-                            memory[number] = _empty_bucket(info, host)
-                        bound.live_in(memory[number], host)
-                    bound.free()
-                    self._guard_again(bound)
-            return [self._bound[id(parameter)] for parameter, _ in parameters]
+                if info.shares_bucket or host is not None:
+                    if number not in memory:
+                        memory[number] = _empty_bucket(info, host)
+                    bound.live_in(memory[number], host)
+                bound.freed()  # now, while no parameter is whole
+            have_values(batch, communicator)
+            for bound in bounds:
+                bound.free()
+                self._guard_again(bound)
+                number = bound.info.place.bucket
+                missing[number] -= 1
+                if not missing[number]:
+                    memory.pop(number, None)
+                    on_sharded([self._bound[id(parameter)] for parameter, _ in members[number]])
+
+    def _keep_whole(
+        self, members: Mapping[int, list[Member]], communicator: Any, stage: int, moves: bool
+    ) -> None:
+        """Take charge of new parameters that stay whole, by bucket; they may move to its memory."""
+        for its in members.values():
+            bounds = [self._add(*member, communicator, stage) for member in its]
+            is_shared = its[0][1].shares_bucket
+            bucket = object() if is_shared else None
+            home = BucketMemory(its, communicator.rank) if moves else None
+            if home is not None:
+                home.move_in(partial(make, communicator=communicator))
+            for bound in bounds:
+                bound.bucket, bound.memory = bucket, home
+        for batch in batches(itertools.chain.from_iterable(members.values())):
+            have_values(batch, communicator)
 
     def place(self, bounds: Iterable[BoundParameter], on_host: bool) -> None:
         """Move shards to host memory, or back to their devices: those of a bucket side by side.
@@ -255,6 +296,7 @@ class ParameterRegistry:
             if self._depth > 1:
                 return
             self.epoch += 1
+            LEDGER.make_plain()
             for reference, own, _ in self._swaps():
                 parameter = reference()
                 if parameter is not None:
@@ -282,6 +324,7 @@ class ParameterRegistry:
             self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
             for bound in self._averaged:
                 bound.see_eager_accumulation()
+            LEDGER.guard_again()
             for reference, _, guarded in self._swaps():
                 parameter = reference()
                 if parameter is not None:

@@ -186,6 +186,22 @@ class ProgramFiles:
             most = max(most, now)
         return most
 
+    def take_in(self, bounds: Sequence[BoundParameter]) -> None:
+        """Let go of a bucket's shards, which have just been made, in favour of their files.
+
+        Raises: FileTierError if a write fails.
+        """
+        by_index = {bound.info.index: bound for bound in bounds}
+        group = next((one for one in self._groups if by_index.keys() >= set(one)), None)
+        if group is None or group not in self._new_shards:
+            return
+        bucket = self._new_shards.pop(group)
+        bucket.adopt([by_index[index] for index in group])
+        self.tier.begin([bucket])
+        self.tier.fetch(bucket)
+        self.tier.release(bucket, is_dirty=True)
+        self.tier.finish()
+
     # In a call
 
     def begin(self, bounds: Sequence[BoundParameter]) -> None:

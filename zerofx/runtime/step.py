@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zerofx import effects, ops
+from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import StepError
 from zerofx.graph import (
     gradient_outputs,
@@ -93,6 +94,7 @@ class StepRuntime:
                 graph, kept, self.mover, self.steps, self.files, is_delayed
             )
             REGISTRY.host.check_room(self.host_needs)
+        LEDGER.check(trained.tensors)
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, device.in_place, moved_out)
         self.device_updates = DeviceUpdates(self.steps, communicator)
@@ -149,6 +151,7 @@ class StepRuntime:
             self.device.stage,
             self.device.moves_whole,
             self.on_host,
+            self.files.take_in if self.files is not None else lambda bounds: None,
         )
         self.buckets.bind(self.bound)
         self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]

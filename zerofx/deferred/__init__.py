@@ -1,0 +1,1 @@
+"""Models whose parameters are made later, one at a time."""

@@ -1,0 +1,97 @@
+"""``deferred_init``, what it leaves behind, and ``materialize``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from zerofx.deferred.guards import deferred_class
+from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.reads import Reads
+from zerofx.deferred.recorder import Recorder
+
+_open = threading.local()
+
+
+@contextlib.contextmanager
+def deferred_init(*, exact: bool = False) -> Iterator[None]:
+    """Record how parameters are made, instead of making them, in the ``with`` block.
+
+    A model that is constructed there has no memory.  Each of its parameters is made at the first
+    zero-compiled step, sharded and freed, one at a time; ``zerofx.materialize`` makes them all.
+    Other tensors, buffers among them, are made when the block ends.
+
+    By default an operation that draws random numbers draws one number from its generator, and
+    later all that it needs from a generator seeded with that: values depend on the seed, not on
+    ranks, stages or what is made first, and are not those of plain construction.  If ``exact``
+    they are, bit for bit, and so is the generator afterwards; numbers are then drawn twice, first
+    in the block, into memory for one operation at a time.
+
+    Raises: ValueError for a block in a block with another ``exact``; StepError for what cannot be
+    recorded.
+    """
+    outer = getattr(_open, "exact", None)
+    if outer is not None:
+        if outer is not exact:
+            raise ValueError(
+                f"deferred_init(exact={exact}) is inside of deferred_init(exact={outer}), and one "
+                "model's parameters are made one way. Leave exact out of the inner block."
+            )
+        yield
+        return
+    _open.exact = exact
+    LEDGER.make_plain()
+    done = False
+    try:
+        with Recorder(exact), Reads():
+            yield
+        done = True
+    finally:
+        _open.exact = None
+        LEDGER.forget_constants()
+        _leave(make_others=done)
+        LEDGER.guard_again()
+
+
+def materialize(model: nn.Module) -> None:
+    """Make all of a model's parameters whose making was deferred, whole, on this rank.
+
+    They are ordinary parameters afterwards.  A compiled step does not need it: it makes and shards
+    them one at a time.  Nothing happens to what is there already.
+
+    Raises: StepError for one that can no longer be made; the others are made.
+    """
+    LEDGER.make_plain()
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            LEDGER.make(tensor)
+    finally:
+        LEDGER.guard_again()
+
+
+def _leave(make_others: bool) -> None:
+    """Make what is no parameter's, and guard what is left."""
+    tensors = _tensors_without_memory()
+    parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
+    kept = {LEDGER.memory_of(parameter) for parameter in parameters}
+    if make_others:
+        for storage, memory in LEDGER.storages():
+            if memory not in kept:
+                LEDGER.make_storage(storage)
+    deferred = [one for one in tensors if LEDGER.memory_of(one) is not None]
+    LEDGER.guard((one, deferred_class(type(one))) for one in deferred)  # type: ignore[arg-type]
+
+
+def _tensors_without_memory() -> list[Tensor]:
+    """All that Python holds: a parameter may be in no module, in a list or an optimizer."""
+    found: list[Tensor] = []
+    for value in gc.get_objects():
+        kind = type(value)  # isinstance would ask lazily loaded modules for their class
+        if issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+            if LEDGER.memory_of(value) is not None:
+                found.append(value)
+    return found

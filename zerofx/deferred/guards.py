@@ -1,0 +1,62 @@
+"""Tensors whose making is deferred, as others see them: metadata, and errors with words."""
+
+from __future__ import annotations
+
+import functools
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.deferred.ledger import LEDGER
+from zerofx.runtime.guarded import Guarded
+
+
+class _Deferred(Guarded):
+    """What the two classes share."""
+
+    def __repr__(self) -> str:
+        shape = tuple(self.shape)  # type: ignore[attr-defined]
+        dtype, device = self.dtype, self.device  # type: ignore[attr-defined]
+        return f"{type(self).__name__}(shape={shape}, dtype={dtype}, device='{device}')"
+
+    def _refusal(self, touched: str) -> str:
+        return (
+            f"{touched!r} needs the values of a tensor of shape {tuple(self.shape)} "  # type: ignore[attr-defined]
+            "whose making zerofx.deferred_init has put off. Call zerofx.materialize(model) first, "
+            "or do it in the step, or in `with zerofx.deferred_init():`, where it is recorded."
+        )
+
+
+class DeferredParameter(_Deferred, nn.Parameter):
+    """A parameter whose making has been recorded, and not done."""
+
+
+class DeferredTensor(_Deferred, torch.Tensor):
+    """A tensor in the memory of such a parameter."""
+
+
+@functools.cache
+def deferred_class(own: type) -> type:
+    """The class that guards a tensor of class ``own``."""
+    if own is nn.Parameter:
+        return DeferredParameter
+    if own is torch.Tensor:
+        return DeferredTensor
+    base = DeferredParameter if issubclass(own, nn.Parameter) else DeferredTensor
+    return type(f"Deferred{own.__name__}", (base, own), {"__module__": own.__module__})
+
+
+def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """``parameter.detach()`` as ``Module.state_dict`` calls it: the value, on the CPU.
+
+    Any other caller would take the result for a live view.
+    """
+    saving = frame.f_code.co_name == nn.Module._save_to_state_dict.__name__
+    if not saving or not isinstance(frame.f_locals.get("self"), nn.Module):
+        return NotImplemented
+    return LEDGER.value_of(args[0]).cpu()
+
+
+_Deferred._special = {"detach": _detach}

@@ -1,0 +1,190 @@
+"""Which memory of this process is not there, and who looks at it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx import compat
+from zerofx.deferred import replay
+from zerofx.deferred.tape import Constant, Memory, Operand
+from zerofx.runtime.flat import ordinary_tensors
+
+
+class Ledger:
+    """The storages whose memory is not there, and the tensors over them that Python holds.
+
+    Such a storage has no bytes; its tensors have their class, device, dtype, shape and strides.
+    While a block records, or a compiled call runs, tensors are of their own classes, else guarded.
+    An entry goes when its storage does, or when its memory is there.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[int, tuple[weakref.ref[torch.UntypedStorage], Memory]] = {}
+        self._guarded: list[tuple[weakref.ref[Tensor], type, type]] = []
+        self._constants: dict[int, list[weakref.ref[Constant]]] = {}
+        self._plain_depth = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        """The memory of a tensor that is not there; None if it is there."""
+        if not self._memories or tensor.layout is not torch.strided:
+            return None
+        with compat.without_function_modes():
+            found = self._memories.get(_key(tensor))
+        return found[1] if found is not None else None
+
+    def enter(self, tensor: Tensor) -> Memory:
+        """Take a tensor's memory away, before anything has been written there."""
+        storage = tensor.untyped_storage()
+        memory = Memory(storage.nbytes(), tensor.device)
+        storage.resize_(0)
+        key = _key(tensor)
+
+        def forget(reference: Any) -> None:
+            if key in self._memories and self._memories[key][0] is reference:
+                del self._memories[key]
+
+        self._memories[key] = weakref.ref(storage, forget), memory
+        return memory
+
+    # What operations read that is there
+
+    def constant(self, tensor: Tensor) -> Constant:
+        """What to remember of a tensor that is there."""
+        constant = Constant(tensor)
+        if not constant.is_copy:
+            self._constants.setdefault(_key(tensor), []).append(weakref.ref(constant))
+        return constant
+
+    def about_to_write(self, tensor: Tensor) -> None:
+        """Copy what operations have been recorded to read of a tensor's memory."""
+        for reference in self._constants.pop(_key(tensor), ()) if self._constants else ():
+            constant = reference()
+            if constant is not None:
+                constant.keep()
+
+    def forget_constants(self) -> None:
+        """Nobody sees writes any more: their versions tell from now on."""
+        self._constants.clear()
+
+    # Making
+
+    def value_of(self, tensor: Tensor) -> Tensor:
+        """What a tensor that is not there holds now, in memory of its own."""
+        memory = self.memory_of(tensor)
+        assert memory is not None
+        return replay.value_of(Operand.of(tensor, memory))
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Raise StepError for those that can no longer be made."""
+        for tensor in tensors:
+            memory = self.memory_of(tensor)
+            if memory is not None:
+                replay.check(memory)
+
+    def make(self, tensor: Tensor, *, with_values: bool = True) -> None:
+        """Have a tensor's memory there, and so that of all that share it; classes stay.
+
+        Without values it is uninitialised, for who writes all of it.
+        """
+        with self._lock:
+            memory = self.memory_of(tensor)
+            if memory is None:
+                return
+            with ordinary_tensors(), compat.without_function_modes():
+                storage = tensor.untyped_storage()
+                storage.resize_(memory.nbytes)
+                if with_values:
+                    try:
+                        storage.fill_(0)
+                        replay.replay([memory], {memory: storage})
+                    except BaseException:
+                        storage.resize_(0)
+                        raise
+            del self._memories[_key(tensor)]
+
+    def backed(self, tensors: Iterable[Tensor]) -> _Backed:
+        """Have room, and no values, where these look, for as long as the context lasts."""
+        return _Backed(
+            {
+                _key(tensor): (tensor.untyped_storage(), memory)
+                for tensor in tensors
+                if (memory := self.memory_of(tensor)) is not None
+            }
+        )
+
+    def storages(self) -> list[tuple[torch.UntypedStorage, Memory]]:
+        found = ((reference(), memory) for reference, memory in list(self._memories.values()))
+        return [(storage, memory) for storage, memory in found if storage is not None]
+
+    def make_storage(self, storage: torch.UntypedStorage) -> None:
+        self.make(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,)))
+
+    # Classes
+
+    def guard(self, tensors: Iterable[tuple[Tensor, type]]) -> None:
+        """Exchange classes of these: now, or when tensors are no longer to be plain."""
+        with self._lock:
+            for tensor, guarded in tensors:
+                self._guarded.append((weakref.ref(tensor), type(tensor), guarded))
+                if self._plain_depth == 0:
+                    tensor.__class__ = guarded
+
+    def make_plain(self) -> None:
+        """Give all tensors their own classes until ``guard_again``; nests."""
+        with self._lock:
+            self._plain_depth += 1
+            if self._plain_depth == 1:
+                for tensor, own, _ in self._alive():
+                    tensor.__class__ = own
+
+    def guard_again(self) -> None:
+        """Guard those whose memory is still not there, and forget the others."""
+        with self._lock:
+            self._plain_depth -= 1
+            if self._plain_depth:
+                return
+            still = [one for one in self._alive() if self.memory_of(one[0]) is not None]
+            self._guarded = [(weakref.ref(tensor), own, to) for tensor, own, to in still]
+            for tensor, _, guarded in still:
+                tensor.__class__ = guarded
+
+    def _alive(self) -> Iterator[tuple[Tensor, type, type]]:
+        for reference, own, guarded in self._guarded:
+            tensor = reference()
+            if tensor is not None:
+                yield tensor, own, guarded
+
+    def is_deferred(self, parameter: nn.Parameter) -> bool:
+        return self.memory_of(parameter) is not None
+
+
+class _Backed:
+    """Room where storages have none.  A context."""
+
+    def __init__(self, storages: dict[int, tuple[torch.UntypedStorage, Memory]]) -> None:
+        self.storages = storages
+
+    def __enter__(self) -> None:
+        for storage, memory in self.storages.values():
+            storage.resize_(memory.nbytes)
+
+    def __exit__(self, *_error: object) -> None:
+        for storage, _ in self.storages.values():
+            storage.resize_(0)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+LEDGER = Ledger()

@@ -1,0 +1,338 @@
+"""Record what operations write to memory that is not there, instead of doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx import compat
+from zerofx.deferred.draws import Draw, default_generator, draw_seed
+from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Drawn, Operand, Write, leaves, replaced
+from zerofx.errors import StepError
+from zerofx.runtime.flat import ordinary_tensors
+
+aten = torch.ops.aten
+
+
+class Recorder(compat.DispatchMode):
+    """While it is active, new tensors have no memory, and operations on such are recorded.
+
+    What has to be known at once (``item()``, a shape that depends on values) is made at once, and
+    again later.  An operation that draws random numbers draws one, and later all from a generator
+    seeded with that; if ``exact``, it draws all at once and later again.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return func(*args, **kwargs)  # its own operations come here again
+        with compat.without_function_modes():
+            return self._record(_Call(func, args, kwargs))
+
+    def _record(self, call: _Call) -> Any:
+        if not call.deferred:
+            if not call.tensors:
+                return self._new(call)
+            for tensor in call.written:
+                LEDGER.about_to_write(tensor)
+            return call.run()
+        name = call.op.overloadpacket.__name__
+        if name in _REFUSED and call.op is not aten.set_.source_Tensor:
+            raise StepError(
+                f"{name} gives a tensor other memory, which deferred_init cannot record. Make the "
+                "tensor before the block, or assign a new one (p.data = ...)."
+            )
+        if name in _OF_METADATA:
+            return call.run()
+        if call.is_view:
+            with LEDGER.backed(call.deferred):
+                return call.run()
+        if not call.returns_tensors and not call.written:
+            return call.run_on_values()
+        if call.written:
+            return self._write(call)
+        return self._compute(call)
+
+    # New tensors
+
+    def _new(self, call: _Call) -> Any:
+        """A tensor from nothing: filled, drawn, counted."""
+        device = call.device
+        if not call.is_strided or device.type not in ("cpu", "cuda"):
+            return call.run()
+        try:
+            results = call.on_meta()
+        except _NO_SHAPE:
+            return call.run()
+        if not isinstance(results, Tensor) or results.numel() == 0:
+            return call.run()
+        return self._filled(call, results, device)
+
+    def _filled(self, call: _Call, shape: Tensor, device: torch.device) -> Tensor:
+        """A new tensor, with what fills it recorded as a write in place if there is such."""
+        name = call.op.overloadpacket.__name__
+        new = _like(shape, device)
+        if name in _EMPTY:
+            LEDGER.enter(new)
+            return new
+        if name in _FILLED_BY:
+            generator = call.keywords.get("generator")
+            LEDGER.enter(new)
+            fill, arguments = _FILLED_BY[name](call)
+            keywords = {"generator": generator} if generator is not None else {}
+            self._write(_Call(fill, (new, *arguments), keywords))
+            return new
+        LEDGER.enter(new)
+        self._add(call, written=(), made={0: new}, keywords={"dtype": shape.dtype})
+        return new
+
+    def _compute(self, call: _Call) -> Any:
+        """Results in memory of their own."""
+        device = call.device
+        try:
+            results = call.on_meta()
+        except _NO_SHAPE:
+            return call.run_on_values()
+        if device.type == "meta":
+            return results
+        if not call.is_strided or device.type not in ("cpu", "cuda"):
+            return call.run_on_values()
+        name = call.op.overloadpacket.__name__
+        if (name in _EMPTY or name in _FILLED_BY) and results.numel():
+            return self._filled(call, results, device)
+        is_list = isinstance(results, (list, tuple))
+        shapes = list(results) if is_list else [results]
+        made = {}
+        for position, shape in enumerate(shapes):
+            if isinstance(shape, Tensor):
+                shapes[position] = new = _like(shape, device)
+                if new.nbytes:
+                    LEDGER.enter(new)
+                    made[position] = new
+        self._add(call, written=(), made=made)
+        return type(results)(shapes) if is_list else shapes[0]
+
+    # Writes in place
+
+    def _write(self, call: _Call) -> Any:
+        there = [tensor for tensor in call.written if LEDGER.memory_of(tensor) is None]
+        there = [tensor for tensor in there if tensor.numel()]
+        if len(there) == len(call.written):
+            for tensor in there:
+                LEDGER.about_to_write(tensor)
+            return call.run_on_values()
+        if there:
+            raise StepError(
+                f"{call.op} writes to tensors made inside of deferred_init and to others at once, "
+                "which cannot be recorded. Do it one by one."
+            )
+        try:
+            call.on_meta()  # for what is wrong with it
+        except _NO_SHAPE:
+            pass
+        self._add(call, written=call.written, made={})
+        return call.returned_arguments()
+
+    def _add(
+        self,
+        call: _Call,
+        written: Sequence[Tensor],
+        made: dict[int, Tensor],
+        keywords: dict[str, Any] | None = None,
+    ) -> None:
+        """Record a call, after which its results are what they are."""
+        fills = call.op.overloadpacket.__name__ in _OVERWRITES
+        draw = self._draw(call) if torch.Tag.nondeterministic_seeded in call.op.tags else None
+
+        def recorded(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                memory = LEDGER.memory_of(value)
+                if memory is None:
+                    return LEDGER.constant(value)
+                operand = Operand.of(value, memory)
+                if fills and any(value is one for one in written) and operand.fills_memory:
+                    operand = Operand(
+                        memory, None, operand.size, operand.stride, operand.offset, operand.dtype
+                    )
+                return operand
+            return Drawn() if isinstance(value, torch.Generator) else value
+
+        arguments, recorded_keywords = replaced(call.arguments, call.keywords, recorded)
+        operands = {
+            position: Operand.of(tensor, LEDGER.memory_of(tensor))  # type: ignore[arg-type]
+            for position, tensor in made.items()
+        }
+        write = Write(
+            call.op,
+            arguments,
+            {**recorded_keywords, **(keywords or {})},
+            operands,
+            draw,
+            torch.get_default_dtype(),
+        )
+        for tensor in (*written, *made.values()):
+            memory = LEDGER.memory_of(tensor)
+            if memory is not None:
+                memory.last = write
+
+    # Random numbers
+
+    def _draw(self, call: _Call) -> Draw:
+        given = [one for one in call.leaves if isinstance(one, torch.Generator)]
+        device = given[0].device if given else call.device
+        generator = given[0] if given else default_generator(device)
+        if not self.exact:
+            return Draw(device, bool(given), seed=draw_seed(generator))
+        draw = Draw(device, bool(given), state=generator.get_state())
+        call.run_on_values(overwrites=call.op.overloadpacket.__name__ in _OVERWRITES)
+        return draw
+
+
+class _Call:
+    """One call of an operator, and what its schema says of it."""
+
+    def __init__(self, op: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        self.op, self.arguments, self.keywords = op, tuple(arguments), keywords
+        self.leaves = list(leaves(arguments, keywords))
+        self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
+        self.deferred = [one for one in self.tensors if LEDGER.memory_of(one) is not None]
+
+    def run(self) -> Any:
+        return self.op(*self.arguments, **self.keywords)
+
+    def run_on_values(self, overwrites: bool = False) -> Any:
+        """Run it on what deferred tensors hold now; what it writes to these is lost.
+
+        With ``overwrites`` what they hold where it writes does not matter.
+        """
+        written = list(map(id, self.written))
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor) or LEDGER.memory_of(value) is None:
+                return value
+            if overwrites and id(value) in written:
+                with ordinary_tensors():
+                    return torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+            return LEDGER.value_of(value)
+
+        arguments, keywords = replaced(self.arguments, self.keywords, real)
+        return self.op(*arguments, **keywords)
+
+    def on_meta(self) -> Any:
+        """Run it on tensors without values: its results have the right shapes."""
+
+        def on_meta(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return None if isinstance(value, torch.Generator) else value
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+
+        arguments, keywords = replaced(self.arguments, self.keywords, on_meta)
+        if not self.tensors or keywords.get("device") is not None:
+            keywords["device"] = torch.device("meta")
+        with ordinary_tensors():
+            return self.op(*arguments, **keywords)
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes to, in the order of its arguments."""
+        found: list[Tensor] = []
+        for argument, value in self._bound():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += [one for one in leaves([value], {}) if isinstance(one, Tensor)]
+        return found
+
+    def _bound(self) -> Iterable[tuple[Any, Any]]:
+        for position, argument in enumerate(self.op._schema.arguments):
+            if position < len(self.arguments):
+                yield argument, self.arguments[position]
+            elif argument.name in self.keywords:
+                yield argument, self.keywords[argument.name]
+
+    @property
+    def returns_tensors(self) -> bool:
+        return any("Tensor" in str(result.type) for result in self.op._schema.returns)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its results look at its arguments' memory, or it changes how one does."""
+        if torch.Tag.inplace_view in self.op.tags:
+            return True
+        infos = [result.alias_info for result in self.op._schema.returns]
+        return any(info is not None and not info.is_write for info in infos)
+
+    @property
+    def is_strided(self) -> bool:
+        layout = self.keywords.get("layout")
+        return layout in (None, torch.strided) and not self.keywords.get("pin_memory")
+
+    @property
+    def device(self) -> torch.device:
+        """Where its results are."""
+        given = self.keywords.get("device")
+        if given is None:
+            devices = [one.device for one in self.tensors]
+            return max(devices, key=lambda one: one.type != "cpu", default=torch.device("cpu"))
+        device = torch.device(given)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def returned_arguments(self) -> Any:
+        """What it returns of what it has written to."""
+        by_alias = {
+            frozenset(argument.alias_info.before_set): value
+            for argument, value in self._bound()
+            if argument.alias_info is not None
+        }
+        results = [
+            by_alias[frozenset(result.alias_info.before_set)]
+            for result in self.op._schema.returns
+            if result.alias_info is not None
+        ]
+        return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _like(shape: Tensor, device: torch.device) -> Tensor:
+    with ordinary_tensors():
+        return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
+
+
+_NO_SHAPE = (NotImplementedError, *compat.DATA_DEPENDENT_ERRORS)
+
+_REFUSED = frozenset("set_ resize_ resize_as_ swap_".split())
+_OF_METADATA = frozenset("is_same_size is_pinned is_set_to detach alias lift_fresh".split())
+_EMPTY = frozenset(
+    "empty empty_strided empty_like new_empty new_empty_strided empty_permuted "
+    "zeros zeros_like new_zeros".split()
+)
+_FILLED_BY: dict[str, Callable[[_Call], tuple[Any, tuple[Any, ...]]]] = {
+    "ones": lambda call: (aten.fill_.Scalar, (1,)),
+    "ones_like": lambda call: (aten.fill_.Scalar, (1,)),
+    "new_ones": lambda call: (aten.fill_.Scalar, (1,)),
+    "full": lambda call: (aten.fill_.Scalar, (call.arguments[1],)),
+    "full_like": lambda call: (aten.fill_.Scalar, (call.arguments[1],)),
+    "new_full": lambda call: (aten.fill_.Scalar, (call.arguments[2],)),
+    "rand": lambda call: (aten.uniform_.default, ()),
+    "rand_like": lambda call: (aten.uniform_.default, ()),
+    "randn": lambda call: (aten.normal_.default, ()),
+    "randn_like": lambda call: (aten.normal_.default, ()),
+}
+"""New tensors that are made by filling them: then there is never a second one at the same time."""
+
+_OVERWRITES = frozenset(
+    "fill_ zero_ copy_ normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ "
+    "bernoulli_".split()
+)
+"""Whatever was there before does not matter to these."""

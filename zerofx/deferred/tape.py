@@ -1,0 +1,183 @@
+"""What has been recorded of memory that is not there yet: writes, and what they read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.deferred.draws import Draw
+from zerofx.errors import StepError
+from zerofx.plan import storage_order
+
+_COPIED_BYTES = 1024 * 1024
+"""Tensors that a recorded operation reads are copied up to here; larger ones are referred to."""
+
+_numbers = itertools.count()
+
+
+class Memory:
+    """One storage that is not there: how large it is, where it will be, what was written last.
+
+    What nothing has written to is zero.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.device = device
+        self.last: Write | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor in memory that is not there, as an operation has found it.
+
+    ``after`` is the write that it has found there last, None if what was there does not matter.
+    """
+
+    memory: Memory
+    after: Write | None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor, memory: Memory) -> Operand:
+        """The tensor as it is now.  Raises: StepError for a lazily conjugated or negated one."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise StepError(
+                "deferred_init cannot record an operation on a lazily conjugated or negated "
+                "tensor. Call resolve_conj().resolve_neg() on it, or make it before the block."
+            )
+        return Operand(
+            memory,
+            memory.last,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.dtype,
+        )
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether it is all of its memory, each element once."""
+        if math.prod(self.size) * self.dtype.itemsize != self.memory.nbytes:
+            return False
+        try:
+            storage_order(self.size, self.stride)
+        except ValueError:
+            return False
+        return self.offset == 0
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same tensor over memory that is there."""
+        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return flat.set_(storage, self.offset, self.size, self.stride)
+
+
+class Constant:
+    """A tensor that was there when an operation that reads it was recorded.
+
+    Raises: StepError from ``value`` if its owner has written to it since.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        is_lent = not tensor.untyped_storage().resizable()  # numpy's, or shared: written unseen
+        self.is_copy = tensor.nbytes <= _COPIED_BYTES or is_lent or tensor.is_inference()
+        self.tensor = tensor.detach()
+        if self.is_copy:
+            self._copy()
+        self._version = self.tensor._version
+
+    def _copy(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
+
+    def keep(self) -> None:
+        """Copy it now: its owner is about to write to it."""
+        if not self.is_copy:
+            self._copy()
+            self.is_copy, self._version = True, self.tensor._version
+
+    def check(self) -> None:
+        if not self.is_copy and self.tensor._version != self._version:
+            raise StepError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that a deferred parameter is made "
+                "from has been written to since it was recorded, outside of deferred_init. Give "
+                "the parameter a clone() of it, or call zerofx.materialize(model) before writing."
+            )
+
+    def value(self) -> Tensor:
+        self.check()
+        return self.tensor
+
+
+class Drawn:
+    """Stands for a generator among an operation's arguments."""
+
+
+@dataclass(eq=False)
+class Write:
+    """One recorded operation.
+
+    ``arguments`` hold operands and constants in the place of tensors; it may write to operands in
+    place.  ``made`` are its results that have memory of their own, by position.
+    """
+
+    op: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    made: Mapping[int, Operand]
+    draw: Draw | None
+    default_dtype: torch.dtype
+    number: int = -1
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+
+    def operands(self) -> Iterator[Operand]:
+        return (one for one in leaves(self.arguments, self.keywords) if isinstance(one, Operand))
+
+    def constants(self) -> Iterator[Constant]:
+        return (one for one in leaves(self.arguments, self.keywords) if isinstance(one, Constant))
+
+
+def needed_for(targets: Iterable[Write | None]) -> list[Write]:
+    """All writes that what is in memory after these depends on, in the order of the program."""
+    found: dict[int, Write] = {}
+    waiting = [write for write in targets if write is not None]
+    while waiting:
+        write = waiting.pop()
+        if write.number in found:
+            continue
+        found[write.number] = write
+        waiting += [one.after for one in write.operands() if one.after is not None]
+    return [found[number] for number in sorted(found)]
+
+
+def leaves(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Any]:
+    """All that is in an operator's arguments, also in lists."""
+    for value in (*arguments, *keywords.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def replaced(
+    arguments: Sequence[Any], keywords: Mapping[str, Any], replace: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments with each leaf exchanged."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [replace(item) for item in value]
+        return replace(value)
+
+    return tuple(map(one, arguments)), {name: one(value) for name, value in keywords.items()}
