@@ -661,6 +661,9 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 # go when torch exports it.
 without_function_modes = torch._C.DisableTorchFunction
 
+# Where a recorder is active and something has to be done at once.  For 2.11 to 2.15, as above.
+without_dispatch_modes = _disable_current_modes
+
 
 # For errors on their way to the user: backend.py.
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.recorder import Recorder
 from zerofx.runtime.guarded import Guarded
 
 
@@ -59,4 +61,25 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     return LEDGER.value_of(args[0]).cpu()
 
 
-_Deferred._special = {"detach": _detach}
+def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``parameter.copy_(source)``, as ``load_state_dict`` calls it: recorded, as in a block."""
+    if not isinstance(args[0], _Deferred) or LEDGER.memory_of(args[0]) is None:
+        return NotImplemented
+    with compat.without_torch_function(), Recorder(exact=False):
+        return torch.Tensor.copy_(*args, **kwargs)
+
+
+def _like(
+    name: str, _frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A tensor of the same shape: an optimizer may make its states when it is made."""
+    with compat.without_torch_function():
+        return getattr(torch, name)(*args, **kwargs)
+
+
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
+_Deferred._special = {
+    "detach": _detach,
+    "copy_": _copy,
+    **{name: functools.partial(_like, name) for name in _LIKE},
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -82,7 +83,8 @@ class Ledger:
         """What a tensor that is not there holds now, in memory of its own."""
         memory = self.memory_of(tensor)
         assert memory is not None
-        return replay.value_of(Operand.of(tensor, memory))
+        with _at_once():
+            return replay.value_of(Operand.of(tensor, memory))
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Raise StepError for those that can no longer be made."""
@@ -100,7 +102,7 @@ class Ledger:
             memory = self.memory_of(tensor)
             if memory is None:
                 return
-            with ordinary_tensors(), compat.without_function_modes():
+            with _at_once():
                 storage = tensor.untyped_storage()
                 storage.resize_(memory.nbytes)
                 if with_values:
@@ -181,6 +183,13 @@ class _Backed:
     def __exit__(self, *_error: object) -> None:
         for storage, _ in self.storages.values():
             storage.resize_(0)
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    """Do what is done here, inside of a block that records too."""
+    with compat.without_dispatch_modes(), compat.without_function_modes(), ordinary_tensors():
+        yield
 
 
 def _key(tensor: Tensor) -> int:

@@ -62,7 +62,7 @@ _READS: dict[str, Callable[..., Any]] = {
     "tolist": _on_value,
     "__deepcopy__": _copied,
     **dict.fromkeys(
-        "data_ptr share_memory_ storage __dlpack__ __reduce_ex__ __cuda_array_interface__".split(),
+        "data_ptr share_memory_ storage untyped_storage __dlpack__".split(),
         _refused,
     ),
 }

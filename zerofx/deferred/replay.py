@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx import compat
 from zerofx.deferred.tape import Constant, Drawn, Memory, Operand, Write, needed_for, replaced
 from zerofx.runtime.flat import ordinary_tensors
 
@@ -112,12 +111,11 @@ def _zeros(memory: Memory) -> torch.UntypedStorage:
 
 @contextlib.contextmanager
 def _as_recorded(targets: Iterable[Memory]):
-    """Run operators as they were recorded: below autocast, and below what looks at functions."""
+    """Run operators as they were recorded: below autocast."""
     kinds = {"cpu", *(memory.device.type for memory in targets)}
     with contextlib.ExitStack() as stack:
         for kind in sorted(kinds):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(compat.without_function_modes())
         yield
 
 

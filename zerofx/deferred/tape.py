@@ -90,7 +90,7 @@ class Constant:
     def __init__(self, tensor: Tensor) -> None:
         is_lent = not tensor.untyped_storage().resizable()  # numpy's, or shared: written unseen
         self.is_copy = tensor.nbytes <= _COPIED_BYTES or is_lent or tensor.is_inference()
-        self.tensor = tensor.detach()
+        self.tensor = tensor  # not detached: below autograd that would have its own version
         if self.is_copy:
             self._copy()
         self._version = self.tensor._version
