@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -40,7 +41,7 @@ from zerofx.passes.stop_after import stopped
 from zerofx.picture.files import TimelineDump
 from zerofx.plan import KeptGathered
 from zerofx.progress import progress
-from zerofx.runtime.agreement import Agreement, AgreementError
+from zerofx.runtime.agreement import Agreement, AgreementError, where_they_part
 from zerofx.runtime.communication import Communicator, default_group
 from zerofx.runtime.delayed import DelayedUpdates
 from zerofx.runtime.file_tier import FileTier
@@ -48,7 +49,7 @@ from zerofx.runtime.link import measured
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.pages import return_freed_memory
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.peer_memory import PeerMemory
+from zerofx.runtime.peer_memory import AnotherProgramError, PeerMemory
 from zerofx.runtime.state_bytes import bytes_of_states
 from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
@@ -184,13 +185,28 @@ class CompiledFunction:
             return False
         lines = ("within memory_budget", *mine.gathers)
         try:
-            values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
+            with self.ending_divided_steps():
+                values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
         except AgreementError as error:
             error.add_note(OUTGROWN)
             raise
         kept = functools.reduce(KeptGathered.also_fitting, map(mine.unpacked, values))
         self.kept_gathered[mine.gathers] = kept
         return kept != mine
+
+    @contextlib.contextmanager
+    def ending_divided_steps(self) -> Iterator[None]:
+        """If only some ranks have come to agree, end the step that the others wait in.
+
+        Where they cannot read this one's memory they wait for the process group's timeout.
+        """
+        try:
+            yield
+        except AgreementError as error:
+            if error.divided:
+                REGISTRY.carried.step_failed(self.communicator, ())
+                self.communicator.abandon()
+            raise
 
     def _first_compilation(self) -> None:
         """Read the environment and find the ranks, once per function."""
@@ -282,6 +298,8 @@ class Program:
             *([f"offload_tier {options.offload_tier}"] if options.offload else []),
             *(["delayed_update"] if options.delayed_update else []),
         )
+        digest = hashlib.sha256("\n".join(self.schedule).encode()).digest()
+        self.digest = int.from_bytes(digest[:7], "big")
         self.runtime: StepRuntime | None = None
 
     def _automatic(self, ctx: PassContext, step: CapturedStep) -> PassContext:
@@ -407,7 +425,8 @@ class Program:
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
             raise
-        self.function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
+        with self.function.ending_divided_steps():
+            self.function.agreement.check(self.schedule, AGREEMENT_TIMEOUT_S)
         runtime.bind()
         runtime.program = lower(
             self.gm,
@@ -447,17 +466,42 @@ class Program:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
-            return self.runtime(inputs)
+            return self._run(self.runtime, inputs)
         with compat.outside_of_modes():  # updates are traced as they will be in later calls
             self.runtime = self._make_ready()
         return_freed_memory()
         with progress(self.runtime.program, self.function.name, self.function.communicator.rank):
-            results = self.runtime(inputs)
+            results = self._run(self.runtime, inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             number = self.function.programs.index(self)
             self.dump.write_explanation(explanation(self, number, with_seconds=False))
         return results
+
+    def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:
+        """Run the program, and say it if another rank runs or has compiled another one."""
+        try:
+            with self.function.communicator.running(self.digest):
+                return runtime(inputs)
+        except AnotherProgramError as error:
+            known = [one for f in self.function.backend.functions for one in f.programs]
+            its = next((one.schedule for one in known if one.digest == error.program), None)
+            if its is None:
+                raise
+            ranks = self.function.communicator.rank, error.peer
+            raise AgreementError(
+                f"{error} {where_they_part(*ranks, self.schedule, its)}"
+            ) from error
+        except Exception as error:
+            news = self._news_of_others()
+            if not news:
+                raise
+            raise AgreementError(news) from error
+
+    def _news_of_others(self) -> str:
+        with contextlib.suppress(Exception):  # a store that is gone says nothing
+            return self.function.agreement.news(self.schedule)
+        return ""
 
 
 def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:

@@ -19,9 +19,21 @@ from zerofx.runtime.communication import Traffic
 
 LONGEST_POLL_S = 0.01
 
+SAME_EVERYWHERE = (
+    "All ranks must communicate the same things in the same order: remove from the step, the model "
+    "and the options whatever differs between ranks"
+)
+
 
 class AgreementError(GraphError):
-    """The ranks' programs differ, or a rank has none."""
+    """The ranks' programs differ, or a rank has none.
+
+    Ranks are ``divided`` if some did not come while there is a program that they can run.
+    """
+
+    def __init__(self, message: str, *, divided: bool = False) -> None:
+        super().__init__(message)
+        self.divided = divided
 
 
 class _Round:
@@ -165,9 +177,36 @@ class Agreement:
         else:
             outcome = meeting.outcome(timeout_s)
         if outcome != "complete":
-            raise AgreementError(self._explanation(meeting, outcome, lines, timeout_s))
+            divided = bool(self._last) and outcome.startswith("abandoned")
+            raise AgreementError(
+                self._explanation(meeting, outcome, lines, timeout_s), divided=divided
+            )
         meeting.forget_previous("text", "value", "digest", "failure")
         return meeting
+
+    def news(self, lines: Sequence[str]) -> str:
+        """What another rank has posted and waits for, while this one runs a program of ``lines``.
+
+        Empty if there is no such rank.  Waits for nobody.
+        """
+        if self.world_size == 1:
+            return ""
+        name = f"agreement/{self.scope}"
+        mine, *others = (
+            self.store.add(f"{name}/entered/{rank}", 0)
+            for rank in (self.rank, *range(self.world_size))
+        )
+        for rank, entered in enumerate(others):
+            key = f"{name}/{mine + 1}/text/{rank}"
+            if entered <= mine or not self.store.check([key]):
+                continue
+            its = zlib.decompress(self.store.get(key)).decode().split("\n")
+            return (
+                f"rank {rank} has compiled another program of {self.scope!r} meanwhile, so rank "
+                f"{self.rank} cannot finish this step. "
+                f"{where_they_part(self.rank, rank, lines, its)} {SAME_EVERYWHERE}"
+            )
+        return ""
 
     def fail(self, message: str) -> None:
         """Tell ranks that wait in ``check``, or will, that this one could not compile.
@@ -228,9 +267,7 @@ class Agreement:
         number, (first, second) = _first_difference(*schedules)
         return (
             f"ranks 0 and {other} compiled different programs of {self.scope!r}: line {number} of "
-            f"the schedule is {first} on rank 0 and {second} on rank {other}. All ranks must "
-            "communicate the same things in the same order: remove from the step, the model and "
-            "the options whatever differs between ranks"
+            f"the schedule is {first} on rank 0 and {second} on rank {other}. {SAME_EVERYWHERE}"
         )
 
     def _news(self, lines: Sequence[str]) -> str:
@@ -239,6 +276,12 @@ class Agreement:
             return "It is the first schedule of this function."
         number, (before, now) = _first_difference(self._last, lines)
         return f"Its new schedule first differs in line {number}: {before} before, {now} now."
+
+
+def where_they_part(rank: int, other: int, lines: Sequence[str], its: Sequence[str]) -> str:
+    """The first line in which two ranks' unequal schedules differ, in words."""
+    number, (here, there) = _first_difference(lines, its)
+    return f"Line {number} of the schedule is {here} on rank {rank} and {there} on rank {other}."
 
 
 def _first_difference(one: Sequence[str], two: Sequence[str]) -> tuple[int, tuple[str, str]]:

@@ -6,9 +6,10 @@ Each backend has its own way to run them: ``zerofx.runtime.transport``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -263,6 +264,17 @@ class Communicator:
     def overlaps(self, like: torch.Tensor) -> bool:
         """Whether tensors like this one travel while the rank computes."""
         return self._transport(like).overlaps
+
+    @contextlib.contextmanager
+    def running(self, program: int) -> Iterator[None]:
+        """Let the others see, where they can, which program what is started here belongs to."""
+        if self._memory is not None:
+            self._memory.program = program
+        try:
+            yield
+        finally:
+            if self._memory is not None:
+                self._memory.program = 0
 
     def settle(self) -> None:
         """Wait until no other rank reads this one's memory: what comes next may write to it."""

@@ -35,9 +35,17 @@ _NUMBERS_PER_EPOCH = 2**40
 
 
 class _Entry(ctypes.Structure):
-    """Where one collective's data lies.  The number is written last: then the rest is there."""
+    """Where one collective's data lies.  The number is written last: then the rest is there.
 
-    _fields_ = (("address", c_int64), ("nbytes", c_int64), ("number", c_int64))
+    ``program`` is that of the step that started it, 0 for none.
+    """
+
+    _fields_ = (
+        ("address", c_int64),
+        ("nbytes", c_int64),
+        ("program", c_int64),
+        ("number", c_int64),
+    )
 
 
 class _Progress(ctypes.Structure):
@@ -75,6 +83,17 @@ class _Moment:
 
     failures: int
     finished: int
+
+
+class AnotherProgramError(StepError):
+    """Rank ``peer`` runs ``program`` where this one runs another."""
+
+    def __init__(self, message: str, peer: int, program: int) -> None:
+        super().__init__(message, peer, program)
+        self.message, self.peer, self.program = message, peer, program
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class PeerMemory:
@@ -115,6 +134,7 @@ class PeerMemory:
         self.timeout_s = compat.timeout_s(group)
         self.board = _Board(nonce=secrets.randbits(62))
         self.count = 0
+        self.program = 0  # of the step that this rank is in
         self._open: dict[int, tuple] = {}  # what is not finished here, by number
         self._leaving: deque[tuple[_Moment, tuple]] = deque()  # what is not finished elsewhere
         self._seen = _Progress(), _Entry()
@@ -160,6 +180,7 @@ class PeerMemory:
         addresses = (c_int64 * len(sources))(*(source.data_ptr() for source in sources))
         entry.address = ctypes.addressof(addresses)
         entry.nbytes = sum(source.nbytes for source in sources)
+        entry.program = self.program
         entry.number = number
         self._open[number] = (addresses, *sources)
         return number
@@ -167,8 +188,9 @@ class PeerMemory:
     def find(self, peer: _Peer, number: int, sources: Sequence[torch.Tensor]) -> list[int]:
         """Wait until a peer has posted a collective; return where its tensors like these lie.
 
-        Raises: StepError if the peer's step has failed, or it posts something else; RuntimeError
-        if the peer is dead or does not come within the group's timeout.
+        Raises: StepError if the peer's step has failed, or it posts something else;
+        AnotherProgramError if that is of another program than this rank's; RuntimeError if the
+        peer is dead or does not come within the group's timeout.
         """
         nbytes = sum(source.nbytes for source in sources)
         pause_s, deadline = 0.0, 0.0
@@ -176,6 +198,16 @@ class PeerMemory:
             progress, entry = self._look(peer, number)
             if entry.number == number:
                 self._look(peer, number)  # the address may have been read before it was written
+                mine = self.board.entries[_slot(number)].program
+                if entry.program != mine:
+                    raise AnotherProgramError(
+                        f"rank {peer.rank} runs another program than rank {self.rank}: the ranks "
+                        "call different functions, or one that their arguments lead different "
+                        "ways. Call the same compiled functions in the same order, and decide "
+                        "alike on all ranks what a step does.",
+                        peer.rank,
+                        entry.program,
+                    )
                 if entry.nbytes != nbytes:
                     raise StepError(
                         f"rank {peer.rank} sends {entry.nbytes} bytes where rank {self.rank} "
