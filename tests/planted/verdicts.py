@@ -20,6 +20,9 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.validate import Observation, Validator
 from zerofx.verify import verify
 
+LAST = "earlier ones, at the end"
+"""What bugs are planted in that earlier passes' nodes have in the last program."""
+
 KILLED = ("lint", "verifier", "validation")
 
 
@@ -48,6 +51,7 @@ def verdicts(
 ) -> Iterator[Verdict]:
     """Plant the chosen ones of all bugs, numbered in order, behind the pass each is of.
 
+    Then in the last program too, where later passes have moved what earlier ones have inserted.
     Every rank's program gets the same bug, as if the pass had it.
     """
     program = clone(step)
@@ -56,12 +60,15 @@ def verdicts(
     ctx = context_of(program, **options)
     planter = _Planter(Validator(program.gm, ctx, PIPELINE, described))
     run_pipeline(program.gm, ctx, PIPELINE, planter.keep)
-    number = 0
-    for after in planter.programs:
-        for bug in bugs(after.ranks[0].graph, after.name):
-            if is_chosen(number):
-                yield after.verdict(bug, planter.validator)
-            number += 1
+    last = planter.programs[-1]
+    own = {bug.node for bug in bugs(last.ranks[0].graph, last.name)}
+    planted = [(after, bug) for after in planter.programs for bug in after.bugs()]
+    planted += [
+        (replace(last, title=LAST), bug) for bug in bugs(last.ranks[0].graph) if bug.node not in own
+    ]
+    for number, (after, bug) in enumerate(planted):
+        if is_chosen(number):
+            yield after.verdict(bug, planter.validator)
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,13 @@ class _After:
     """The ranks' programs behind a pass, and what those before it compute."""
 
     name: str
+    title: str
     facts: frozenset[str]
     ranks: Sequence[ObservedProgram]
     before: Observation
+
+    def bugs(self) -> Iterator[Bug]:
+        return bugs(self.ranks[0].graph, self.name)
 
     def verdict(self, bug: Bug, validator: Validator) -> Verdict:
         found_by = self._found_by(bug, validator)
@@ -79,7 +90,7 @@ class _After:
         why = None
         if found_by not in KILLED:
             why = why_equivalent(bug, program.graph, program.facts.table())
-        return Verdict(self.name, bug, found_by, why or "")
+        return Verdict(self.title, bug, found_by, why or "")
 
     def _found_by(self, bug: Bug, validator: Validator) -> str:
         broken = []
@@ -119,4 +130,4 @@ class _Planter:
             assert self.validator.before and self.validator.after
             self._facts |= self._provided[name]
             ranks = self.validator.after.programs
-            self.programs.append(_After(name, self._facts, ranks, self.validator.before))
+            self.programs.append(_After(name, name, self._facts, ranks, self.validator.before))
