@@ -35,8 +35,9 @@ def run_pipeline(
 ) -> list[PassReport]:
     """Run the passes that the stage and the options call for, in order, on ``gm`` in place.
 
-    ``on_program`` is given the captured program and the one after every pass, ``on_rejected`` the
-    one that an error has left, which may be half of one.
+    ``on_program`` is given the captured program and the one after every pass: its graph, for the
+    code of ``gm`` is made when all have run.  ``on_rejected`` is given the one that an error has
+    left, which may be half of one.
 
     Raises: GraphError if a pass lacks what it requires or leaves a broken program; whatever a
     pass raises, with a note that names it.
@@ -74,11 +75,11 @@ def run_pipeline(
             if on_rejected:
                 on_rejected(step.name, gm, error)
             raise
-        gm.recompile()
         report = PassReport(step.name, counts, time.perf_counter() - started)
         reports.append(report)
         if on_program:
             on_program(step.name, gm, report)
+    gm.recompile()  # once: nobody calls a program between passes, and this took a third of them
     return reports
 
 
