@@ -16,6 +16,17 @@ if "zero" not in torch._dynamo.list_backends():
 
     torch._dynamo.register_backend(zerofx.backend.zero, name="zero")
 
-# pytest gives its handlers to loggers that do not propagate.  To torch any handler of this one says
-# that it is to trace every compilation, with graphs and stacks: 9% of a short training's time.
-logging.getLogger("torch.__trace").propagate = True
+torch_trace = logging.getLogger("torch.__trace")
+
+
+def add_handler(handler: logging.Handler) -> None:
+    """Leave out pytest's, which it gives to all loggers that do not propagate.
+
+    Any handler of this one tells torch to trace every compilation, with graphs and stacks: 9% of a
+    short training's time.
+    """
+    if not type(handler).__module__.startswith("_pytest."):
+        logging.Logger.addHandler(torch_trace, handler)
+
+
+torch_trace.addHandler = add_handler  # type: ignore[method-assign]
