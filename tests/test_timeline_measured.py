@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import zerofx
 import zerofx.__main__ as command_line
 from tests.records import small
 from zerofx import backend
@@ -205,6 +206,52 @@ def test_what_is_profiled_is_what_ran_before_afterwards(tmp_path):
         assert program.runtime.program is not plain
         raise RuntimeError("stop")
     assert program.runtime.program is plain
+
+
+def trained(dump=None):
+    """A step that has been compiled, and how to call it again."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(model, optimizer, x):
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    options = {"lowering": "eager", "dump": dump}
+    compiled = torch.compile(step, backend="zero", options=options)
+
+    def call():
+        compiled(model, optimizer, torch.ones(4, 5))
+
+    for _ in range(3):  # of which the second finds gradients
+        call()
+    return compiled, call
+
+
+def test_what_is_profiled_lies_beside_the_dump_and_is_drawn(tmp_path, capsys):
+    compiled, call = trained(str(tmp_path))
+    with zerofx.profile(compiled):
+        call()
+    (trace,) = tmp_path.rglob("trace.json")
+    assert trace.parent.name.endswith("_1")  # beside the program that ran
+    assert command_line.main(["timeline", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.split("_1, rank 0 of 1")
+    assert "Measured, it took" not in first and "Measured, it took" in second
+
+
+def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):
+    compiled, call = trained()
+    with pytest.raises(ValueError, match="set ZEROFX_DUMP before its first call"):
+        with zerofx.profile(compiled):
+            call()
+    with zerofx.profile(compiled, tmp_path / "mine.json") as profiler:
+        call()
+    assert STEP_RANGE in (tmp_path / "mine.json").read_text()
+    assert any(event.key == STEP_RANGE for event in profiler.key_averages())
+    with pytest.raises(ValueError, match="no step has run within"):
+        with zerofx.profile(compiled, tmp_path / "none.json"):
+            pass
 
 
 @pytest.mark.long

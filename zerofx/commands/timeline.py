@@ -32,8 +32,8 @@ def add_to(subparsers: Any) -> None:
         "--measured",
         type=Path,
         metavar="TRACE",
-        help="what torch.profiler has exported of the step, run within "
-        "zerofx.picture.ranges.named_ranges: drawn beside the last program",
+        help="what torch.profiler has exported of the step, run within zerofx.named_ranges: drawn "
+        "beside the last program (by default what zerofx.profile has put there)",
     )
     parser.set_defaults(run=run)
 
@@ -41,7 +41,7 @@ def add_to(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write pages and pictures, and print the last program of each folder in words."""
     from zerofx.picture.files import write_pictures
-    from zerofx.picture.measured import measured_spans
+    from zerofx.picture.measured import TRACE, measured_spans
     from zerofx.picture.record import read
 
     found = _records(arguments.folder)
@@ -51,11 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"{trace} is of one function on one rank, and {arguments.folder} has the programs of "
             f"{len(found)}: give the folder of one, as {next(iter(found))}."
         )
-    for paths in found.values():
+    for folder, paths in found.items():
+        beside = folder / TRACE
+        its_trace = trace or (beside if beside.exists() else None)
         for path in paths:
             record = read(path)
             is_last = path == paths[-1]
-            measured = measured_spans(record, trace) if trace is not None and is_last else []
+            measured = measured_spans(record, its_trace) if its_trace and is_last else []
             page, picture = write_pictures(path, record, measured)
         print(f"{page}\n{picture}\n")
         print(_words(record, measured))

@@ -19,7 +19,10 @@ STEP_RANGE = "zerofx step"
 LEAST_KNOWN = 0.9
 """The share of a trace's ranges that must be nodes of a program for it to be the trace's."""
 
-HOW = "run the step within zerofx.picture.ranges.named_ranges(step) and torch.profiler.profile()"
+TRACE = "trace.json"
+"""What a run has measured of a program, beside its dump."""
+
+HOW = "run the step within zerofx.profile(step), or zerofx.named_ranges(step) and your own profiler"
 
 
 class _Range(NamedTuple):

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.profiler import record_function
 
-from zerofx.backend import CompiledFunction, Program, zero
+from zerofx.backend import Program, zero
 from zerofx.graph import aliased_inputs
 from zerofx.lower import STANDS_FOR
-from zerofx.picture.measured import RANGE, STEP_RANGE
+from zerofx.picture.measured import RANGE, STEP_RANGE, TRACE
+
+NOWHERE = (
+    "the step's programs are not dumped, so there is no folder for a trace: set ZEROFX_DUMP before "
+    "its first call, or give a path for the trace."
+)
+
+
+@contextlib.contextmanager
+def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.profiler.profile]:
+    """Measure a compiled step for its timeline; call the step once before.
+
+    Writes what ``torch.profiler`` has measured to ``path``, or, if programs are dumped, beside the
+    dumped program of the last call, where ``python -m zerofx timeline`` finds it::
+
+        with zerofx.profile(step):
+            step(model, optimizer, batch)
+
+    Gives the profiler.  Not collective; every rank that does this writes a file.
+
+    Raises: ValueError if ``step`` has no program yet that this backend has compiled and run, none
+    runs, or it is not dumped and there is no ``path``; OSError if it cannot be written.
+    """
+    if path is None and not any(map(_dumped_to, _programs(step))):
+        raise ValueError(NOWHERE)
+    ran: list[Program] = []
+    with _ranging(step, ran.append), torch.profiler.profile() as profiler:
+        yield profiler
+    if not ran:
+        raise ValueError("no step has run within zerofx.profile: call it there.")
+    target = path or _dumped_to(ran[-1])
+    if target is None:
+        raise ValueError(NOWHERE)
+    profiler.export_chrome_trace(str(target))
 
 
 @contextlib.contextmanager
@@ -26,33 +61,51 @@ def named_ranges(step: Callable) -> Iterator[None]:
             step(model, optimizer, batch)
         profiler.export_chrome_trace("trace.json")
 
-    ``python -m zerofx timeline FOLDER --measured trace.json`` draws it.
+    ``python -m zerofx timeline FOLDER --measured trace.json`` draws it.  ``profile`` does both.
 
     Raises: ValueError if ``step`` has no program yet that this backend has compiled and run.
     """
-    programs = [program for function in _functions(step) for program in function.programs]
+    with _ranging(step, lambda program: None):
+        yield
+
+
+@contextlib.contextmanager
+def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None]:
+    programs = _programs(step)
     runtimes = [(program, program.runtime) for program in programs if program.runtime is not None]
-    if not runtimes:
-        raise ValueError(
-            f"{step!r} has no zero-compiled program yet: pass what "
-            'torch.compile(step, backend="zero") returned, after its first call.'
-        )
     before = [runtime.program for _, runtime in runtimes]
     try:
         for program, runtime in runtimes:
-            runtime.program = _ranged(program, runtime.program)
+            runtime.program = _ranged(program, runtime.program, on_run)
         yield
     finally:
         for (_, runtime), plain in zip(runtimes, before, strict=True):
             runtime.program = plain
 
 
-def _functions(step: Callable) -> list[CompiledFunction]:
+def _programs(step: Callable) -> list[Program]:
+    """The programs of a step that have run."""
     code = getattr(getattr(step, "_torchdynamo_orig_callable", None), "__code__", None)
-    return [function for function in zero.functions if code is not None and function.code is code]
+    functions = [known for known in zero.functions if code is not None and known.code is code]
+    programs = [program for function in functions for program in function.programs]
+    found = [program for program in programs if program.runtime is not None]
+    if not found:
+        raise ValueError(
+            f"{step!r} has no zero-compiled program yet: pass what "
+            'torch.compile(step, backend="zero") returned, after its first call.'
+        )
+    return found
 
 
-def _ranged(program: Program, lowered: Any) -> Callable:
+def _dumped_to(program: Program) -> Path | None:
+    """Where the trace of a program belongs: beside its dump, if there is one."""
+    dump = program.dump
+    if dump is None or dump.folder is None or not dump.folder.works:
+        return None
+    return dump.folder.path / dump.name / TRACE
+
+
+def _ranged(program: Program, lowered: Any, on_run: Callable[[Program], None]) -> Callable:
     """A lowered program with a range around each call that is, or stands for, a node."""
     known = {node.name for node in program.gm.graph.nodes}
     graph = fx.Graph()
@@ -69,6 +122,7 @@ def _ranged(program: Program, lowered: Any) -> Callable:
     ranged = fx.GraphModule(lowered, graph)
 
     def run(*values: Any) -> Any:
+        on_run(program)
         with record_function(STEP_RANGE):
             return ranged(*values)
 
