@@ -56,7 +56,10 @@ def train(root: str, num_steps: int, stage: int = 3, saves: bool = True, dropout
         if saves:
             extra = {"step": number + 1, "scheduler": scheduler.state_dict()}
             path = folder / f"step-{number + 1}"
-            zerofx.save(path, model, optimizer, extra, keep=2, asynchronous=number % 3 == 1)
+            behind = number % 3 == 1
+            saving = zerofx.save(path, model, optimizer, extra, keep=2, asynchronous=behind)
+    if saves:
+        saving.wait()
     return losses
 
 

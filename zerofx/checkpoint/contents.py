@@ -100,7 +100,7 @@ class Contents:
         Raises: ValueError for what cannot be saved.
         """
         names = parameter_names(model, optimizers)
-        found: dict[str, Any] = {MODEL: dict(self._of_model(model))}
+        found: dict[str, Any] = {MODEL: dict(self.of_model(model))}
         if optimizers:
             states: dict[str, Any] = {}
             groups: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ class Contents:
             found[EXTRA] = dict(_encoded(extra))
         return found
 
-    def _of_model(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    def of_model(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in model_entries(model).items():
             if not isinstance(value, torch.Tensor):
                 yield name, encode(value, f"the state {name!r} of the model")

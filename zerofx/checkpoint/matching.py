@@ -70,7 +70,7 @@ def match_model(plan: Plan, saved: Saved, model: nn.Module) -> None:
         elif name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
             _read_whole(plan, saved, entry, _giving_to(model, own_name))
         elif not _differs(plan, saved, entry, name, tuple(value.shape), value.dtype):
-            plan.targets.append(_target_of(entry, name, value))
+            plan.targets.append(target_of(entry, name, value))
     differences.unknown += [name for name in saved.model if name not in entries]
 
 
@@ -78,7 +78,7 @@ def _giving_to(model: nn.Module, name: str) -> Callable[[Any], object]:
     return lambda value: model.load_state_dict({name: value}, strict=False)
 
 
-def _target_of(entry: str, name: str, value: torch.Tensor) -> Target:
+def target_of(entry: str, name: str, value: torch.Tensor) -> Target:
     if value.is_meta:
         raise ValueError(
             f"{name!r} is on the meta device and has no memory to load into. Materialize the "

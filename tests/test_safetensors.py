@@ -1,0 +1,141 @@
+"""Exports are what Hugging Face reads, and its files are read here, each rank its own bytes."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import struct
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import zerofx
+from tests.checkpoints import Everything, assert_same, built, train, zero
+from tests.ranks import ranks_fixture  # noqa: F401
+
+
+def export(root: str, stage: int, file_bytes: int) -> dict:
+    """Train, and export; the values."""
+    torch._dynamo.reset()
+    pair = built()
+    train(zero(stage), pair, range(1))
+    assert (
+        zerofx.export_safetensors(Path(root) / "out", pair[0], file_bytes=file_bytes)
+        == Path(root) / "out"
+    )
+    return dict(pair[0].state_dict())
+
+
+@pytest.mark.parametrize(("size", "stage", "file_bytes"), [(2, 3, 1 << 30), (3, 1, 300)])
+def test_the_library_reads_what_all_ranks_write(
+    size,
+    stage,
+    file_bytes,
+    ranks,  # noqa: F811
+    tmp_path,
+):
+    saved = ranks(size).run(export, str(tmp_path), stage, file_bytes)[0]
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (file_bytes == 300)
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    assert_same(dict(sorted(found.items())), dict(sorted(saved.items())))
+    assert all(load_file(file) for file in files)
+
+
+def load_here(path: str, stage: int, is_bound: bool) -> dict:
+    torch._dynamo.reset()
+    pair, compiled = built(1), zero(stage)
+    if is_bound:
+        train(compiled, pair, range(1))
+    zerofx.load_safetensors(path, pair[0])
+    found = copy.deepcopy(dict(pair[0].state_dict()))
+    train(compiled, pair, range(1))
+    return found
+
+
+@pytest.mark.parametrize(("size", "stage", "is_bound"), [(2, 3, True), (2, 1, True), (3, 3, False)])
+def test_files_of_others_are_loaded(size, stage, is_bound, ranks, tmp_path):  # noqa: F811
+    expected = {name: value.contiguous() for name, value in Everything().state_dict().items()}
+    file = tmp_path / "model.safetensors"
+    save_file({name: v.clone() for name, v in expected.items() if name != "head.weight"}, file)
+    for path in (file, tmp_path):
+        for found in ranks(size).run(load_here, str(path), stage, is_bound):
+            assert_same(found, expected)
+        is_bound = not is_bound
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=33,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_from_pretrained_gives_the_same_logits(tmp_path):
+    model, tokens = llama(), torch.arange(7)[None]
+    expected = model(tokens).logits
+    for file_bytes in (1 << 30, 2000):
+        path = zerofx.export_safetensors(tmp_path / str(file_bytes), model, file_bytes=file_bytes)
+        again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        assert torch.equal(again(tokens).logits, expected)
+    other = AutoModelForCausalLM.from_config(model.config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    zerofx.load_safetensors(tmp_path / "theirs", other)
+    assert torch.equal(other(tokens).logits, expected)
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(3, 2), "more": torch.ones(1)}, file)
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(zerofx.MismatchError) as caught:
+        zerofx.load_safetensors(file, model)
+    for part in ("(1): bias", "(1): more", "weight (shape (3, 2) in the file, (2, 2) here)"):
+        assert part in str(caught.value)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("harm", ("cut", "length", "range", "text"))
+def test_damaged_files_are_refused(harm, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    zerofx.export_safetensors(tmp_path / "a", model)
+    file = tmp_path / "a" / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(
+        {
+            "cut": data[:-3],
+            "length": struct.pack("<Q", 1 << 60) + data[8:],
+            "range": data.replace(b'"data_offsets": [0, 16]', b'"data_offsets": [0, 15]'),
+            "text": data[:8] + b"}" + data[9:],
+        }[harm]
+    )
+    with pytest.raises(zerofx.CheckpointError, match="cannot be read.*fetch it again"):
+        zerofx.load_safetensors(file, model)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("os.posix_fallocate", side_effect=full):
+        with pytest.raises(zerofx.CheckpointError, match="No space left.*Nothing is left"):
+            zerofx.export_safetensors(tmp_path / "a", torch.nn.Linear(2, 2))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_has_no_files_or_no_such_dtype_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no model.safetensors or"):
+        zerofx.load_safetensors(tmp_path, torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="torch.complex64, which safetensors does not have"):
+        zerofx.export_safetensors(tmp_path / "a", torch.nn.Linear(2, 2, dtype=torch.complex64))
+    assert os.listdir(tmp_path) == []
