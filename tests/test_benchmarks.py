@@ -39,6 +39,32 @@ def test_speed_has_a_row_for_every_system_and_their_losses_agree():
     assert all(sent_mb), ran.stdout
 
 
+def test_a_model_too_large_for_a_process_trains_sharded_and_fails_in_one():
+    rows = limited("sharded, deferred", "one process, plain")
+    assert "trains" in rows[0] and "training" in rows[1]
+
+
+@pytest.mark.long
+def test_a_model_of_four_times_the_limit_trains_in_files_and_cannot_be_constructed_plainly():
+    rows = limited("files, deferred", "files, plain")
+    assert "trains" in rows[0] and "construction" in rows[1]
+
+
+def limited(*names):
+    """The rows of benchmarks/limited.py, which fails by itself if one is not as it must be."""
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "limited.py", "--gib", "0.3", "--width", "768"]
+        + ["--only", *names],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    rows = ran.stdout.split("---\n")[-1].splitlines()
+    assert len(rows) == len(names)
+    return rows
+
+
 def test_overlap_has_a_row_for_every_regime_and_meets_its_aims():
     sizes = "--layers 4 --seconds 0.5 --rounds 1 --regimes updates even".split()
     ran = subprocess.run(

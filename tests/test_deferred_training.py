@@ -17,6 +17,7 @@ from tests.models import ConvNet, Gpt, Mlp, features, language_loss, squared_los
 from tests.models import images as images_of
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_deferred_init import PUT_OFF
+from zerofx.backend import zero
 from zerofx.deferred import replay
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
@@ -201,6 +202,18 @@ def test_only_what_a_function_uses_is_made():
     zerofx.materialize(model)
     assert type(model["used"].weight) is ShardedParameter
     assert model["other"](torch.ones(6)).shape == (3,)
+
+
+def test_the_first_call_compiles_for_later_ones_too():
+    torch._dynamo.reset()
+    before = set(zero.functions)
+    with zerofx.deferred_init():
+        model = Mlp()
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 3})
+    for number in range(STEPS):
+        step(*features(number, 4))
+    (function,) = set(zero.functions) - before
+    assert len(function.programs) == 1
 
 
 def test_buffers_and_batch_norm_train():

@@ -53,8 +53,10 @@ def deferred_init(*, exact: bool = False) -> Iterator[None]:
     finally:
         _open.exact = None
         LEDGER.forget_constants()
-        _leave(make_others=done)
-        LEDGER.guard_again()
+        try:
+            _leave(make_others=done)
+        finally:
+            LEDGER.guard_again()
 
 
 def materialize(model: nn.Module) -> None:
@@ -78,12 +80,13 @@ def _leave(make_others: bool) -> None:
     tensors = _tensors_without_memory()
     parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
     kept = {LEDGER.memory_of(parameter) for parameter in parameters}
-    if make_others:
-        for storage, memory in LEDGER.storages():
+    try:
+        for storage, memory in LEDGER.storages() if make_others else ():
             if memory not in kept:
                 LEDGER.make_storage(storage)
-    deferred = [one for one in tensors if LEDGER.memory_of(one) is not None]
-    LEDGER.guard((one, deferred_class(type(one))) for one in deferred)  # type: ignore[arg-type]
+    finally:
+        deferred = [one for one in tensors if LEDGER.memory_of(one) is not None]
+        LEDGER.guard((one, deferred_class(type(one))) for one in deferred)  # type: ignore[arg-type]
 
 
 def _tensors_without_memory() -> list[Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofx import compat
 from zerofx.deferred import replay
@@ -39,8 +39,11 @@ class Ledger:
         """The memory of a tensor that is not there; None if it is there."""
         if not self._memories or tensor.layout is not torch.strided:
             return None
-        with compat.without_function_modes():
-            found = self._memories.get(_key(tensor))
+        try:
+            with compat.without_function_modes():
+                found = self._memories.get(_key(tensor))
+        except (NotImplementedError, RuntimeError):  # it has no storage of its own: a functorch one
+            return None
         return found[1] if found is not None else None
 
     def enter(self, tensor: Tensor) -> Memory:
@@ -165,9 +168,6 @@ class Ledger:
             tensor = reference()
             if tensor is not None:
                 yield tensor, own, guarded
-
-    def is_deferred(self, parameter: nn.Parameter) -> bool:
-        return self.memory_of(parameter) is not None
 
 
 class _Backed:
