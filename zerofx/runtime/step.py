@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from zerofx import effects, ops
 from zerofx.deferred.ledger import LEDGER
@@ -89,7 +89,11 @@ class StepRuntime:
         self.host_needs: dict[str, int] = {}
         if self.moves:
             is_delayed = host.delayed is not None
-            kept = [(trained.tensors[index], self.table[index]) for index in self.on_host]
+            kept = [
+                (trained.tensors[index], self.table[index])
+                for index in self.on_host
+                if not self._goes_to_file_at_once(index, trained.tensors[index])
+            ]
             self.host_needs = host_needs(
                 graph, kept, self.mover, self.steps, self.files, is_delayed
             )
@@ -106,6 +110,11 @@ class StepRuntime:
             joined=host.joins_updates,
             delayed=host.delayed,
         )
+
+    def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
+        """Whether a shard is still to be made: it is in its file before the next bucket's are."""
+        in_files = self.files is not None and index in self.files.parameters
+        return in_files and REGISTRY.lookup(parameter) is None
 
     def _read_interface(self, graph: fx.Graph) -> None:
         """Note what the program's inputs and results stand for, by position."""
