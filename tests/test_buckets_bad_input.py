@@ -357,7 +357,7 @@ def test_a_larger_batch_later_on_one_rank_ends_in_words_and_not_in_a_hang():
         two.kill()
     assert kind == AgreementError.__name__, other
     assert "rank(s) [0] posted no schedule" in other and "begin with the largest" in other
-    assert "another rank has died or is not calling the same function" in text
+    assert "rank 1 has compiled another program" in text and "`within memory_budget`" in text
 
 
 @pytest.mark.parametrize("stage", (0, 2))
