@@ -13,6 +13,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.models import Mlp, features, squared_loss
 
 
 class Everything(nn.Module):
@@ -73,6 +74,18 @@ def train(compiled, pair, numbers) -> list[float]:
             batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
         losses.append(compiled(*pair, batch).item())
     return losses
+
+
+def pair_of(seed: int = 0, make=torch.optim.AdamW, **model):
+    """A small model with an optimizer that has states; nothing is compiled."""
+    torch.manual_seed(seed)
+    made = Mlp(**model)
+    optimizer = make(made.parameters(), lr=1e-2)
+    inputs, targets = features(seed, 4)
+    squared_loss(made, inputs, targets[:, : made.head.out_features]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return made, optimizer
 
 
 def states(pair) -> tuple[dict, dict]:
