@@ -192,37 +192,49 @@ def _function(path: Path) -> Iterator[str]:
 
 
 def _rewrites(name: str, dumps: Path) -> Iterator[str]:
-    """What the pass has changed in the programs of rank 0."""
-    from zerofx.commands.diff import report
-    from zerofx.dumped import read
+    """What the pass has changed in the programs of rank 0, also in one that was rejected."""
+    from zerofx.dump import REJECTED
 
-    found = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}.py"))
-    if not found:
+    kept = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}.py"))
+    rejected = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}{REJECTED}.py"))
+    if not (kept or rejected):
         yield (
             f"{name} has left no program in {dumps}: it did not get that far, or has none of its "
             "own. What was there before is in rank0."
         )
-        return
-    for after in found:
+    for after in (*kept, *rejected):
         before = max(path for path in after.parent.glob("[0-9]*_*.py") if path.name < after.name)
+        yield from _rewrite(name, before, after)
+        if after in kept:
+            yield "Run both on random inputs, with no training around them:"
+            for path in (before, after):
+                yield f"  python -m zerofx run {path} --random"
+
+
+def _rewrite(name: str, before: Path, after: Path) -> Iterator[str]:
+    """The first statement that a pass has touched, and what else it has changed."""
+    from zerofx.commands.diff import report
+    from zerofx.dumped import read
+
+    try:
         programs = read(before), read(after)
-        first = _first_rewrite(*programs)
-        if first is None:
-            yield f"{name} has changed nothing in {after.parent.name}."
-            continue
-        where = f" of {first.place}" if first.place else ""
-        yield f"The first statement that {name} has touched in {after.parent.name}:"
-        yield f"  {first.name} = {first.call}{where}"
-        if first.why:
-            yield f"  {first.by}: {first.why}"
-        lines = list(report(*programs))
-        yield from lines[:_LINES]
-        if len(lines) > _LINES:
-            yield f"... and {len(lines) - _LINES} lines more:"
-            yield f"  python -m zerofx diff {before} {after}"
-        yield "Run both on random inputs, with no training around them:"
-        for path in (before, after):
-            yield f"  python -m zerofx run {path} --random"
+    except CommandError:
+        yield f"What {name} has left is no program: {after}."
+        return
+    first = _first_rewrite(*programs)
+    if first is None:
+        yield f"{name} has changed nothing in {after.parent.name}."
+        return
+    where = f" of {first.place}" if first.place else ""
+    yield f"The first statement that {name} has touched in {after.parent.name}:"
+    yield f"  {first.name} = {first.call}{where}"
+    if first.why:
+        yield f"  {first.by}: {first.why}"
+    lines = list(report(*programs))
+    yield from lines[:_LINES]
+    if len(lines) > _LINES:
+        yield f"... and {len(lines) - _LINES} lines more:"
+        yield f"  python -m zerofx diff {before} {after}"
 
 
 def _first_rewrite(before: Any, after: Any) -> Statement | None:
