@@ -28,7 +28,7 @@ from models import Gpt, Sizes
 from ranks import on_ranks
 from tabulate import tabulate
 
-from zerofx.backend import Program
+from zerofx.program import Program
 from zerofx.runtime.agreement import Agreement
 
 VARIANTS = ("off", "bypassed", "dumped")

@@ -24,7 +24,6 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat, ops, traced
-from zerofx.backend import state_bytes, whole_updates
 from zerofx.capture import CapturedStep, StepCapture
 from zerofx.figures import NOMINAL
 from zerofx.graph import gradient_outputs, input_role, placeholders, provenance, slot_of
@@ -33,6 +32,7 @@ from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.plan import ParameterInfo, ParameterTable
+from zerofx.program import state_bytes, whole_updates
 from zerofx.schedule import schedule
 
 aten = torch.ops.aten

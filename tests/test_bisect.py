@@ -17,7 +17,7 @@ from torch import nn
 
 import zerofx.__main__ as command_line
 from tests.ranks import Ranks
-from zerofx import backend
+from zerofx import program
 from zerofx.bisection import NEEDED, SWITCHED, passes_on
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
@@ -306,7 +306,7 @@ def plant(how):
         node.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
         return counts
 
-    backend.PIPELINE = tuple(
+    program.PIPELINE = tuple(
         replace(step, run=lambda gm, ctx, run=step.run: faulty(gm, ctx, run))
         if step.name == "update_in_backward"
         else step

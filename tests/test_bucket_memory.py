@@ -88,12 +88,12 @@ def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 @contextlib.contextmanager
 def all_copies_made() -> Iterator[None]:
     """Programs that first run in here make all their copies."""
-    found = zerofx.backend.buckets_updated_in_place
-    zerofx.backend.buckets_updated_in_place = lambda graph, table: []
+    found = zerofx.program.buckets_updated_in_place
+    zerofx.program.buckets_updated_in_place = lambda graph, table: []
     try:
         yield
     finally:
-        zerofx.backend.buckets_updated_in_place = found
+        zerofx.program.buckets_updated_in_place = found
 
 
 def trained_with_copies(stage: int, *numbers: int) -> Trained:

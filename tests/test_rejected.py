@@ -8,7 +8,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401
 import zerofx.__main__ as command_line
-from zerofx import backend, dump
+from zerofx import dump, program
 from zerofx.dumped import read
 from zerofx.errors import GraphError, ValidationError
 from zerofx.passes.base import Pass
@@ -52,7 +52,7 @@ def train(tmp_path, planted, **options):
 
     pipeline = (*PIPELINE[:2], Pass("planted", planted), *PIPELINE[2:])
     options = {"stage": 1, "lowering": "eager", "dump": str(tmp_path), **options}
-    with mock.patch.object(backend, "PIPELINE", pipeline):
+    with mock.patch.object(program, "PIPELINE", pipeline):
         torch.compile(step, backend="zero", options=options)(torch.ones(2, 4))
 
 

@@ -34,10 +34,10 @@ def forget_compiled_code():
 
 def predicted(monkeypatch, optimizer, precision):
     """What is predicted while a step over the optimizer compiles, by parameter."""
-    from zerofx import backend, traced
+    from zerofx import program, traced
 
     found = {}
-    original = backend.whole_updates
+    original = program.whole_updates
 
     def look(step):
         infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
@@ -46,7 +46,7 @@ def predicted(monkeypatch, optimizer, precision):
         found.update(bytes_of_states(optimizer, infos, Precision(**precision)))
         return original(step)
 
-    monkeypatch.setattr(backend, "whole_updates", look)
+    monkeypatch.setattr(program, "whole_updates", look)
     return found
 
 

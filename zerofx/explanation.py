@@ -17,7 +17,7 @@ from zerofx.runtime.filed_bucket import words_for
 from zerofx.timeline import Timeline, Transfer, milliseconds, predict
 
 if TYPE_CHECKING:
-    from zerofx.backend import Program
+    from zerofx.program import Program
 
 
 def explanation(program: Program, number: int, *, with_seconds: bool) -> str:

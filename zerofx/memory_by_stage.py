@@ -13,7 +13,7 @@ from zerofx.picture.recording import record_of
 from zerofx.runtime.state_bytes import bytes_of_states
 
 if TYPE_CHECKING:
-    from zerofx.backend import Program
+    from zerofx.program import Program
 
 _FIRST_SHARDED = {"parameters": 3, "gradients": 2, "optimizer states": 1}
 """The stage from which on a rank keeps a share of them."""

@@ -15,10 +15,11 @@ from typing import Any
 from torch import fx
 
 from zerofx import ops
-from zerofx.backend import CompiledFunction, Program
+from zerofx.backend import CompiledFunction
 from zerofx.figures import Figures
 from zerofx.in_place import buckets_updated_in_place
 from zerofx.lower import lower
+from zerofx.program import Program
 from zerofx.runtime.lanes import Lane
 from zerofx.timeline import LANES, Timeline, Work, predict, work_of
 

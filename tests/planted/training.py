@@ -19,7 +19,7 @@ from tests import models
 from tests.planted.bugs import bugs
 from tests.planted.steps import SLOW
 from tests.ranks import Ranks
-from zerofx import backend
+from zerofx import program
 from zerofx.passes import offload_activations
 from zerofx.passes.pipeline import PIPELINE
 
@@ -46,7 +46,7 @@ def plant(inserted_by: str, kind: str, number: int) -> None:
         found[number % len(found)].plant(gm.graph)
         return counts
 
-    backend.PIPELINE = tuple(
+    program.PIPELINE = tuple(
         replace(step, run=lambda gm, ctx, run=step.run: faulty(gm, ctx, run))
         if step.name == inserted_by
         else step

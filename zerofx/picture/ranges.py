@@ -11,10 +11,11 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
-from zerofx.backend import Program, zero
+from zerofx.backend import zero
 from zerofx.graph import aliased_inputs
 from zerofx.lower import STANDS_FOR
 from zerofx.picture.measured import RANGE, STEP_RANGE, TRACE
+from zerofx.program import Program
 
 NOWHERE = (
     "the step's programs are not dumped, so there is no folder for a trace: set ZEROFX_DUMP before "
