@@ -50,6 +50,19 @@ def test_a_model_of_four_times_the_limit_trains_in_files_and_cannot_be_construct
     assert "trains" in rows[0] and "construction" in rows[1]
 
 
+def test_debugging_has_a_row_for_dumps_off_and_for_what_asks_taken_out():
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "debugging.py"] + "--layers 1 --rounds 1 --steps 2".split(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [row.split() for row in ran.stdout.split("--\n")[-1].splitlines()]
+    assert [row[:2] for row in rows] == [["1", "off"], ["1", "bypassed"]]
+    assert all(0 < float(row[-1].rstrip("%")) < 100 for row in rows), ran.stdout
+
+
 def limited(*names):
     """The rows of benchmarks/limited.py, which fails by itself if one is not as it must be."""
     ran = subprocess.run(
