@@ -262,6 +262,22 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
 # Paths
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_of_other_kinds_are_read_again_as_they_were(asynchronous, tmp_path):
+    extra = {
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+        "strided": torch.arange(8)[::2],
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+    }
+    zerofx.save(tmp_path / "a", *pair_of(), extra, asynchronous=asynchronous)
+    found = zerofx.load(tmp_path / "a", *pair_of(1))
+    assert {name: repr(value) for name, value in found.items()} == {
+        name: repr(value) for name, value in extra.items()
+    }
+
+
 def test_a_checkpoint_is_never_written_over(path):
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     with pytest.raises(FileExistsError, match="exists, and a checkpoint is never written over"):

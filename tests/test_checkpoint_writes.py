@@ -167,6 +167,19 @@ def test_the_last_few_are_kept_and_those_that_stay_do(tmp_path):
     assert zerofx.latest(tmp_path / "none") is None
 
 
+def test_a_link_to_a_checkpoint_is_not_another(tmp_path):
+    pair = pair_of()
+    for number in range(3):
+        zerofx.save(tmp_path / f"step-{number}", *pair, keep=2)
+        (tmp_path / "current").unlink(missing_ok=True)
+        (tmp_path / "current").symlink_to(f"step-{number}")
+    assert sorted(os.listdir(tmp_path)) == ["current", "step-1", "step-2"]
+    assert zerofx.latest(tmp_path) == tmp_path / "step-2"
+    zerofx.load(tmp_path / "current", *pair_of(1))
+    with pytest.raises(FileExistsError):
+        zerofx.save(tmp_path / "current", *pair)
+
+
 def test_who_is_being_written_is_left_alone(tmp_path):
     being_written = Draft(tmp_path / "new")
     with pytest.raises(FileExistsError, match="another process is writing"):
@@ -208,6 +221,24 @@ def test_what_is_written_behind_is_as_it_was_when_it_was_saved(tmp_path):
     found = zerofx.load(tmp_path / "a", *loaded)
     assert_same(states(loaded), before)
     assert_same(found, {"a": torch.zeros(2), "b": [torch.zeros(2)]})
+
+
+def test_a_relative_path_is_where_the_process_was_when_it_saved(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    go, write = threading.Event(), filesystem.FileSystemWriter.write_data
+
+    def late(*arguments):
+        assert go.wait(30)
+        return write(*arguments)
+
+    with mock.patch.object(filesystem.FileSystemWriter, "write_data", late):
+        saving = zerofx.save("here/a/", *pair_of(), asynchronous=True)
+        os.chdir("elsewhere")
+        go.set()
+        assert saving.wait() == tmp_path / "here" / "a"
+    assert zerofx.latest(tmp_path / "here") == tmp_path / "here" / "a"
+    assert os.listdir(tmp_path / "elsewhere") == []
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):

@@ -237,5 +237,6 @@ def _encoded(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in extra.items():
         if not isinstance(name, str):
             raise ValueError(f"extra goes by names, and {name!r} is a {type(name).__name__}")
-        is_plain = type(value) is torch.Tensor
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        is_plain = is_plain and not value.is_meta and not value.is_quantized
         yield name, value.detach() if is_plain else encode(value, f"extra[{name!r}]")

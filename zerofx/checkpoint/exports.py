@@ -47,7 +47,7 @@ def export_safetensors(
     """
     target = as_path(path)
     ranks = meet(model, [], process_group, "zerofx.export_safetensors()")
-    ranks.check_same("path", str(target.absolute()))
+    ranks.check_same("path", str(target))
     drafts: list[Draft] = []
     try:
         ranks.together(lambda: drafts.append(Draft(target)) if ranks.rank == 0 else None)

@@ -71,17 +71,26 @@ def notes_of(folder: Path) -> Notes | None:
 
 
 def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
-    """The checkpoints in a folder that zerofx has written there, the oldest first."""
+    """The checkpoints in a folder that zerofx has written there, the oldest first.
+
+    A link to one, such as a user's ``latest``, is not another.
+    """
     found = []
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
-            if path.name.startswith(".") or not (path / METADATA).is_file():
+            if path.name.startswith(".") or _is_link_within(path):
+                continue
+            if not (path / METADATA).is_file():
                 continue
             with contextlib.suppress(CheckpointError):
                 notes = notes_of(path)
                 if notes is not None:
                     found.append((notes, path))
     return sorted(found, key=lambda one: one[0].serial)
+
+
+def _is_link_within(path: Path) -> bool:
+    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -57,7 +57,7 @@ def load(
     """
     folder, optimizers = as_path(path), as_list(optimizer)
     ranks = meet(model, optimizers, process_group, "zerofx.load()")
-    ranks.check_same("path", str(folder.absolute()))
+    ranks.check_same("path", str(folder))
     ranks.check_same("strict", str(strict))
     reading = _checked(folder, model, optimizers, ranks, strict)
     reading.read_on(ranks)

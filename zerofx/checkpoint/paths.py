@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint.  Raises: ValueError for what is none."""
+    """The folder of a checkpoint, wherever this process goes then.  Raises: ValueError for none."""
     text = os.fspath(path)
     if "://" in text:
         raise ValueError(
@@ -23,7 +23,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             f"{text!r} cannot be a checkpoint's name: it must have one that does not begin with a "
             "dot, such as 'checkpoints/step-100'"
         )
-    return found
+    return found.absolute()
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

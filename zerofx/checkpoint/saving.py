@@ -60,7 +60,7 @@ def save(
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
-    ranks.check_same("path", str(target.absolute()))
+    ranks.check_same("path", str(target))
     ranks.check_same("keep and asynchronous", f"{keep}, {asynchronous}")
     collected: dict[str, Any] = {}
     drafts: list[Draft] = []  # on rank 0
