@@ -18,6 +18,7 @@ from zerofx.checkpoint.pieces import FlatPiece
 from zerofx.checkpoint.rng import rng_state
 from zerofx.checkpoint.values import encode
 from zerofx.codegen.storage import widened, widened_dtypes
+from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import shard_numel, storage_order
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.filed_shards import ShardReader
@@ -124,12 +125,28 @@ class Contents:
                     "model first."
                 )
             bound = REGISTRY.lookup(value)
-            if bound is None:
+            if LEDGER.memory_of(value) is not None:
+                yield name, self._deferred(value)
+            elif bound is None:
                 yield name, value.detach()
             elif bound.is_sharded and not bound.is_open:
                 yield name, self._shard(bound, bound.info.dtype, self._reading_shard(bound))
             else:
                 yield name, self._part(value.detach())
+
+    def _deferred(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is not made yet: the lowest rank makes it for the moment of writing."""
+        try:
+            order = storage_order(tuple(tensor.shape), tensor.stride())
+        except ValueError:
+            return LEDGER.value_of(tensor)
+        return FlatPiece(
+            tuple(tensor.shape),
+            order,
+            (0, tensor.numel() if self.rank == 0 else 0),
+            tensor.dtype,
+            lambda: LEDGER.value_of(tensor).permute(order).reshape(-1),
+        )
 
     def _reading_shard(self, bound: BoundParameter) -> Callable[[], torch.Tensor]:
         return lambda: self._shards.value(bound)

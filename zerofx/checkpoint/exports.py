@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,17 @@ def load_safetensors(
 
     def read() -> None:
         for target, mapped in plan:
-            memory, whole = target.begin(), mapped.tensor(target.entry)
-            for box in target.boxes:
-                view_of(memory, box, target.order).copy_(_at(whole, box))
-            target.end(memory)
+            target.fill(partial(_read_part, target, mapped), lambda: None)
 
     ranks.together(check)
     with torch.no_grad(), ordinary_tensors():
         ranks.together(read)
+
+
+def _read_part(target: Target, mapped: files.MappedFile, memory: torch.Tensor) -> None:
+    whole = mapped.tensor(target.entry)
+    for box in target.boxes:
+        view_of(memory, box, target.order).copy_(_at(whole, box))
 
 
 def _files_at(path: Path) -> list[Path]:

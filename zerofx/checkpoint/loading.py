@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.background import meet
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import complete_in
+from zerofx.checkpoint.folders import METADATA, complete_in
 from zerofx.checkpoint.matching import (
     Plan,
     match_extra,
@@ -27,6 +28,7 @@ from zerofx.checkpoint.paths import as_list, as_path
 from zerofx.checkpoint.reading import Reader, read_metadata
 from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
+from zerofx.errors import StepError
 from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.whole import attach_optimizer
 
@@ -121,6 +123,15 @@ def _checked(
     return readings[0]
 
 
+def _check_is_there(folder: Path, entry: str) -> None:
+    if not (folder / METADATA).is_file():
+        raise StepError(
+            f"{folder} is gone, and {entry} was to be made from it: zerofx.load has read nothing "
+            "yet of parameters that deferred_init has put off. Load another checkpoint, or call "
+            "zerofx.materialize(model) before removing one."
+        )
+
+
 class _Reading:
     """One rank's part of a load, which has been checked."""
 
@@ -192,9 +203,8 @@ class _Reading:
                 if any(bound.stage > 0 for bound in bound_parameters(optimizer)):
                     attach_optimizer(optimizer)  # which keeps shards from now on
             for target, items in zip(self.plan.targets, self.items, strict=True):
-                memory = target.begin()
-                self.reader.read_tensor(items, target.boxes, target.order, memory)
-                target.end(memory)
+                read = partial(self.reader.read_tensor, items, target.boxes, target.order)
+                target.fill(read, partial(_check_is_there, self.folder, target.entry))
             for finish in self.plan.finish:
                 finish(self.values)
         except Exception as error:

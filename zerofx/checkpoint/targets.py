@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.checkpoint.boxes import Box, boxes_of
+from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import storage_order
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.flat import ordinary_tensors
@@ -29,9 +30,43 @@ class Target:
     begin: Callable[[], torch.Tensor]
     end: Callable[[torch.Tensor], object]
 
+    def fill(self, read: Callable[[torch.Tensor], object], _check: Callable[[], object]) -> None:
+        """Have ``read`` fill the memory."""
+        memory = self.begin()
+        read(memory)
+        self.end(memory)
+
+
+@dataclass(frozen=True)
+class LateTarget(Target):
+    """A whole tensor whose making is deferred: it is read when it is made, not initialized.
+
+    So it is one of those that are there one at a time.
+    """
+
+    tensor: torch.Tensor
+
+    def fill(self, read: Callable[[torch.Tensor], object], check: Callable[[], object]) -> None:
+        """Have ``read`` fill the memory when it is there; ``check`` raises if it cannot."""
+
+        def fill(tensor: torch.Tensor) -> None:
+            _in_place(self.entry, tensor).fill(read, check)
+
+        LEDGER.fill_later(self.tensor, fill, check)
+
 
 def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
-    """A whole tensor, in place: a parameter, a buffer, or one that has just been made."""
+    """A whole tensor, in place: a parameter, a buffer, or one that has just been made.
+
+    One whose making is deferred is read when it is made.
+    """
+    target = _in_place(entry, tensor)
+    if LEDGER.memory_of(tensor) is None:
+        return target
+    return LateTarget(entry, target.boxes, target.order, target.begin, target.end, tensor)
+
+
+def _in_place(entry: str, tensor: torch.Tensor) -> Target:
     shape = tuple(tensor.shape)
     try:
         order = storage_order(shape, tensor.stride())

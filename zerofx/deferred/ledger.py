@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.deferred import replay
-from zerofx.deferred.tape import Constant, Memory, Operand
+from zerofx.deferred.tape import Constant, Memory, Operand, Write
 from zerofx.runtime.flat import ordinary_tensors
 
 
@@ -81,6 +82,24 @@ class Ledger:
         self._constants.clear()
 
     # Making
+
+    def fill_later(
+        self,
+        tensor: Tensor,
+        fill: Callable[[Tensor], object],
+        check_source: Callable[[], object] | None = None,
+    ) -> None:
+        """Have ``fill`` write all of a tensor that is not there, when it is made.
+
+        ``check_source`` raises StepError if it no longer could.
+        """
+        memory = self.memory_of(tensor)
+        assert memory is not None
+        operand = Operand.of(tensor, memory)
+        if operand.fills_memory:
+            operand = replace(operand, after=None)
+        default = torch.get_default_dtype()
+        memory.last = Write(fill, (operand,), {}, {}, None, default, check_source)
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """What a tensor that is not there holds now, in memory of its own."""

@@ -21,8 +21,7 @@ def replay(targets: Sequence[Memory], storages: Mapping[Memory, torch.UntypedSto
     """
     writes = needed_for(memory.last for memory in targets)
     for write in writes:
-        for constant in write.constants():
-            constant.check()
+        write.check()
     with _as_recorded(targets), ordinary_tensors():
         _Replay(writes, storages).run()
 
@@ -38,8 +37,7 @@ def value_of(operand: Operand) -> Tensor:
 def check(memory: Memory) -> None:
     """Raise StepError for what can no longer be made."""
     for write in needed_for([memory.last]):
-        for constant in write.constants():
-            constant.check()
+        write.check()
 
 
 class _Replay:

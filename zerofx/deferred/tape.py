@@ -127,7 +127,8 @@ class Write:
     """One recorded operation.
 
     ``arguments`` hold operands and constants in the place of tensors; it may write to operands in
-    place.  ``made`` are its results that have memory of their own, by position.
+    place.  ``made`` are its results that have memory of their own, by position.  ``check_source``
+    raises if what it reads besides, a file, is no longer there.
     """
 
     op: Callable[..., Any]
@@ -136,6 +137,7 @@ class Write:
     made: Mapping[int, Operand]
     draw: Draw | None
     default_dtype: torch.dtype
+    check_source: Callable[[], object] | None = None
     number: int = -1
 
     def __post_init__(self) -> None:
@@ -144,8 +146,13 @@ class Write:
     def operands(self) -> Iterator[Operand]:
         return (one for one in leaves(self.arguments, self.keywords) if isinstance(one, Operand))
 
-    def constants(self) -> Iterator[Constant]:
-        return (one for one in leaves(self.arguments, self.keywords) if isinstance(one, Constant))
+    def check(self) -> None:
+        """Raise StepError if something that it reads is no longer as it was."""
+        for one in leaves(self.arguments, self.keywords):
+            if isinstance(one, Constant):
+                one.check()
+        if self.check_source is not None:
+            self.check_source()
 
 
 def needed_for(targets: Iterable[Write | None]) -> list[Write]:

@@ -1,0 +1,164 @@
+"""Models constructed under deferred_init, and checkpoints: nothing is initialized in vain."""
+
+from __future__ import annotations
+
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+
+import zerofx
+from tests.checkpoints import (
+    Everything,
+    assert_same,
+    built,
+    load_and_train,
+    save_trained,
+    states,
+    train,
+    zero,
+)
+from tests.ranks import ranks_fixture  # noqa: F401
+from zerofx.deferred.draws import Draw
+from zerofx.deferred.guards import DeferredParameter
+from zerofx.deferred.ledger import LEDGER
+
+OFFLOAD = {"offload": "optimizer,params"}
+
+
+def deferred(seed: int, inside: bool = True):
+    """A model, and an optimizer that is made inside of the block or after it."""
+    with zerofx.deferred_init(exact=True):
+        model, optimizer = built(seed)
+    if inside:
+        return model, optimizer
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    return model, torch.optim.AdamW(groups)
+
+
+def is_deferred(model) -> bool:
+    """All but the scale, whose value was given, and the one without elements."""
+    large = [one for one in model.parameters() if one.numel() > 1]
+    return all(isinstance(one, DeferredParameter) for one in large)
+
+
+def drawing_is_an_error():
+    return mock.patch.object(Draw, "set", side_effect=AssertionError("initialized in vain"))
+
+
+def load_deferred(path, stage, inside, options):
+    """As ``load_and_train`` does, but nothing may draw random numbers."""
+    torch._dynamo.reset()
+    pair, compiled = deferred(1, inside), zero(stage, **options)
+    with drawing_is_an_error():
+        zerofx.load(path, *pair)
+        assert is_deferred(pair[0])
+        losses = train(compiled, pair, range(3, 5))
+    assert len(LEDGER) == 0
+    return losses, states(pair)
+
+
+@pytest.mark.parametrize(
+    ("stage", "inside", "tier"),
+    [
+        (0, True, ""),
+        (1, False, ""),
+        (2, True, ""),
+        (3, False, ""),
+        (3, True, "cpu"),
+        (3, 1, "nvme"),
+    ],
+)
+def test_training_goes_on_bitwise(stage, inside, tier, ranks, tmp_path):  # noqa: F811
+    saved = ranks(2).run(save_trained, str(tmp_path / "a"), stage)
+    options = {**OFFLOAD, "offload_tier": tier} if tier else {}
+    if tier == "nvme":
+        options["offload_dir"] = [str(tmp_path)]
+    loaded = ranks(2).run(load_deferred, str(tmp_path / "a"), stage, inside, options)
+    for (losses, _, after), (new_losses, new_after) in zip(saved, loaded, strict=True):
+        assert new_losses == losses
+        assert_same(new_after, after)
+
+
+def train_from_safetensors(path, is_late):
+    torch._dynamo.reset()
+    pair = deferred(1) if is_late else built(1)
+    with drawing_is_an_error():
+        zerofx.load_safetensors(path, pair[0])
+        losses = train(zero(3), pair, range(2))
+    return losses, states(pair)
+
+
+def test_safetensors_are_read_when_parameters_are_made(ranks, tmp_path):  # noqa: F811
+    path = str(zerofx.export_safetensors(tmp_path / "a", Everything(3)))
+    plain = ranks(2).run(train_from_safetensors, path, False)
+    late = ranks(2).run(train_from_safetensors, path, True)
+    for one, other in zip(plain, late, strict=True):
+        assert_same(other, one)
+
+
+def save_deferred(folder):
+    """Both formats, by ranks whose models would differ: rank 0's count."""
+    rank = torch.distributed.get_rank()
+    pair = deferred(5 + rank)
+    zerofx.save(f"{folder}/saved", *pair)
+    zerofx.save(f"{folder}/behind", *pair, asynchronous=True).wait()
+    zerofx.export_safetensors(f"{folder}/exported", pair[0])
+    assert is_deferred(pair[0])
+
+
+def test_what_is_not_made_yet_can_be_saved(ranks, tmp_path):  # noqa: F811
+    ranks(2).run(save_deferred, str(tmp_path))
+    expected = states(built(5))
+    for name in ("saved", "behind"):
+        pair = built(1)
+        zerofx.load(tmp_path / name, *pair)
+        assert_same(states(pair), expected)
+    model = Everything(1)
+    zerofx.load_safetensors(tmp_path / "exported", model)
+    assert_same(dict(model.state_dict()), dict(expected[0]))
+
+
+def test_materialize_and_state_dict_read_too(tmp_path):
+    expected, pair = states(built(5)), deferred(1)
+    zerofx.save(tmp_path / "a", *built(5))
+    zerofx.load(tmp_path / "a", *pair)
+    assert_same(dict(pair[0].state_dict()), dict(expected[0]))
+    assert is_deferred(pair[0])
+    zerofx.materialize(pair[0])
+    assert_same(dict(pair[0].state_dict()), dict(expected[0]))
+
+
+def test_what_does_not_fit_is_initialized(tmp_path):
+    zerofx.save(tmp_path / "a", *built(5))
+    with zerofx.deferred_init(exact=True):
+        model = Everything(1)
+        model.added = torch.nn.Linear(2, 2)
+    zerofx.load(tmp_path / "a", model, strict=False)
+    zerofx.materialize(model)
+    assert_same(dict(model.body.state_dict()), dict(Everything(5).body.state_dict()))
+    assert model.added.weight.abs().sum() > 0
+
+
+def test_a_checkpoint_that_has_gone_is_an_error_before_anything_changes(tmp_path):
+    zerofx.save(tmp_path / "a", *built(5))
+    pair = deferred(1)
+    zerofx.load(tmp_path / "a", *pair)
+    shutil.rmtree(tmp_path / "a")
+    compiled = zero(3)
+    with pytest.raises(zerofx.StepError, match="is gone, and .* was to be made from it"):
+        train(compiled, pair, range(1))
+    assert is_deferred(pair[0])
+    zerofx.save(tmp_path / "b", *built(5))
+    zerofx.load(tmp_path / "b", *pair)
+    assert train(compiled, pair, range(2)) == train(zero(3), built(5), range(2))
+
+
+def test_two_ranks_and_one_agree(ranks, tmp_path):  # noqa: F811
+    """Loaded into whatever is deferred, by others than those that saved."""
+    ranks(2).run(save_trained, str(tmp_path / "a"), 3)
+    plain = load_and_train(str(tmp_path / "a"), 3, False)
+    losses, after = load_deferred(str(tmp_path / "a"), 3, True, {})
+    assert losses == plain[0]
+    assert_same(after, plain[2])
