@@ -64,7 +64,6 @@ def load_deferred(path, stage, inside, options):
     [
         (0, True, ""),
         (1, False, ""),
-        (2, True, ""),
         (3, False, ""),
         (3, True, "cpu"),
         (3, 1, "nvme"),
