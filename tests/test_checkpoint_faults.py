@@ -79,6 +79,29 @@ def test_another_optimizers_states_are_refused(path):
     assert "state momentum_buffer of body.weight" in words and "state exp_avg of body" in words
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "other", "absent"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD, "dampening, momentum, nesterov"),
+        (torch.optim.SGD, torch.optim.AdamW, "amsgrad, betas, eps"),
+        (torch.optim.Adam, torch.optim.RMSprop, "alpha, centered, momentum"),
+    ],
+)
+def test_another_optimizer_without_states_takes_none(saved, other, absent, strict, tmp_path):
+    zerofx.save(tmp_path / "a", *pair_of(make=saved))
+    model, _ = pair_of(1)
+    pair = model, other(model.parameters(), lr=0.5)
+    if strict:
+        words = refused(MismatchError, tmp_path / "a", pair)
+        assert f"param_groups[0] of {other.__name__} (saved by another kind" in words
+        assert f"without {absent})" in words
+    else:
+        before = states(pair)[1]
+        zerofx.load(tmp_path / "a", *pair, strict=False)
+        assert_same(states(pair)[1], before)
+
+
 def test_other_groups_are_refused(path, tmp_path):
     model, _ = pair_of()
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters()}]

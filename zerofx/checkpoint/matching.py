@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,11 @@ from zerofx.runtime.parameters import REGISTRY
 
 EXTRA_STATE = "_extra_state"
 """What the name of a module's own state ends in (``nn.Module.get_extra_state``)."""
+
+HOW_NOT_WHAT = frozenset(
+    "foreach fused capturable differentiable maximize decoupled_weight_decay".split()
+)
+"""Hyperparameters that an older torch's optimizer of the same kind may not have."""
 
 
 @dataclass
@@ -164,6 +169,7 @@ def match_optimizers(
     group_of = {name: number for number, group in members.items() for name in group}
     numbers = _numbers(saved, model)
     mine: set[str] = set()
+    not_for_it: set[str] = set()  # states of another kind of optimizer
     for optimizer in optimizers:
         for place, group in enumerate(optimizer.param_groups):
             here = [names[id(parameter)] for parameter in group["params"]]
@@ -173,14 +179,25 @@ def match_optimizers(
             ]
             sources = sorted({group_of[name] for name in here if name in group_of})
             if len(sources) == 1:
-                _match_group(plan, saved, group, saved.groups[sources[0]].entries)
+                entries = saved.groups[sources[0]].entries
+                absent = sorted(set(optimizer.defaults) - set(entries) - HOW_NOT_WHAT)
+                if absent:
+                    plan.differences.different.append(
+                        f"param_groups[{place}] of {type(optimizer).__name__} (saved by another "
+                        f"kind of optimizer, without {', '.join(absent)})"
+                    )
+                    stateless = [p for p in group["params"] if not optimizer.state.get(p)]
+                    not_for_it |= {names[id(parameter)] for parameter in stateless}
+                    continue
+                _match_group(plan, saved, group, entries)
             elif sources:
                 plan.differences.different.append(
                     f"param_groups[{place}] of {type(optimizer).__name__} (its parameters are of "
                     f"groups {sources} in the checkpoint)"
                 )
         plan.finish.append(_completing(optimizer))
-        _match_states(plan, saved, optimizer, names, numbers, group_of)
+        known = set(group_of) - not_for_it
+        _match_states(plan, saved, optimizer, names, numbers, known)
     plan.differences.unknown += [
         f"optimizer state of {name}" for name in group_of if name not in mine
     ]
@@ -247,12 +264,12 @@ def _match_states(
     optimizer: Optimizer,
     names: Mapping[int, str],
     numbers: set[Path],
-    group_of: Mapping[str, int],
+    known: Collection[str],
 ) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if name in group_of:
+            if name in known:
                 matching = _StateMatching(plan, saved, name, parameter, group, optimizer)
                 matching.match(saved.states.get(name, {}), numbers)
                 plan.finish.append(matching.complete)
