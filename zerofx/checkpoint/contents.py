@@ -2,7 +2,8 @@
 
 ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]},
 "extra": {...}, "rng": {rank: {...}}}``, with the names that ``get_state_dict`` of
-``torch.distributed.checkpoint.state_dict`` gives.
+``torch.distributed.checkpoint.state_dict`` gives.  One of only what is trainable has ``"frozen":
+[name, ...]`` besides.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from zerofx.runtime.guarded import GuardedState
 from zerofx.runtime.parameters import REGISTRY
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
+FROZEN = "frozen"
+"""The names of the parameters that were left out, where only what is trainable was saved."""
 
 
 def plain_name(name: str) -> str:
@@ -39,6 +42,15 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     """What ``model.state_dict()`` has, by name: parameters and buffers themselves, no values."""
     entries = model.state_dict(keep_vars=True)
     return {plain_name(name): value for name, value in entries.items()}
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """The parameters that require no gradient, under all of their names."""
+    return [name for name, value in model_entries(model).items() if _is_frozen(value)]
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -94,14 +106,22 @@ class Contents:
         self._shards, self._states = ShardReader(), Reader()
 
     def collect(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra: Mapping[str, Any] | None,
+        trainable_only: bool = False,
     ) -> dict[str, Any]:
-        """The state dict to write.
+        """The state dict to write; without frozen parameters if ``trainable_only``.
 
         Raises: ValueError for what cannot be saved.
         """
         names = parameter_names(model, optimizers)
-        found: dict[str, Any] = {MODEL: dict(self.of_model(model))}
+        frozen = frozen_names(model) if trainable_only else []
+        entries = ((name, value) for name, value in self.of_model(model) if name not in frozen)
+        found: dict[str, Any] = {MODEL: dict(entries)}
+        if trainable_only:
+            found[FROZEN] = encode(frozen, "the list of frozen parameters")
         if optimizers:
             states: dict[str, Any] = {}
             groups: list[dict[str, Any]] = []

@@ -51,7 +51,8 @@ def load(
     Tensors of ``extra`` are on the CPU.  No code from the file is run.
 
     Everything is checked first, checksums included: an error before that leaves all as it was.
-    With ``strict=False`` what does not fit is left as it is, and logged.
+    With ``strict=False`` what does not fit is left as it is, and logged.  Parameters that a save
+    with ``trainable_only`` has left out stay as they are, and have to be frozen here.
 
     Raises: MismatchError, with all differences, if the checkpoint is of other tensors;
     CheckpointError if it cannot be read; FileNotFoundError if there is none; ValueError if ranks
@@ -157,7 +158,8 @@ class _Reading:
                 f"{', '.join(saved.roots[:8]) or 'nothing'}. Save it as {{'model': ..., "
                 "'optimizer': ...}."
             )
-        match_model(self.plan, saved, model)
+        left_out = self._value(saved.frozen) if saved.frozen is not None else ()
+        match_model(self.plan, saved, model, left_out)
         if optimizers:
             match_optimizers(self.plan, saved, model, optimizers, self._value)
         match_extra(self.plan, saved, self.extra)

@@ -64,19 +64,26 @@ class Plan:
     differences: Differences = field(default_factory=Differences)
 
 
-def match_model(plan: Plan, saved: Saved, model: nn.Module) -> None:
-    """Say where each tensor of the model comes from."""
+def match_model(plan: Plan, saved: Saved, model: nn.Module, left_out: Collection[str] = ()) -> None:
+    """Say where each tensor of the model comes from.
+
+    Those ``left_out`` of the checkpoint, for they were frozen, stay as they are if they are here.
+    """
     differences = plan.differences
     entries = {plain_name(n): (n, value) for n, value in model.state_dict(keep_vars=True).items()}
     for name, (own_name, value) in entries.items():
         entry = saved.model.get(name)
-        if entry is None:
+        if entry is None and name not in left_out:
             differences.missing.append(name)
+        elif entry is None:
+            if value.requires_grad:
+                differences.different.append(f"{name} (left out as it was frozen, trainable here)")
         elif name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
             _read_whole(plan, saved, entry, _giving_to(model, own_name))
         elif not _differs(plan, saved, entry, name, tuple(value.shape), value.dtype):
             plan.targets.append(target_of(entry, name, value))
-    differences.unknown += [name for name in saved.model if name not in entries]
+    there = (*saved.model, *left_out)
+    differences.unknown += [name for name in there if name not in entries]
 
 
 def _giving_to(model: nn.Module, name: str) -> Callable[[Any], object]:

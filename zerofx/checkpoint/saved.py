@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zerofx.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, RNG
+from zerofx.checkpoint.contents import EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
 
 OPTIMIZER_ROOTS = (OPTIMIZER, "optim")
 """What the optimizer's part is called; the second in torch's own tutorials."""
@@ -29,7 +29,8 @@ class Saved:
 
     ``model`` maps names to entries; ``states`` a parameter's name to entries by the path of keys
     that leads to them in its state; ``extra`` the same for the user's own; ``rng`` ranks to the
-    states of their generators.  Entries are the keys of the checkpoint's metadata.
+    states of their generators; ``frozen`` is where the names of what was left out are, None if
+    nothing was.  Entries are the keys of the checkpoint's metadata.
     """
 
     metadata: Metadata
@@ -38,6 +39,7 @@ class Saved:
     groups: dict[int, SavedGroup] = field(default_factory=dict)
     extra: dict[Path, str] = field(default_factory=dict)
     rng: dict[int, str] = field(default_factory=dict)
+    frozen: str | None = None
     others: set[str] = field(default_factory=set)
     has_optimizer: bool = False
 
@@ -65,6 +67,8 @@ def sort_out(metadata: Metadata, names: Collection[str]) -> Saved:
             saved.extra[tuple(rest)] = entry
         elif root == RNG and len(rest) == 1 and str(rest[0]).isdigit():
             saved.rng[int(rest[0])] = entry
+        elif path == (FROZEN,):
+            saved.frozen = entry
         elif root in OPTIMIZER_ROOTS and rest:
             saved.has_optimizer = True
             _add_of_optimizer(saved, rest, entry)

@@ -37,6 +37,7 @@ def save(
     *,
     keep: int | None = None,
     asynchronous: bool = False,
+    trainable_only: bool = False,
     process_group: Any = None,
 ) -> Saving:
     """Write a checkpoint to the new folder ``path``, in torch's distributed format.  Collective.
@@ -50,6 +51,10 @@ def save(
     on; the next save, or load, waits for it.  Either way what is returned says when it is there:
     ``save(...).wait()`` gives the path.
 
+    With ``trainable_only`` parameters that require no gradient are left out, buffers are not.  Such
+    a checkpoint loads into a model where the same parameters are frozen, and leaves these as they
+    are.
+
     Gradients are not saved.
 
     Raises: FileExistsError if ``path`` exists; ValueError if ranks were given different paths or
@@ -61,14 +66,16 @@ def save(
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
     ranks.check_same("path", str(target))
-    ranks.check_same("keep and asynchronous", f"{keep}, {asynchronous}")
+    choices = f"{keep}, {asynchronous}, {trainable_only}"
+    ranks.check_same("keep, asynchronous and trainable_only", choices)
     collected: dict[str, Any] = {}
     drafts: list[Draft] = []  # on rank 0
 
     def begin() -> None:
         if ranks.rank == 0:
             drafts.append(Draft(target))
-        found = Contents(ranks.rank, ranks.world_size).collect(model, optimizers, extra)
+        contents = Contents(ranks.rank, ranks.world_size)
+        found = contents.collect(model, optimizers, extra, trainable_only)
         collected.update(_taken(found) if asynchronous else found)
 
     def write() -> None:
