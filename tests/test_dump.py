@@ -21,10 +21,12 @@ from tests.programs import (
 )
 from zerofx import ops
 from zerofx.dump_folder import MARKER
+from zerofx.dumped import read
 from zerofx.graph import provenance
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.program_text import FORMAT
+from zerofx.statements import statements
 
 
 @pytest.fixture
@@ -230,6 +232,24 @@ def test_a_line_of_source_in_any_alphabet_is_written(dumped):
 
     text = (dumped(capture(step, torch.randn(3)), stage=0) / "00_captured.py").read_bytes()
     assert "größe = x * 2" in text.decode("utf-8")
+
+
+@pytest.mark.parametrize("folder", ("My runs", "a, b (c)", 'quo"te', "line\nbreak", "line 3, in b"))
+def test_where_a_line_is_from_is_told_from_the_line_whatever_they_are_called(
+    folder, dumped, tmp_path
+):
+    path = tmp_path / folder / "my train.py"
+    path.parent.mkdir()
+    path.write_text("def step(x):\n    Filed = x * 2\n    return Filed.sum() / 2\n")
+    names = {}
+    exec(compile(path.read_text(), path, "exec"), names)
+    program = read(programs_in(dumped(capture(names["step"], torch.randn(3)), stage=0))[0])
+    shown = " ".join(str(path).splitlines())
+    assert [statement.place for statement in statements(program)[1:-1]] == [
+        f"{shown}:2: Filed = x * 2",
+        f"{shown}:3: return Filed.sum() / 2",
+        f"{shown}:3: return Filed.sum() / 2",
+    ]
 
 
 def test_gathers_say_why_they_are_there(dumped):

@@ -90,6 +90,8 @@ def test_sizes_and_times_have_three_digits():
     "source, expected",
     [
         ("/home/me/train.py:7 loss = a / b", "train.py:7 loss = a / b"),
+        ("/home/My runs/a/train me.py:7 loss = a / b:2", "train me.py:7 loss = a / b:2"),
+        ("/home/me/train.py:7: loss = a / b", "train.py:7: loss = a / b"),
         (r"C:\me\train.py:7 loss = a", "train.py:7 loss = a"),
         ("train.py:7", "train.py:7"),
         ("", ""),

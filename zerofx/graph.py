@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -586,23 +587,30 @@ def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line text`` of the user's line that a node comes from, or an empty string.
+    """``file:line text`` of the user's line that a node comes from, or an empty string."""
+    return " ".join(filter(None, source_of(node)))
+
+
+def source_of(node: fx.Node) -> tuple[str, str]:
+    """The user's line that a node comes from: ``file:line`` and its text; empty if none is known.
 
     Lines of torch and of this package are passed over: users look for their own.
     """
-    lines = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
-    found = ""
-    for position, line in enumerate(lines):
-        if not line.lstrip().startswith("File"):
+    found = "", ""
+    for frame in _FRAME.finditer(node.meta.get("stack_trace") or node.stack_trace or ""):
+        if found[0] and frame["path"].startswith(_LIBRARIES):
             continue
-        parts = line.strip().removeprefix("File ").split(", ")
-        path = parts[0].strip('"')
-        if found and path.startswith(_LIBRARIES):
-            continue
-        text = lines[position + 1].strip() if position + 1 < len(lines) else ""
-        found = f"{path}:{parts[1].removeprefix('line ')} {text}".strip()
+        path = " ".join(frame["path"].splitlines())  # for a name may have line breaks
+        found = f"{path}:{frame['line']}", (frame["text"] or "").strip()
     return found
 
+
+# A line of source may begin with File too, and is missing where its file is.
+_FRAME = re.compile(
+    r'^ *File "(?P<path>.*?)", line (?P<line>\d+)(?:, in [^\n]*)?'
+    r'(?:\n(?! *File ")(?P<text>[^\n]*))?',
+    re.MULTILINE | re.DOTALL,
+)
 
 _LIBRARIES = (
     os.path.dirname(torch.__file__) + os.sep,

@@ -25,7 +25,7 @@ from zerofx.graph import (
     placeholders,
     provenance,
     sharded_results,
-    source_line,
+    source_of,
     why_kept,
 )
 from zerofx.plan import ParameterInfo, ParameterTable
@@ -357,10 +357,9 @@ def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _source(node: fx.Node) -> str:
     """``train.py:12 (model.head): loss = model(x)``: the user's line, and the module it is in."""
-    line = source_line(node)
-    if not line:
+    place, text = source_of(node)
+    if not place:
         return ""
-    place, _, text = line.partition(" ")
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     module = f" ({_module_path(modules[-1][0])})" if modules else ""
     return f"{place}{module}: {one_line(text)}"

@@ -12,6 +12,7 @@ from zerofx.compare import Change, Difference, Move, compare
 from zerofx.dump import REJECTED
 from zerofx.dumped import DumpedProgram, read
 from zerofx.errors import CommandError
+from zerofx.picture.words import short_source
 from zerofx.python_text import quoted_name
 from zerofx.statements import Statement, statements
 
@@ -150,8 +151,7 @@ class _Groups:
             return self._title(Statement(statement.name, "", "", names=name))
         if not statement.place:
             return "elsewhere"
-        path, _, rest = statement.place.rpartition("/")
-        return f"at {rest if path else statement.place}"
+        return f"at {short_source(statement.place)}"
 
     def _marked(self, call: str) -> str:
         match = re.search(r"\bparameter=(\d+)", call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -197,8 +198,9 @@ def share_of(part: float, whole: float) -> str:
 
 def short_source(source: str) -> str:
     """``train.py:12 loss.backward()``: a line of source with its file's name alone."""
-    place, separator, code = source.partition(" ")
-    return f"{place.replace(chr(92), '/').rpartition('/')[2]}{separator}{code}"
+    place = re.match(r".*?:\d+(?=[: ]|$)", source)
+    end = place.end() if place else 0
+    return f"{source[:end].replace(chr(92), '/').rpartition('/')[2]}{source[end:]}"
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -120,8 +120,7 @@ function axisOfOrder() {
 // ``train.py:12 loss.backward()``: with the file's name alone.
 function shortSource(node) {
   const source = text(nodes.source, node);
-  const space = source.indexOf(" ");
-  const place = space < 0 ? source : source.slice(0, space);
+  const place = (source.match(/^.*?:\d+(?=[: ]|$)/) || [""])[0];
   return place.slice(Math.max(place.lastIndexOf("/"), place.lastIndexOf("\\")) + 1) + source.slice(place.length);
 }
 
