@@ -368,6 +368,38 @@ def refuse_to_drift(name: str) -> None:
     assert_refused(DRIFTING[name])
 
 
+class HasLSTMCell(nn.Module):
+    """Two that torch can trace: a cell, and a layer that is only called so."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.Linear(3, 4)
+        self.cell = nn.LSTMCell(4, 5)
+
+    def forward(self, x):
+        return self.cell(self.lstm(x))[0]
+
+
+def test_an_lstm_cell_trains_as_in_eager():
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = HasLSTMCell()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        if compiled:
+            step = torch.compile(step, backend="zero", options={"lowering": "eager"})
+        losses.append([step(torch.ones(2, 3)).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", DRIFTING)
 def test_refuses_what_would_differ_between_ranks(ranks, name):
     ranks(2).run(refuse_to_drift, name)

@@ -143,7 +143,7 @@ class StepCapture:
                 "Set it before the call, or call a learning-rate scheduler after it."
             )
         for node in self.gm.graph.nodes:
-            if "lstm" in str(node.target) and any(d.type == "cpu" for d in devices):
+            if node.target == torch.lstm and any(d.type == "cpu" for d in devices):
                 raise StepError(
                     "nn.LSTM on a CPU cannot be traced by torch: its kernel returns a workspace "
                     f"that tracing does not know. Use nn.GRU, or a GPU.{_location(node)}"
