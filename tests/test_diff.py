@@ -255,8 +255,10 @@ def test_what_is_no_dump_is_refused_with_words(program, dumped, tmp_path, capsys
     assert "is no program that zerofx has dumped" in failing(capsys, "run", __file__)
     assert "No such file" in failing(capsys, "run", tmp_path / "nothing.py")
     assert "is a folder" in failing(capsys, "run", dumped)
-    cut = edited(program, tmp_path, lambda lines: lines.__delitem__(slice(10, None)))
-    assert "is not whole" in failing(capsys, "diff", program, cut)
+    lines = program.read_text().splitlines()
+    for end in (10, lines.index("def program(") + 30):
+        cut = edited(program, tmp_path, lambda lines, end=end: lines.__delitem__(slice(end, None)))
+        assert "is not whole" in failing(capsys, "diff", program, cut)
     noise = tmp_path / "noise.py"
     noise.write_bytes(b"\xff\xfe\x00")
     assert "is no program" in failing(capsys, "run", noise)

@@ -112,7 +112,7 @@ def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgr
         facts = _literals("\n".join(lines[:start]))
     except (ValueError, SyntaxError):
         start, facts = 0, {}
-    if missing(facts):
+    if missing(facts) or not any(line.startswith("    return") for line in lines[start:]):
         raise CommandError(f"{path} is not whole: dump the step again")
     return DumpedProgram(path, torch_version, title, facts, text, tuple(lines[start:]))
 
