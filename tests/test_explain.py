@@ -159,6 +159,7 @@ def test_what_there_is_not_is_said(tmp_path, capsys):
     write(tmp_path / "rank1" / "step0_0", "text")
     for arguments, told in (
         ((tmp_path / "none",), "does not exist"),
+        ((__file__,), "is no folder"),
         ((tmp_path,), "holds no dump of rank 0; it holds rank1. Run the training"),
         ((tmp_path, "--rank", 1, "--function", "other"), "no function 'other'; there is step0_0"),
     ):

@@ -188,3 +188,12 @@ def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path, capsys):
     write(tmp_path, small())
     (tmp_path / "03_prefetch.timeline.html").mkdir()
     assert "03_prefetch.timeline.html" in refused(capsys, tmp_path)
+
+
+def test_a_full_disk_leaves_no_half_page_and_names_it(tmp_path, capsys):
+    write(tmp_path, small())
+    page = tmp_path / "03_prefetch.timeline.html"
+    page.symlink_to("/dev/full")
+    error = refused(capsys, tmp_path)
+    assert "No space left on device" in error and str(page) in error
+    assert not page.is_symlink()

@@ -53,7 +53,8 @@ def _functions(folder: Path, rank: int) -> list[Path]:
     Raises: CommandError if there are none.
     """
     if not folder.is_dir():
-        raise CommandError(f"{folder} does not exist: give the folder that was dumped to.")
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise CommandError(f"{folder} {what}: give the folder that was dumped to.")
     for found in ([folder], sorted((folder / f"rank{rank}").glob("*")), sorted(folder.glob("*"))):
         functions = [path for path in found if path.is_dir() and any(path.glob("00_captured.py"))]
         if functions:

@@ -79,11 +79,19 @@ def write_pictures(path: Path, record: StepRecord, measured: Sequence[Busy] = ()
         names[other] + PAGE_SUFFIX if 0 <= other < len(names) else "" for other in (at - 1, at + 1)
     )
     page, picture = path.with_name(stem + PAGE_SUFFIX), path.with_name(stem + SVG_SUFFIX)
-    page.write_text(
-        page_of(record, measured=measured, before=before, after=after), encoding="utf-8"
-    )
-    picture.write_text(svg_of(record, measured=measured), encoding="utf-8")
+    _write_whole(page, page_of(record, measured=measured, before=before, after=after))
+    _write_whole(picture, svg_of(record, measured=measured))
     return [page, picture]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all.  Raises: OSError that names it."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        if error.filename is None:  # it was opened, and then there was no room
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def records_in(folder: Path) -> list[Path]:
