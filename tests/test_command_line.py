@@ -1,6 +1,7 @@
 """``python -m zerofx``: its commands, and what it says when one cannot be done."""
 
 import argparse
+import io
 import subprocess
 import sys
 
@@ -44,3 +45,17 @@ def test_what_cannot_be_done_is_said_in_a_line(error, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "COMMANDS", (add_to,))
     assert command_line.main(["fail"]) == 1
     assert capsys.readouterr().err == f"zerofx: {error}\n"
+
+
+def test_names_in_any_alphabet_can_be_printed_to_any_terminal(monkeypatch):
+    def add_to(subparsers):
+        subparsers.add_parser("name").set_defaults(
+            run=lambda _chosen: print("gr\u00f6\u00dfe") or 0
+        )
+
+    monkeypatch.setattr(command_line, "COMMANDS", (add_to,))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert command_line.main(["name"]) == 0
+    sys.stdout.flush()
+    assert printed.getvalue() == rb"gr\xf6\xdfe" + b"\n"

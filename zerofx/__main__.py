@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 1, and a line on stderr, if it cannot be done."""
     chosen = parser().parse_args(arguments)
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # names of parameters and files are in any alphabet
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return chosen.run(chosen)
     except BrokenPipeError:  # who reads has seen enough: ``| head``
