@@ -316,6 +316,27 @@ def test_what_is_no_path_is_refused(name):
             function(name, *pair_of())
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": None}, "model is None; expected a torch.nn.Module"),
+        ({"model": [nn.Linear(1, 1)]}, "model is of type list; expected"),
+        ({"optimizer": 5}, "optimizer is a int; expected a torch.optim.Optimizer"),
+        ({"optimizer": [nn.Linear(1, 1)]}, "optimizer is a Linear"),
+        ({"extra": [1]}, "extra is of type list; expected values by name"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(change, words, tmp_path):
+    model, optimizer = pair_of()
+    with pytest.raises(TypeError, match=words):
+        zerofx.save(tmp_path / "a", **{"model": model, "optimizer": optimizer, **change})
+    if "extra" not in change:
+        for load in (zerofx.load, zerofx.resume):
+            with pytest.raises(TypeError, match=words):
+                load(tmp_path / "a", **{"model": model, "optimizer": optimizer, **change})
+    assert os.listdir(tmp_path) == []
+
+
 def test_where_there_is_no_checkpoint_the_words_help(path, tmp_path):
     assert "zerofx.latest" in refused(FileNotFoundError, tmp_path / "none", pair_of())
     assert "holds some: good" in refused(FileNotFoundError, tmp_path, pair_of())

@@ -24,7 +24,7 @@ from zerofx.checkpoint.matching import (
     match_optimizers,
 )
 from zerofx.checkpoint.meeting import Ranks
-from zerofx.checkpoint.paths import as_list, as_path
+from zerofx.checkpoint.paths import as_list, as_path, check_model
 from zerofx.checkpoint.reading import Reader, read_metadata
 from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
@@ -59,6 +59,7 @@ def load(
     were given different paths; RuntimeError if a rank does not join.  All on every rank.
     """
     folder, optimizers = as_path(path), as_list(optimizer)
+    check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.load()")
     ranks.check_same("path", str(folder))
     ranks.check_same("strict", str(strict))
@@ -85,6 +86,7 @@ def resume(
     RuntimeError if a rank does not join.  All on every rank.
     """
     optimizers = as_list(optimizer)
+    check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.resume()")
     ranks.check_same("folder", str(Path(folder).absolute()))
     paths = ranks.on_first(lambda: [path for _, path in reversed(complete_in(Path(folder)))])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -26,11 +28,35 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return found.absolute()
 
 
+def check_model(model: object) -> None:
+    """Raise TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {_what(model)}; expected a torch.nn.Module: path, model and optimizer, in "
+            "this order"
+        )
+
+
+def check_extra(extra: Mapping[str, Any] | None) -> None:
+    """Raise TypeError for what is no mapping."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra is {_what(extra)}; expected values by name, such as {{'step': 100}}, or None"
+        )
+
+
+def _what(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """No, one or several optimizers as a list.  Raises: TypeError for anything else."""
     if optimizer is None:
         return []
-    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if isinstance(optimizer, Iterable):
+        found = list(optimizer)
+    else:
+        found = [optimizer]
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(

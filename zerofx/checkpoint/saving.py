@@ -22,7 +22,7 @@ from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import METADATA, Draft, Notes, draft_of, next_serial, prune
 from zerofx.checkpoint.meeting import Ranks
-from zerofx.checkpoint.paths import as_list, as_path
+from zerofx.checkpoint.paths import as_list, as_path, check_extra, check_model
 from zerofx.checkpoint.pieces import FlatPiece
 from zerofx.checkpoint.reading import unpickled
 from zerofx.checkpoint.values import Encoded
@@ -62,6 +62,8 @@ def save(
     if a rank does not join.  All on every rank, and whatever has been there before stays.
     """
     target, optimizers = as_path(path), as_list(optimizer)
+    check_model(model)
+    check_extra(extra)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
