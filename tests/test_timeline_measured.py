@@ -206,6 +206,11 @@ def test_what_is_profiled_is_what_ran_before_afterwards(tmp_path):
         assert program.runtime.program is not plain
         raise RuntimeError("stop")
     assert program.runtime.program is plain
+    with named_ranges(compiled):
+        with pytest.raises(ValueError, match="named already"), zerofx.profile(compiled, tmp_path):
+            pass
+        compiled(model, optimizer, torch.ones(4, 5))
+    assert program.runtime.program is plain
 
 
 def trained(dump=None):
@@ -238,6 +243,13 @@ def test_what_is_profiled_lies_beside_the_dump_and_is_drawn(tmp_path, capsys):
     assert command_line.main(["timeline", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.split("_1, rank 0 of 1")
     assert "Measured, it took" not in first and "Measured, it took" in second
+
+
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
+    compiled, call = trained()
+    for path in (tmp_path / "none" / "trace.json", tmp_path):
+        with pytest.raises(OSError, match=str(path)), zerofx.profile(compiled, path):
+            call()
 
 
 def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):

@@ -36,7 +36,8 @@ def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.pr
     Gives the profiler.  Not collective; every rank that does this writes a file.
 
     Raises: ValueError if ``step`` has no program yet that this backend has compiled and run, none
-    runs, or it is not dumped and there is no ``path``; OSError if it cannot be written.
+    runs, its nodes are named already, or it is not dumped and there is no ``path``; OSError if it
+    cannot be written.
     """
     if path is None and not any(map(_dumped_to, _programs(step))):
         raise ValueError(NOWHERE)
@@ -48,6 +49,8 @@ def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.pr
     target = path or _dumped_to(ran[-1])
     if target is None:
         raise ValueError(NOWHERE)
+    with open(target, "ab"):  # for torch, which logs what it cannot write, and raises nothing
+        pass
     profiler.export_chrome_trace(str(target))
 
 
@@ -64,7 +67,8 @@ def named_ranges(step: Callable) -> Iterator[None]:
 
     ``python -m zerofx timeline FOLDER --measured trace.json`` draws it.  ``profile`` does both.
 
-    Raises: ValueError if ``step`` has no program yet that this backend has compiled and run.
+    Raises: ValueError if ``step`` has no program yet that this backend has compiled and run, or its
+    nodes are named already.
     """
     with _ranging(step, lambda program: None):
         yield
@@ -75,6 +79,11 @@ def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None
     programs = _programs(step)
     runtimes = [(program, program.runtime) for program in programs if program.runtime is not None]
     before = [runtime.program for _, runtime in runtimes]
+    if not all(isinstance(program, fx.GraphModule) for program in before):
+        raise ValueError(
+            "this step's nodes are named already: zerofx.profile and zerofx.named_ranges each do "
+            "that, and one within the other would do it twice. Use one of them."
+        )
     try:
         for program, runtime in runtimes:
             runtime.program = _ranged(program, runtime.program, on_run)
