@@ -173,6 +173,9 @@ def _roots(
     if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
         return set()
     if node.target is operator.getitem:
+        part = node.args
+        if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results
+            return {part}
         return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
     sources = aliased_inputs(node) or mutated_inputs(node)
     if world_size == 1 and node.target in ops.STARTS:

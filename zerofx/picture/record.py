@@ -227,16 +227,15 @@ def columns_of(
 
 def _table(row: Any, rows: Iterable[tuple], texts: dict[str, int]) -> dict[str, Any]:
     """A table as its columns' names and, of each, the values; strings as positions in ``texts``."""
-    is_text = [kind is str for kind in _types(row)]
-    columns: list[list[Any]] = [[] for _ in row._fields]
-    for values in rows:
-        for column, value, text in zip(columns, values, is_text, strict=True):
-            if text:
-                value = texts.setdefault(value, len(texts))
-            elif isinstance(value, float):
-                value = round(value, 12)
-            column.append(value)
-    return dict(zip(row._fields, columns, strict=True))
+    table: dict[str, Any] = {name: [] for name in row._fields}
+    for name, kind, column in zip(row._fields, _types(row), zip(*rows, strict=True), strict=False):
+        if kind is str:
+            table[name] = [texts.setdefault(text, len(texts)) for text in column]
+        elif kind is float:
+            table[name] = [round(value, 12) for value in column]
+        else:
+            table[name] = list(column)
+    return table
 
 
 @cache
