@@ -62,6 +62,13 @@ def test_a_rerun_removes_nothing_that_no_run_has_written(claimed, tmp_path):
     assert not (tmp_path / PROGRAM).exists()
 
 
+def test_a_claim_that_is_no_text_is_nobodys(claimed, tmp_path):
+    (tmp_path / CLAIM).write_bytes(b"\xff\x00")
+    claimed(tmp_path, "the run").write(PROGRAM, "new")
+    assert (tmp_path / CLAIM).read_text() == "the run"
+    assert (tmp_path / PROGRAM).read_text() == "new"
+
+
 def test_ranks_of_one_run_share_a_folder(claimed, tmp_path):
     first, second = (claimed(tmp_path, "the run") for _ in range(2))
     first.write(PROGRAM, "rank 0's")

@@ -114,7 +114,7 @@ def _claimed(path: Path, run: str) -> DumpFolder:
     candidates = [path, *(path / f"run{number}" for number in range(2, _MOST_RUNS))]
     known = [folder for folder in candidates if (folder / CLAIM).exists()]
     for folder in known:
-        if (folder / CLAIM).read_text() == run:
+        if (folder / CLAIM).read_bytes() == run.encode():
             return _taken(folder, run)
     free = [folder for folder in known if _is_free(folder)]
     for folder in free:
