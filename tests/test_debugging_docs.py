@@ -41,9 +41,15 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
         outputs[command] = done.stdout
-    _, summary, explained, sharded, moved, captured, last, _, turned_off, bisected = (
+    _, summary, explained, sharded, moved, captured, last, _, turned_off, drawn, bisected = (
         outputs.values()
     )
+    (peak,) = re.findall(r"```\n(The peak is .*?)```", PAGE, re.S)
+    for line in peak.splitlines():
+        # Of when, the line depends on what the machine is taken for.
+        assert re.sub(r" at \S+ µs, \d+%", "", line) in re.sub(r" at \S+ µs, \d+%", "", drawn)
+    pages = re.findall(r"^dumps/.*09_prefetch\.timeline\.html", drawn, re.M)
+    assert len(pages) == 2 and all((tmp_path / page).exists() for page in pages)
     shown = re.findall(r"^(0\d  \w+ .*)$", PAGE, re.M)
     without_seconds = [re.sub(r"0\.\d{4}", "", line).split() for line in summary.splitlines()]
     assert len(shown) == 3
