@@ -681,12 +681,12 @@ def pass_through_dynamo(error: Exception) -> Exception:
     kind = type(error)
     bases = (shorten,) if issubclass(shorten, kind) else (kind, shorten)
     both: Any = type(kind.__name__, bases, {"__module__": kind.__module__})
-    try:
-        copy = both.__new__(both)
+    copy = both.__new__(both, *error.args)  # which has its args from here
+    with contextlib.suppress(TypeError):  # a constructor of another shape, or that asks for more
         kind.__init__(copy, *error.args)
-        copy.first_useful_frame = None
-    except TypeError:  # a constructor of another shape: Dynamo's wrapper is all there is
-        return error
+    if isinstance(error, OSError):  # which args do not have
+        copy.filename, copy.filename2 = error.filename, error.filename2
+    copy.first_useful_frame = None
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy.with_traceback(error.__traceback__)
