@@ -685,7 +685,7 @@ def pass_through_dynamo(error: Exception) -> Exception:
     with contextlib.suppress(TypeError):  # a constructor of another shape, or that asks for more
         kind.__init__(copy, *error.args)
     if isinstance(error, OSError):  # which args do not have
-        copy.filename, copy.filename2 = error.filename, error.filename2
+        copy.filename = error.filename
     copy.first_useful_frame = None
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
