@@ -31,10 +31,10 @@ EVERYTHING = dict.fromkeys(OPTIONAL_PASSES, True)
 
 
 @functools.cache
-def language_step():
+def language_step(layers=2):
     """A checkpointed GPT with a tied head under autocast, clipped, AdamW with two groups."""
     torch.manual_seed(0)
-    model = models.Gpt(layers=2, checkpoint=True)
+    model = models.Gpt(layers=layers, checkpoint=True)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.002}]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
-from torch.nn.utils import clip_grad_norm_
-
-from tests import models
-from tests.programs import Captured, capture, mlp_step
-from tests.test_dumped_programs import EVERYTHING, two_optimizers_step
+from tests.programs import Captured, mlp_step
+from tests.test_dumped_programs import EVERYTHING, language_step, two_optimizers_step
 from zerofx.passes import offload_activations
 
 SLOW = "latency_s=1e-4 bytes_per_s=1e9 flops_per_s=1e6 memory_bytes_per_s=1e6 copy_bytes_per_s=1e8"
@@ -41,25 +36,6 @@ class Form:
         return {**EVERYTHING, "bucket": True, **self.options}
 
 
-@functools.cache
-def language_step() -> Captured:
-    """A checkpointed block and a tied head under autocast, clipped, AdamW."""
-    torch.manual_seed(0)
-    model = models.Gpt(layers=1, checkpoint=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
-
-    def step(*batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = models.language_loss(model, *batch)
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return capture(step, *models.tokens(0, 2), world_size=2)
-
-
 def _clipped() -> Captured:
     return mlp_step(2, clip=True)
 
@@ -76,7 +52,7 @@ FORMS = {
         },
     ),
     "convolutions, two optimizers": Form(two_optimizers_step, {"bucket_bytes": 500}),
-    "language, checkpointed": Form(language_step, {"bucket_bytes": 20_000}),
+    "language, checkpointed": Form(lambda: language_step(layers=1), {"bucket_bytes": 20_000}),
     **{
         f"layers, stage {stage}": Form(_clipped, {"stage": stage, "bucket_bytes": 200})
         for stage in range(3)
