@@ -26,6 +26,7 @@ from zerofx.runtime.filed_shards import ShardReader
 from zerofx.runtime.filed_states import Reader
 from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.guarded import GuardedState
+from zerofx.runtime.late_states import LateState
 from zerofx.runtime.parameters import REGISTRY
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
@@ -168,6 +169,17 @@ class Contents:
             lambda: LEDGER.value_of(tensor).permute(order).reshape(-1),
         )
 
+    def _late(self, state: LateState) -> FlatPiece:
+        """A state that nobody has read yet: the lowest rank reads it for the moment of writing."""
+        order = state.order
+        return FlatPiece(
+            tuple(state.shape),
+            order,
+            (0, state.numel() if self.rank == 0 else 0),
+            state.dtype,
+            lambda: state.read().permute(order).reshape(-1),
+        )
+
     def _reading_shard(self, bound: BoundParameter) -> Callable[[], torch.Tensor]:
         return lambda: self._shards.value(bound)
 
@@ -245,6 +257,8 @@ class Contents:
         return read
 
     def _whole_state(self, value: Any, parameter: nn.Parameter, alike: bool, name: str) -> Any:
+        if isinstance(value, LateState):
+            return self._late(value)
         if isinstance(value, torch.Tensor):
             value = value.detach()
             is_large = value.dim() > 0 and value.shape == parameter.shape

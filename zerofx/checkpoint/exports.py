@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +160,30 @@ def load_safetensors(
 
     def read() -> None:
         for target, mapped in plan:
-            target.fill(partial(_read_part, target, mapped), lambda: None)
+            target.fill(_Mapped(mapped))
 
     ranks.together(check)
     with torch.no_grad(), ordinary_tensors():
         ranks.together(read)
 
 
-def _read_part(target: Target, mapped: files.MappedFile, memory: torch.Tensor) -> None:
-    whole = mapped.tensor(target.entry)
-    for box in target.boxes:
-        view_of(memory, box, target.order).copy_(_at(whole, box))
+class _Mapped:
+    """One safetensors file, which stays as it was mapped, also without a name."""
+
+    def __init__(self, file: files.MappedFile) -> None:
+        self._file = file
+
+    def read(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        whole = self._file.tensor(entry)
+        for box in boxes:
+            view_of(into, box, order).copy_(_at(whole, box))
+
+    read_late = read
+
+    def check(self, entry: str) -> None:
+        """It is there."""
 
 
 def _files_at(path: Path) -> list[Path]:

@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zerofx.checkpoint.errors import CheckpointError
 
@@ -163,10 +164,26 @@ def next_serial(parent: Path) -> int:
     return found[-1][0].serial + 1 if found else 1
 
 
+class InFolder(Protocol):
+    """Something that will be read from a checkpoint's folder."""
+
+    folder: Path
+
+
+IN_USE: weakref.WeakSet[InFolder] = weakref.WeakSet()
+"""What this process has loaded, and not read yet."""
+
+
 def prune(parent: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest of those that were saved with a number to keep."""
+    """Remove all but the ``keep`` newest of those that were saved with a number to keep.
+
+    One that this process has not read yet stays until the next time.
+    """
+    in_use = {late.folder for late in IN_USE}
     rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
     for path in rotating[:-keep]:
+        if path.absolute() in in_use:
+            continue
         removed = path.with_name(f".{path.name}{_REMOVING}")
         try:
             shutil.rmtree(removed, ignore_errors=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.background import meet
+from zerofx.checkpoint.boxes import Box
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import METADATA, complete_in
+from zerofx.checkpoint.folders import IN_USE, METADATA, complete_in
 from zerofx.checkpoint.matching import (
     Plan,
     match_extra,
@@ -47,7 +48,8 @@ def load(
 
     It may have been saved by any number of ranks at any stage, or by FSDP2 or one process with
     ``torch.distributed.checkpoint``.  Before the first compiled call, or at stages below 3, every
-    rank reads whole parameters; then, and of states at stages 1 to 3, each reads what it keeps.
+    rank reads whole parameters, but those that are deferred; then, and of states always, each reads
+    what it keeps.  Before that call, states are only checked, and read in the first step.
     Tensors of ``extra`` are on the CPU.  No code from the file is run.
 
     Everything is checked first, checksums included: an error before that leaves all as it was.
@@ -64,7 +66,7 @@ def load(
     ranks.check_same("path", str(folder))
     ranks.check_same("strict", str(strict))
     reading = _checked(folder, model, optimizers, ranks, strict)
-    reading.read_on(ranks)
+    reading.read_on()
     return reading.extra
 
 
@@ -100,7 +102,7 @@ def resume(
                 raise
             logger.error("%s The one before it is loaded.", error)
             continue
-        reading.read_on(ranks)
+        reading.read_on()
         if reading.rng is not None:
             set_rng_state(reading.rng)
         else:
@@ -126,13 +128,39 @@ def _checked(
     return readings[0]
 
 
-def _check_is_there(folder: Path, entry: str) -> None:
-    if not (folder / METADATA).is_file():
-        raise StepError(
-            f"{folder} is gone, and {entry} was to be made from it: zerofx.load has read nothing "
-            "yet of parameters that deferred_init has put off. Load another checkpoint, or call "
-            "zerofx.materialize(model) before removing one."
-        )
+class _Files:
+    """The files of one checkpoint.  They are in use while something is to be read late."""
+
+    def __init__(self, folder: Path, reader: Reader) -> None:
+        self.folder, self.reader = folder.absolute(), reader
+        IN_USE.add(self)
+
+    def read(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        self.reader.read_tensor(self.reader.items(entry, boxes), boxes, order, into)
+
+    def read_late(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        self.check(entry)
+        items = self.reader.items(entry, boxes)
+        try:
+            self.reader.check(item.storage_index for item in items)
+            self.reader.read_tensor(items, boxes, order, into)
+        except (CheckpointError, OSError, RuntimeError) as error:
+            raise StepError(
+                f"{entry} cannot be read from {self.folder} any more, which zerofx.load had "
+                f"checked and left to be read when it is needed: {error}"
+            ) from error
+
+    def check(self, entry: str) -> None:
+        if not (self.folder / METADATA).is_file():
+            raise StepError(
+                f"{self.folder} is gone, and {entry} was to be made from it: before the first step "
+                "zerofx.load reads no states, and none of the parameters that deferred_init has "
+                "put off. Keep a checkpoint until a step has run; load another one now."
+            )
 
 
 class _Reading:
@@ -145,7 +173,7 @@ class _Reading:
         optimizers: Sequence[Optimizer],
         ranks: Ranks,
     ) -> None:
-        self.folder = folder
+        self.folder, self.ranks = folder, ranks
         self.optimizers = optimizers
         self.extra: dict[str, Any] = {}
         metadata, _ = read_metadata(folder)
@@ -187,28 +215,39 @@ class _Reading:
                 "the model to the dtype that was saved, or leave out what does not fit with "
                 "strict=False."
             )
-        self.items = [self.reader.items(t.entry, t.boxes) for t in self.plan.targets]
-        self.reader.check(item.storage_index for items in self.items for item in items)
+        self.reader.check(self._checked_here())
         for entry in self.plan.values:
             self._value(entry)
         return str(differences)
 
-    def read_on(self, ranks: Ranks) -> None:
+    def _checked_here(self) -> Iterator[MetadataIndex]:
+        """The parts of files to check: what this rank reads now, its share of what is for later.
+
+        Who reads that checks it once more then.
+        """
+        later = 0
+        for target in self.plan.targets:
+            for item in self.reader.items(target.entry, target.boxes):
+                later += target.is_late
+                if not target.is_late or later % self.ranks.world_size == self.ranks.rank:
+                    yield item.storage_index
+
+    def read_on(self) -> None:
         """Read everything into its place.  Collective.
 
         Raises: CheckpointError, on all ranks, if one cannot read what it could before.
         """
         with torch.no_grad(), ordinary_tensors():
-            ranks.together(self._read)
+            self.ranks.together(self._read)
 
     def _read(self) -> None:
         try:
             for optimizer in self.optimizers:
                 if any(bound.stage > 0 for bound in bound_parameters(optimizer)):
                     attach_optimizer(optimizer)  # which keeps shards from now on
-            for target, items in zip(self.plan.targets, self.items, strict=True):
-                read = partial(self.reader.read_tensor, items, target.boxes, target.order)
-                target.fill(read, partial(_check_is_there, self.folder, target.entry))
+            files = _Files(self.folder, self.reader)
+            for target in self.plan.targets:
+                target.fill(files)
             for finish in self.plan.finish:
                 finish(self.values)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,17 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.contents import parameter_names, plain_name
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.saved import Path, Saved
-from zerofx.checkpoint.targets import Target, into_shard, into_tensor, new_shard, new_tensor
+from zerofx.checkpoint.targets import (
+    Target,
+    into_shard,
+    into_tensor,
+    late_shard,
+    late_state,
+    new_shard,
+    new_tensor,
+)
 from zerofx.codegen.storage import MASTER, widened, widened_dtypes
+from zerofx.plan import storage_order
 from zerofx.runtime.filed_states import Reader
 from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.guarded import GuardedState
@@ -348,12 +358,29 @@ class _StateMatching:
             self.optimizer.state[self.parameter] = self.new
 
         device = self._device(key, shape)
-        if is_shard:
-            assert self.bound is not None
-            self.plan.targets.append(new_shard(entry, self.bound, dtype, device, keep))
+        bound = self.bound
+        if bound is not None and is_shard and not isinstance(old, GuardedState):
+            self.plan.targets.append(new_shard(entry, bound, dtype, device, keep))
+        elif bound is not None and is_shard:  # this rank's are in files: there is no room for all
+            self.plan.targets.append(late_shard(entry, bound, dtype, device, keep))
+        elif not is_number and self._is_like_parameter(shape) and not self._is_seen:
+            self.plan.targets.append(late_state(entry, self.parameter, dtype, device, keep))
         else:
-            like = self.parameter if self.bound is None else None
+            like = self.parameter if bound is None else None
             self.plan.targets.append(new_tensor(entry, shape, dtype, device, like, keep))
+
+    @property
+    def _is_seen(self) -> bool:
+        """Whether a compiled step has seen the parameter."""
+        return REGISTRY.lookup(self.parameter) is not None
+
+    def _is_like_parameter(self, shape: tuple[int, ...]) -> bool:
+        """Whether a state is one number for each of its elements, which have places in memory."""
+        try:
+            storage_order(tuple(self.parameter.shape), self.parameter.stride())
+        except ValueError:
+            return False
+        return shape == tuple(self.parameter.shape) and math.prod(shape) > 0 and shape != ()
 
     def _device(self, key: str, shape: tuple[int, ...]) -> torch.device:
         """Where the optimizer has such a state, or would have it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -13,27 +15,65 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import storage_order
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.late_states import LateState, SavedState, standing_for
 from zerofx.runtime.parameters import REGISTRY
+
+
+class Source(Protocol):
+    """Files that targets are filled from."""
+
+    def read(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> object:
+        """Fill a flat range of the tensor ``entry``, whose ``boxes`` these are.
+
+        Shapes: ``into`` is ``[sum of the boxes' elements]``.
+        """
+
+    def read_late(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> object:
+        """``read``, when the files may have changed since they were checked.
+
+        Raises: StepError if they have.
+        """
+
+    def check(self, entry: str) -> object:
+        """Raise StepError if the files are gone."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A flat range of one tensor of the checkpoint, and where it goes on this rank.
+    """A part of the tensor ``entry`` of the checkpoint, in ``boxes``, and where it goes."""
+
+    entry: str
+    boxes: Sequence[Box]
+    is_late = False
+
+    def fill(self, source: Source) -> None:
+        """Read it, or have it read when it is needed."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MemoryTarget(Target):
+    """A flat range of a tensor, with its dimensions in ``order``, read into memory now.
 
     ``begin`` gives memory for it, ``[number of elements in the range]``, and ``end`` takes that
     memory when it is full.
     """
 
-    entry: str
-    boxes: Sequence[Box]
     order: Sequence[int]
     begin: Callable[[], torch.Tensor]
     end: Callable[[torch.Tensor], object]
 
-    def fill(self, read: Callable[[torch.Tensor], object], _check: Callable[[], object]) -> None:
-        """Have ``read`` fill the memory."""
+    def fill(self, source: Source) -> None:
+        self.fill_by(source.read)
+
+    def fill_by(self, read: Callable[..., object]) -> None:
+        """Have ``read``, one of a source's two, fill the memory."""
         memory = self.begin()
-        read(memory)
+        read(self.entry, self.boxes, self.order, memory)
         self.end(memory)
 
 
@@ -45,14 +85,37 @@ class LateTarget(Target):
     """
 
     tensor: torch.Tensor
+    is_late = True
 
-    def fill(self, read: Callable[[torch.Tensor], object], check: Callable[[], object]) -> None:
-        """Have ``read`` fill the memory when it is there; ``check`` raises if it cannot."""
-
+    def fill(self, source: Source) -> None:
         def fill(tensor: torch.Tensor) -> None:
-            _in_place(self.entry, tensor).fill(read, check)
+            _in_place(self.entry, tensor).fill_by(source.read_late)
 
-        LEDGER.fill_later(self.tensor, fill, check)
+        LEDGER.fill_later(self.tensor, fill, partial(source.check, self.entry))
+
+
+@dataclass(frozen=True)
+class LateStateTarget(Target):
+    """A state of the shape of ``like``, of which a rank reads what it keeps when it is used.
+
+    ``keep`` takes what stands for all of it until then.
+    """
+
+    like: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+    keep: Callable[[LateState], object]
+    is_late = True
+
+    def fill(self, source: Source) -> None:
+        shape = tuple(self.like.shape)
+
+        def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
+            source.read_late(self.entry, boxes_of(shape, order, start, stop), order, into)
+
+        check = partial(source.check, self.entry)
+        saved = SavedState(self.entry, shape, self.dtype, read, check)
+        self.keep(standing_for(saved, self.like, self.device))
 
 
 def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
@@ -63,10 +126,10 @@ def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
     target = _in_place(entry, tensor)
     if LEDGER.memory_of(tensor) is None:
         return target
-    return LateTarget(entry, target.boxes, target.order, target.begin, target.end, tensor)
+    return LateTarget(entry, target.boxes, tensor)
 
 
-def _in_place(entry: str, tensor: torch.Tensor) -> Target:
+def _in_place(entry: str, tensor: torch.Tensor) -> MemoryTarget:
     shape = tuple(tensor.shape)
     try:
         order = storage_order(shape, tensor.stride())
@@ -86,7 +149,7 @@ def _in_place(entry: str, tensor: torch.Tensor) -> Target:
         # A graph built on the old values says so when it is run backward.
         torch.autograd.graph.increment_version(tensor)
 
-    return Target(entry, boxes, order, begin, end)
+    return MemoryTarget(entry, boxes, order, begin, end)
 
 
 def into_shard(entry: str, bound: BoundParameter) -> Target:
@@ -102,7 +165,38 @@ def into_shard(entry: str, bound: BoundParameter) -> Target:
         return torch.empty(stop - start, dtype=info.dtype)
 
     boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return Target(entry, boxes, info.storage_order, begin, end)
+    return MemoryTarget(entry, boxes, info.storage_order, begin, end)
+
+
+def late_state(
+    entry: str,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep: Callable[[torch.Tensor], object],
+) -> Target:
+    """A whole state of the shape of the parameter ``like``, read by who will keep a part of it."""
+    shape = tuple(like.shape)
+    boxes = boxes_of(shape, range(len(shape)), 0, like.numel())
+    return LateStateTarget(entry, boxes, like, dtype, device, keep)
+
+
+def late_shard(
+    entry: str,
+    bound: BoundParameter,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep: Callable[[torch.Tensor], object],
+) -> Target:
+    """This rank's shard of a state like a parameter, read when an update needs it."""
+    info, rank = bound.info, bound.communicator.rank
+    like = torch.empty_strided(info.shape, info.stride, device="meta")
+    boxes = boxes_of(info.shape, info.storage_order, *info.owned_by(rank))
+
+    def keep_shard(late: LateState) -> None:
+        keep(late.shard(info, rank))
+
+    return LateStateTarget(entry, boxes, like, dtype, device, keep_shard)
 
 
 def new_shard(
@@ -123,7 +217,7 @@ def new_shard(
             return shard[: stop - start]
 
     boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return Target(entry, boxes, info.storage_order, begin, lambda _values: None)
+    return MemoryTarget(entry, boxes, info.storage_order, begin, lambda _values: None)
 
 
 def new_tensor(
@@ -148,7 +242,7 @@ def new_tensor(
             return memory.view(-1)
 
     boxes = boxes_of(shape, order, 0, math.prod(shape))
-    return Target(entry, boxes, order, begin, lambda _values: None)
+    return MemoryTarget(entry, boxes, order, begin, lambda _values: None)
 
 
 def _padded(values: torch.Tensor, length: int) -> torch.Tensor:

@@ -74,6 +74,6 @@ class DeviceUpdates:
         """Begin these updates, as far as what needs whole tensors; ``update`` goes on with it."""
         if self.steps.is_skipped(found_inf):
             return grads
-        runner = self.steps.runner(optimizer, parameters)
+        runner = self.steps.runner_with_states(optimizer, parameters)
         shards = [value.detach() for value in values]
         return runner.run_on_owners(shards, grads, parameters, owners, self.communicator)

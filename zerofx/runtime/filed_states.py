@@ -19,6 +19,7 @@ from zerofx.runtime.filed_bucket import FiledBucket, Left
 from zerofx.runtime.files import BucketLayout, Field
 from zerofx.runtime.flat import ordinary_tensors, without_base
 from zerofx.runtime.guarded import GuardedState
+from zerofx.runtime.late_states import LateState
 
 States = Sequence[dict[str, Any]]
 """What ``optimizer.state`` holds of a bucket's parameters, in the bucket's order."""
@@ -234,10 +235,12 @@ class Reader:
         self._fields: Mapping[str, Tensor] = {}
 
     def value(self, stub: GuardedState) -> Tensor:
-        """A copy of what a stub stands for, on the CPU.
+        """A copy of what a stub stands for; on the CPU if it is in files.
 
-        Raises: FileTierError if it is gone.
+        Raises: FileTierError if it is gone; StepError if it is in a checkpoint, and that is gone.
         """
+        if isinstance(stub, LateState):
+            return stub.read()
         bucket = stub.bucket
         if bucket is None:
             raise FileTierError(

@@ -46,7 +46,7 @@ _METHODS = frozenset(
 )
 
 
-def _read_or_write(func: Callable[..., Any]) -> tuple[str, bool]:
+def read_or_write(func: Callable[..., Any]) -> tuple[str, bool]:
     """Name what ``func`` touches, and say whether it is metadata.
 
     An attribute arrives as the bound ``__get__`` or ``__set__`` of its descriptor.
@@ -94,7 +94,7 @@ class Guarded:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        touched, is_metadata = _read_or_write(func)
+        touched, is_metadata = read_or_write(func)
         if is_metadata or (touched == "type" and len(args) == 1 and not kwargs):
             with compat.without_torch_function():
                 return func(*args, **kwargs)
@@ -103,7 +103,7 @@ class Guarded:
             answer = special(sys._getframe(1), args, kwargs)
             if answer is not NotImplemented:
                 return answer
-        first = next(_guarded_among((args, kwargs)))
+        first = next(guarded_among((args, kwargs)))
         raise RuntimeError(first._refusal(touched))
 
     def _refusal(self, touched: str) -> str:
@@ -210,14 +210,15 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
         ) from error
 
 
-def _guarded_among(value: Any) -> Iterator[Any]:
+def guarded_among(value: Any) -> Iterator[Any]:
+    """The guarded tensors in a function's arguments, also in lists and dicts."""
     if isinstance(value, Guarded):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _guarded_among(item)
+            yield from guarded_among(item)
     elif isinstance(value, dict):
-        yield from _guarded_among(list(value.values()))
+        yield from guarded_among(list(value.values()))
 
 
 def _refusal(touched: str, tensor: torch.Tensor) -> str:
@@ -251,7 +252,7 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not isinstance(parameter, ShardedParameter) or not isinstance(source, torch.Tensor):
         return NotImplemented
     keeper = _keeper(parameter)
-    if keeper is None or next(_guarded_among(source), None) is not None:
+    if keeper is None or next(guarded_among(source), None) is not None:
         return NotImplemented
     if source.shape != parameter.shape:
         raise RuntimeError(

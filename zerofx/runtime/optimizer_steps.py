@@ -10,6 +10,7 @@ from torch import fx
 from zerofx.codegen.kernels import Keep
 from zerofx.effects import gradients_read_after_update, owned_parameters
 from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.late_states import unread
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.update import OptimizerRunner
@@ -126,7 +127,7 @@ class OptimizerSteps:
     def runner_with_states(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """Its runner as ``runner`` gives it, with these parameters' states on the device."""
         runner = self.runner(optimizer, parameters)
-        if not (REGISTRY.host.is_empty and REGISTRY.files.is_empty):
+        if unread() or not (REGISTRY.host.is_empty and REGISTRY.files.is_empty):
             runner.place_states(parameters, REGISTRY.host)
         return runner
 

@@ -31,6 +31,7 @@ from zerofx.runtime.device_updates import DeviceUpdates
 from zerofx.runtime.flat import in_memory_of_its_own, without_base
 from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.host_updates import HostUpdates
+from zerofx.runtime.late_states import check_states
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.program_files import ProgramFiles
@@ -99,6 +100,7 @@ class StepRuntime:
             )
             REGISTRY.host.check_room(self.host_needs)
         LEDGER.check(trained.tensors)
+        check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, device.in_place, moved_out)
         self.device_updates = DeviceUpdates(self.steps, communicator)

@@ -21,6 +21,7 @@ from zerofx.runtime.agreement import rendezvous
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.filed_states import Reader
 from zerofx.runtime.flat import gather, ordinary_tensors, take_shard
+from zerofx.runtime.late_states import LateState
 from zerofx.runtime.parameters import REGISTRY
 
 Lookup = Callable[[torch.Tensor], BoundParameter | None]
@@ -326,7 +327,10 @@ def _cut(key: str, value: Any, bound: BoundParameter, numbers: set[str]) -> Any:
             f"number: ZeRO stage {bound.stage} can shard only elementwise states. Load a state "
             "dict of this model, or use an elementwise optimizer or stage 0."
         )
-    return take_shard(value, info, bound.communicator.rank)
+    rank = bound.communicator.rank
+    return (
+        value.shard(info, rank) if isinstance(value, LateState) else take_shard(value, info, rank)
+    )
 
 
 def _check_is_shard(key: str, value: torch.Tensor, bound: BoundParameter) -> None:
