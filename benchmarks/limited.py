@@ -9,7 +9,8 @@ taken when everything was imported and something small had been trained.  Parame
 states in fp32, 12 bytes a parameter, are ``--times`` the limit, and ``--times-in-files`` where they
 are offloaded to files.
 
-Constructed under ``zerofx.deferred_init`` both have to train.  Controls have to run out of memory:
+Constructed under ``zerofx.deferred_init`` both have to train, to be saved, and, by other processes
+under the same limit, to be resumed and trained on.  Controls have to run out of memory:
 the first model trained plainly in one process, the second constructed plainly by each rank.  The
 exit status says whether all of this is so.
 """
@@ -58,6 +59,8 @@ class Case:
     must_train: bool
     is_deferred: bool
     options: dict[str, object] | None
+    saves_to: str | None = None
+    resumes_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ def run(
             model = sizes.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         made_s = time.perf_counter() - started
+        if case.resumes_from is not None:
+            stage = "resuming"
+            zerofx.resume(case.resumes_from, model, optimizer)
         stage = "training"
         step = training_step(model, optimizer, case.options)
         for batch in batches[:STEPS]:
@@ -132,6 +138,9 @@ def run(
             losses.append(step(batch).item())
             seconds.append(time.perf_counter() - started)
         shards = sum(REGISTRY.persistent_bytes([optimizer]).values())
+        if case.saves_to is not None:
+            stage = "saving"
+            zerofx.save(f"{case.saves_to}/checkpoint", model, optimizer)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
@@ -182,11 +191,15 @@ def cases(arguments: argparse.Namespace, directory: str) -> list[Case]:
         "offload_cache_bytes": cache,
     }
     once, more = arguments.times, arguments.times_in_files
+    saved, saved_in_files = f"{directory}/saved", f"{directory}/saved-in-files"
+    ranks = arguments.ranks
     return [
-        Case("sharded, deferred", arguments.ranks, once, True, True, sharded),
+        Case("sharded, deferred", ranks, once, True, True, sharded, saves_to=saved),
+        Case("resumed", ranks, once, True, True, sharded, resumes_from=saved),
         Case("one process, plain", 1, once, False, False, None),
-        Case("files, deferred", arguments.ranks, more, True, True, in_files),
-        Case("files, plain", arguments.ranks, more, False, False, in_files),
+        Case("files, deferred", ranks, more, True, True, in_files, saves_to=saved_in_files),
+        Case("files, resumed", ranks, more, True, True, in_files, resumes_from=saved_in_files),
+        Case("files, plain", ranks, more, False, False, in_files),
     ]
 
 

@@ -35,6 +35,8 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         for operand in operands:
             _hoist(operand)
         before = [operand for operand in operands if operand not in cuts]
+        before += [value for cut in cuts for value in cut.all_input_nodes]  # what a step decays
+        before = [node for node in before if node.op != "placeholder"]
         anchor = max([*before, *_last_reader(update)], default=None)  # now that these have moved
         if anchor is None or not anchor < update:
             continue

@@ -53,6 +53,16 @@ def written_shards(graph: fx.Graph) -> set[int]:
     }
 
 
+def shards_changed_by_user(graph: fx.Graph) -> set[int]:
+    """The parameters whose shards something writes to that is no update's part."""
+    of_updates = (ops.update, ops.store_start, *ops.HOST_UPDATES)
+    return {
+        input_role(node).parameter
+        for node in placeholders(graph, "parameter")
+        if any(writer.target not in of_updates for writer in writers(node))
+    }
+
+
 def moved_out(graph: fx.Graph) -> set[int]:
     """The parameters of whose whole value a shard is taken to be moved to the host, once."""
     found: Counter[int] = Counter()

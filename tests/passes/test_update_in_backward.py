@@ -63,7 +63,26 @@ def reading_afterwards():
     return capture(step, torch.randn(2, 4), world_size=2)
 
 
+def decaying_step():
+    """One weight is changed by hand between backward and the update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            model[2].weight.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(2, 4), world_size=2)
+
+
 STEPS = {
+    "decaying": decaying_step,
     "mlp": mlp_step,
     "clipped": lambda: mlp_step(clip=True),
     "tied": tied_step,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.pieces import Changes, FlatPiece
 from zerofx.checkpoint.rng import rng_state
 from zerofx.checkpoint.values import encode
 from zerofx.codegen.storage import widened, widened_dtypes
@@ -151,7 +151,7 @@ class Contents:
             elif bound is None:
                 yield name, value.detach()
             elif bound.is_sharded and not bound.is_open:
-                yield name, self._shard(bound, bound.info.dtype, self._reading_shard(bound))
+                yield name, self._shard_of_parameter(bound)
             else:
                 yield name, self._part(value.detach())
 
@@ -180,14 +180,29 @@ class Contents:
             lambda: state.read().permute(order).reshape(-1),
         )
 
-    def _reading_shard(self, bound: BoundParameter) -> Callable[[], torch.Tensor]:
-        return lambda: self._shards.value(bound)
+    def _shard_of_parameter(self, bound: BoundParameter) -> FlatPiece:
+        if bound.file is not None:
+            return self._shard(bound, bound.info.dtype, lambda: self._shards.value(bound), None)
+        shard = bound.values().detach()  # where it is now
+        return self._shard(bound, bound.info.dtype, lambda: shard, [shard])
 
     def _shard(
-        self, bound: BoundParameter, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+        self,
+        bound: BoundParameter,
+        dtype: torch.dtype,
+        read: Callable[[], torch.Tensor],
+        sources: Sequence[torch.Tensor] | None,
+        key: str = "",
     ) -> FlatPiece:
-        """What this rank owns of a parameter, or of a state like it."""
-        info = bound.info
+        """What this rank owns of a parameter, or of a state like it.
+
+        With ``sources`` it is read from those, which only compiled updates change.
+        """
+        info, parameter = bound.info, bound.parameter
+        changes = None
+        if sources is not None and parameter is not None:
+            name = f"the state {key!r} of {bound.name!r}" if key else repr(bound.name)
+            changes = Changes(parameter, sources, name)
         start, stop = info.owned_by(bound.communicator.rank)
         return FlatPiece(
             info.shape,
@@ -195,6 +210,7 @@ class Contents:
             (start, stop),
             dtype,
             lambda: read()[: stop - start],
+            changes,
         )
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -244,7 +260,11 @@ class Contents:
             elif value.dim() == 0:
                 yield key, value.detach()
             else:
-                yield key, self._shard(bound, dtype, self._reading_state(state, key))
+                there = dict(state)  # an update may put others in their place
+                tensors = [v for v in there.values() if isinstance(v, torch.Tensor) and v.dim()]
+                is_elsewhere = any(isinstance(one, GuardedState) for one in tensors)
+                sources = None if is_elsewhere else tensors
+                yield key, self._shard(bound, dtype, self._reading_state(there, key), sources, key)
 
     def _reading_state(self, state: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
         def value(there: Any) -> Any:

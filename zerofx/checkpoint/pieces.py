@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -15,6 +17,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zerofx import compat
 from zerofx.checkpoint.boxes import Box, boxes_of
+from zerofx.runtime.snapshots import Snapshot
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a piece is read from: ``sources``, that only a compiled update of a parameter changes.
+
+    ``read`` of the piece then gives what was there before, whenever it is called before that.
+    """
+
+    parameter: nn.Parameter
+    sources: Sequence[torch.Tensor]
+    name: str
 
 
 class FlatPiece(torch.Tensor):
@@ -29,6 +44,7 @@ class FlatPiece(torch.Tensor):
     order: tuple[int, ...]
     read: Callable[[], torch.Tensor]
     boxes: list[Box]
+    changes: Changes | None
 
     @staticmethod
     def __new__(
@@ -38,9 +54,10 @@ class FlatPiece(torch.Tensor):
         bounds: tuple[int, int],
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
+        changes: Changes | None = None,
     ) -> FlatPiece:
         piece = compat.tensor_without_memory(cls, tuple(shape), dtype)
-        piece.order, piece.read = tuple(order), read
+        piece.order, piece.read, piece.changes = tuple(order), read, changes
         piece.boxes = boxes_of(tuple(shape), order, *bounds)
         return piece
 
@@ -50,11 +67,20 @@ class FlatPiece(torch.Tensor):
     def __repr__(self) -> str:
         return f"FlatPiece(shape={tuple(self.shape)}, dtype={self.dtype}, {self.boxes})"
 
-    def taken(self) -> FlatPiece:
-        """The same with its elements as they are now, in host memory of its own."""
-        values = self.read().detach().to("cpu", copy=True)
+    def taken(self, snapshot: Snapshot) -> FlatPiece:
+        """The same with its elements as they are now, in host memory of its own.
+
+        They are copied by ``snapshot`` if only updates change them, else at once.
+        """
         copy = compat.tensor_without_memory(FlatPiece, tuple(self.shape), self.dtype)
-        copy.order, copy.boxes, copy.read = self.order, self.boxes, lambda: values
+        copy.order, copy.boxes, copy.changes = self.order, self.boxes, None
+        if self.changes is not None:
+            copy.read = snapshot.add(
+                self.changes.parameter, self.changes.sources, self.read, self.changes.name
+            )
+        else:
+            values = self.read().detach().to("cpu", copy=True)
+            copy.read = lambda: values
         return copy
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 import zlib
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ from zerofx.checkpoint.paths import as_list, as_path, check_extra, check_model
 from zerofx.checkpoint.pieces import FlatPiece
 from zerofx.checkpoint.reading import unpickled
 from zerofx.checkpoint.values import Encoded
+from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.snapshots import Snapshot
 from zerofx.versions import __version__
 
 
@@ -71,6 +74,7 @@ def save(
     choices = f"{keep}, {asynchronous}, {trainable_only}"
     ranks.check_same("keep, asynchronous and trainable_only", choices)
     collected: dict[str, Any] = {}
+    snapshot = Snapshot()
     drafts: list[Draft] = []  # on rank 0
 
     def begin() -> None:
@@ -78,10 +82,12 @@ def save(
             drafts.append(Draft(target))
         contents = Contents(ranks.rank, ranks.world_size)
         found = contents.collect(model, optimizers, extra, trainable_only)
-        collected.update(_taken(found) if asynchronous else found)
+        collected.update(_taken(found, snapshot) if asynchronous else found)
+        snapshot.begin()
 
     def write() -> None:
         try:
+            snapshot.run()
             _write(collected, target, drafts, ranks, keep)
         except BaseException:
             _discard(drafts)
@@ -104,21 +110,41 @@ def _discard(drafts: list[Draft]) -> None:
         draft.discard()
 
 
-def _taken(contents: Any) -> Any:
-    """What is saved as it is now, in host memory of its own."""
+def _taken(contents: Any, snapshot: Snapshot) -> Any:
+    """What is saved as it is now, in host memory of its own, or to be copied by ``snapshot``."""
     if isinstance(contents, dict):
-        return {key: _taken(value) for key, value in contents.items()}
+        return {key: _taken(value, snapshot) for key, value in contents.items()}
     if isinstance(contents, list):
-        return [_taken(value) for value in contents]
+        return [_taken(value, snapshot) for value in contents]
     if isinstance(contents, FlatPiece):
-        return contents.taken()
+        return contents.taken(snapshot)
     if isinstance(contents, torch.Tensor):
         return contents.detach().to("cpu", copy=True)
     return contents
 
 
+_KEPT_BYTES = 1 << 16
+"""Tensors smaller than this stay: torch's frame around one takes more than some do."""
+
+
 class _Planner(dcp.DefaultSavePlanner):
-    """Writes what is encoded already as it is."""
+    """Writes what is encoded already as it is, and has one tensor in memory at a time.
+
+    torch's writer keeps all that it has written until its file is complete (torch 2.11 to 2.14).
+    So it is given copies, and the memory of one is taken away when it asks for the next:
+    ``_write`` sees to it that it asks for them one by one, and ``_check_files`` that it has.
+    """
+
+    _given: torch.Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
+            self._given.untyped_storage().resize_(0)
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            with ordinary_tensors():
+                data = self._given = data.detach().to("cpu", copy=True)
+        return data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if isinstance(object, Encoded):
@@ -136,7 +162,7 @@ def _write(
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(
                 contents,
-                storage_writer=dcp.FileSystemWriter(folder),
+                storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
                 planner=_Planner(dedup_save_to_lowest_rank=True),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
@@ -171,8 +197,25 @@ def _words(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {words}" for rank, words in sorted(failures.items()))
 
 
+def _sizes(metadata: Metadata) -> dict[tuple[str, torch.Size | None], int]:
+    """What parts of tensors take, by name and offset.  Units: bytes."""
+    return {
+        (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+        for name, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+        for chunk in tensor.chunks
+    }
+
+
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Raise CheckpointError unless all that the ranks have written is here."""
+    """Raise CheckpointError unless all that the ranks have written is here, and all of it."""
+    sizes = _sizes(metadata)
+    for index, info in metadata.storage_data.items():
+        if info.length < sizes.get((index.fqn, index.offset), 0):
+            raise CheckpointError(
+                f"{index.fqn} was not written whole: torch {torch.__version__} writes checkpoints "
+                "in another order than zerofx knows. Please report it, and use torch 2.11 to 2.14."
+            )
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         path = info.relative_path

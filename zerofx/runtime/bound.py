@@ -21,6 +21,7 @@ from zerofx.runtime.flat import (
     without_storage,
 )
 from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.snapshots import SNAPSHOTS
 
 if TYPE_CHECKING:
     from zerofx.runtime.filed_shards import ShardBucket
@@ -179,6 +180,7 @@ class BoundParameter:
 
     def _settle(self) -> None:
         """Wait until nothing reads the shard that may now be written to."""
+        SNAPSHOTS.before_change([self.parameter])
         if self.host is not None and self._shard is not None:
             self.host.settle(self._shard)
 

@@ -18,6 +18,7 @@ from zerofx.runtime.moves import Mover
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.program_files import ProgramFiles
+from zerofx.runtime.snapshots import SNAPSHOTS
 
 
 class HostUpdates:
@@ -210,6 +211,7 @@ class HostUpdates:
     def _exchange(self, asked: _Asked) -> torch.Tensor:
         assert self.delayed is not None
         key = self._delayed_keys[asked.optimizer, tuple(asked.parameters)]
+        SNAPSHOTS.before_change(bound.parameter for bound in key[1])
         self.delayed.exchange(key, asked.values)
         if asked.is_skipped:
             return asked.values

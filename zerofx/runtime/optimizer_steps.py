@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +13,7 @@ from zerofx.effects import gradients_read_after_update, owned_parameters
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.late_states import unread
 from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.snapshots import SNAPSHOTS
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.update import OptimizerRunner
 
@@ -55,6 +57,7 @@ class OptimizerSteps:
                 for handle, optimizer in trained.optimizers.items()
             }
 
+        self._tensors = {index: weakref.ref(tensor) for index, (tensor, _) in parameters.items()}
         self.on_device = runners(None)
         self.on_host = runners(REGISTRY.host) if host.keeps_states else {}
         self.complete_updates: Callable[[int], object] = lambda optimizer: None
@@ -105,6 +108,7 @@ class OptimizerSteps:
 
     def runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
+        SNAPSHOTS.before_change(self._tensors[parameter]() for parameter in parameters)
         runner = self.on_device[optimizer]
         if all(map(runner.has_begun, parameters)):
             return runner

@@ -35,6 +35,7 @@ from zerofx.runtime.late_states import check_states
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.program_files import ProgramFiles
+from zerofx.runtime.snapshots import SNAPSHOTS
 from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
 
@@ -143,6 +144,7 @@ class StepRuntime:
         self.sharded_results = frozenset(sharded_results(graph))
         self.changed_gradients = effects.changed_gradients(graph)
         self.written = effects.written_shards(graph)
+        self.changed_by_user = effects.shards_changed_by_user(graph)
 
     def host_state_bytes(self) -> int:
         """Bytes of optimizer states in host memory, of the parameters that this program updates.
@@ -288,6 +290,8 @@ class StepRuntime:
             self.files.begin(self.bound)
         if REGISTRY.written:
             confirm_writes(self.bound)
+        if self.changed_by_user:
+            SNAPSHOTS.before_change(self.bound[i].parameter for i in self.changed_by_user)
         REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
         with torch.no_grad():
             results = list(self.program(*values))
