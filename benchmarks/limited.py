@@ -108,11 +108,18 @@ def status_bytes(name: str) -> int:
 
 
 def run(
-    rank: int, num_ranks: int, case: Case, sizes: Sizes, limit: int, rows: int, length: int
+    rank: int,
+    num_ranks: int,
+    case: Case,
+    sizes: Sizes,
+    limit: int,
+    rows: int,
+    length: int,
+    directory: str,
 ) -> Outcome:
     batches = batches_of(sizes, rows, length, rank, device_of(rank, num_ranks))
     threading.stack_size(STACK_BYTES)
-    train_something_small(case.options)  # imports what a step needs
+    train_something_small(case.options, f"{directory}/{case.name}")  # imports what a step needs
     before, resident = status_bytes("VmData"), status_bytes("VmRSS")
     resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
     watch = Watch()
@@ -173,11 +180,16 @@ def training_step(
     return step if options is None else torch.compile(step, backend="zero", options=options)
 
 
-def train_something_small(options: dict[str, object] | None) -> None:
+def train_something_small(options: dict[str, object] | None, folder: str) -> None:
+    """And save it and load it: what is imported and started once is there then."""
     sizes = Sizes("gpt", 8, 64, 1)
     model = sizes.build()
-    step = training_step(model, torch.optim.AdamW(model.parameters()), options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer, options)
     step(torch.zeros(1, 2, dtype=torch.long)).item()
+    if options is not None:
+        zerofx.save(f"{folder}/small", model, optimizer)
+        zerofx.resume(folder, model, optimizer)
 
 
 def cases(arguments: argparse.Namespace, directory: str) -> list[Case]:
@@ -260,7 +272,7 @@ def main() -> None:
                 continue
             limit = int(arguments.gib * GIB)
             sizes = sizes_for(case.times * limit, arguments)
-            how = case, sizes, limit, arguments.rows, arguments.length
+            how = case, sizes, limit, arguments.rows, arguments.length, directory
             outcomes = on_ranks(
                 run, case.ranks, *how, environment=ENVIRONMENT, timeout_s=arguments.timeout_s
             )

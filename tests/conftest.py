@@ -4,12 +4,24 @@ Plans are made with fixed figures, in the ranks that tests spawn too: nothing is
 program is the same in every run.
 """
 
+import gc
 import logging
 import os
 
+import pytest
 import torch._dynamo
 
 os.environ.setdefault("ZEROFX_LINK", "latency_s=2.5e-4 bytes_per_s=1e9")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_to_collect():
+    """Spare later modules' collections what this one leaves: millions of objects, after a while."""
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
 
 if "zero" not in torch._dynamo.list_backends():
     import zerofx.backend
