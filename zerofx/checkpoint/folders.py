@@ -155,7 +155,10 @@ class Draft:
         os.close(self._lock)
 
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            _remove(self.folder)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
 
@@ -184,11 +187,8 @@ def prune(parent: Path, keep: int) -> None:
     for path in rotating[:-keep]:
         if path.absolute() in in_use:
             continue
-        removed = path.with_name(f".{path.name}{_REMOVING}")
         try:
-            shutil.rmtree(removed, ignore_errors=True)
-            os.rename(path, removed)
-            shutil.rmtree(removed)
+            _remove(path)
         except OSError as error:  # the new checkpoint is there all the same
             logger.warning("an old checkpoint could not be removed: %s", error)
 
@@ -199,12 +199,25 @@ def remove_leftovers(parent: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in parent.glob(f".*{_SAVING}"):
         with contextlib.suppress(OSError):
+            os.rmdir(path)  # killed before it had notes; refused if there is anything in it
+        with contextlib.suppress(OSError):
             descriptor = os.open(path / NOTES, os.O_RDWR)
             try:
                 if _lock(descriptor) and _is_at(descriptor, path / NOTES):
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
             finally:
                 os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that, killed in the middle, is one to be removed: its notes may be gone then.
+
+    Raises: OSError.
+    """
+    removed = folder.with_name(f".{folder.name.removeprefix('.')}{_REMOVING}")
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(folder, removed)
+    shutil.rmtree(removed)
 
 
 def _lock(descriptor: int) -> bool:
