@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerofx
 from tests.checkpoints import (
@@ -152,6 +155,106 @@ def test_a_checkpoint_that_has_gone_is_an_error_before_anything_changes(tmp_path
     zerofx.save(tmp_path / "b", *built(5))
     zerofx.load(tmp_path / "b", *pair)
     assert train(compiled, pair, range(2)) == train(zero(3), built(5), range(2))
+
+
+def flip_a_bit(file: Path) -> None:
+    """In the middle of the largest tensor's numbers."""
+    data = file.read_bytes()
+    at = data.index(states(built(5))[0]["deep"].numpy().tobytes()) + 9
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+def rot(file: Path) -> None:
+    """Have the disk flip one, which leaves the file's times as they were."""
+    before = file.stat()
+    flip_a_bit(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_by_another(file: Path) -> None:
+    shutil.rmtree(file.parent)
+    zerofx.save(file.parent, *built(6), process_group=dist.new_group([0]))
+
+
+HARMS = {
+    "cut short": lambda file: os.truncate(file, file.stat().st_size - 3000),
+    "flipped": flip_a_bit,
+    "rotten": rot,
+    "deleted": Path.unlink,
+    "replaced": replace_by_another,
+}
+
+
+def train_from_harmed(root: str, harm: str) -> str:
+    """What the first step says after a checkpoint was harmed that had been loaded; then go on."""
+    torch._dynamo.reset()
+    pair, compiled, good = deferred(1), zero(3), Path(root) / "good"
+    zerofx.load(Path(root) / "a", *pair)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = (Path(root) / "a").glob("*.distcp")
+        HARMS[harm](file)
+    dist.barrier()
+    with pytest.raises((zerofx.StepError, zerofx.GraphError)) as caught:
+        train(compiled, pair, range(1))
+    assert is_deferred(pair[0])
+    zerofx.load(good, *pair)
+    expected = built(1)
+    zerofx.load(good, *expected)
+    assert train(compiled, pair, range(2)) == train(zero(3), expected, range(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("cut short", "written to, or replaced, since zerofx.load checked it, and model."),
+        ("flipped", "written to, or replaced, since zerofx.load checked it, and model."),
+        ("rotten", "is damaged where model.deep is"),
+        ("deleted", "is gone, and model."),
+        ("replaced", "written to, or replaced, since zerofx.load checked it, and model."),
+    ],
+)
+def test_what_is_harmed_after_it_was_loaded_is_an_error_on_all_ranks(
+    harm,
+    words,
+    size,
+    ranks,  # noqa: F811
+    tmp_path,
+):
+    for name in ("a", "good"):
+        zerofx.save(tmp_path / name, *built(5))
+    for said in ranks(size).run(train_from_harmed, str(tmp_path), harm):
+        assert words in said
+
+
+def test_one_that_a_later_save_has_removed_says_so_and_the_later_has_its_values(tmp_path):
+    zerofx.save(tmp_path / "a", *built(5), keep=1)
+    pair = deferred(1)
+    zerofx.load(tmp_path / "a", *pair)
+    zerofx.save(tmp_path / "b", *pair, keep=1)
+    with pytest.raises(zerofx.StepError, match="is gone, .* whose 'keep' has removed this"):
+        train(zero(3), pair, range(1))
+    zerofx.load(tmp_path / "b", *pair)
+    assert train(zero(3), pair, range(2)) == train(zero(3), built(5), range(2))
+
+
+@pytest.mark.parametrize("harm", ("cut short", "gone"))
+def test_safetensors_that_are_written_to_are_an_error_and_removed_ones_are_read(harm, tmp_path):
+    for name in ("a", "good"):
+        zerofx.export_safetensors(tmp_path / name, Everything(5))
+    model = deferred(1)[0]
+    zerofx.load_safetensors(tmp_path / "a", model)
+    if harm == "gone":
+        shutil.rmtree(tmp_path / "a")
+    else:
+        os.truncate(tmp_path / "a" / "model.safetensors", 100)
+        with pytest.raises(zerofx.StepError, match="written to since zerofx.load_safetensors"):
+            zerofx.materialize(model)
+        zerofx.load_safetensors(tmp_path / "good", model)
+    zerofx.materialize(model)
+    assert_same(dict(model.state_dict()), dict(Everything(5).state_dict()))
 
 
 def test_two_ranks_and_one_agree(ranks, tmp_path):  # noqa: F811

@@ -168,7 +168,7 @@ def load_safetensors(
 
 
 class _Mapped:
-    """One safetensors file, which stays as it was mapped, also without a name."""
+    """One safetensors file, which stays as it was mapped, also without its name."""
 
     def __init__(self, file: files.MappedFile) -> None:
         self._file = file
@@ -180,10 +180,14 @@ class _Mapped:
         for box in boxes:
             view_of(into, box, order).copy_(_at(whole, box))
 
-    read_late = read
+    def read_late(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        self.check(entry)
+        self.read(entry, boxes, order, into)
 
     def check(self, entry: str) -> None:
-        """It is there."""
+        self._file.check()
 
 
 def _files_at(path: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.background import meet
-from zerofx.checkpoint.boxes import Box
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import IN_USE, METADATA, complete_in
+from zerofx.checkpoint.folders import complete_in
+from zerofx.checkpoint.late import Files
 from zerofx.checkpoint.matching import (
     Plan,
     match_extra,
@@ -29,7 +29,7 @@ from zerofx.checkpoint.paths import as_list, as_path, check_model
 from zerofx.checkpoint.reading import Reader, read_metadata
 from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
-from zerofx.errors import StepError
+from zerofx.checkpoint.targets import LateTarget
 from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.whole import attach_optimizer
 
@@ -128,41 +128,6 @@ def _checked(
     return readings[0]
 
 
-class _Files:
-    """The files of one checkpoint.  They are in use while something is to be read late."""
-
-    def __init__(self, folder: Path, reader: Reader) -> None:
-        self.folder, self.reader = folder.absolute(), reader
-        IN_USE.add(self)
-
-    def read(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> None:
-        self.reader.read_tensor(self.reader.items(entry, boxes), boxes, order, into)
-
-    def read_late(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> None:
-        self.check(entry)
-        items = self.reader.items(entry, boxes)
-        try:
-            self.reader.check(item.storage_index for item in items)
-            self.reader.read_tensor(items, boxes, order, into)
-        except (CheckpointError, OSError, RuntimeError) as error:
-            raise StepError(
-                f"{entry} cannot be read from {self.folder} any more, which zerofx.load had "
-                f"checked and left to be read when it is needed: {error}"
-            ) from error
-
-    def check(self, entry: str) -> None:
-        if not (self.folder / METADATA).is_file():
-            raise StepError(
-                f"{self.folder} is gone, and {entry} was to be made from it: before the first step "
-                "zerofx.load reads no states, and none of the parameters that deferred_init has "
-                "put off. Keep a checkpoint until a step has run; load another one now."
-            )
-
-
 class _Reading:
     """One rank's part of a load, which has been checked."""
 
@@ -215,22 +180,26 @@ class _Reading:
                 "the model to the dtype that was saved, or leave out what does not fit with "
                 "strict=False."
             )
-        self.reader.check(self._checked_here())
+        items = [self.reader.items(t.entry, t.boxes) for t in self.plan.targets]
+        parts = [[item.storage_index for item in its] for its in items]
+        late = {t.entry: its for t, its in zip(self.plan.targets, parts, strict=True) if t.is_late}
+        made = {t.entry for t in self.plan.targets if isinstance(t, LateTarget)}
+        makes = self.ranks.rank == 0
+        compares = {entry: its for entry, its in late.items() if makes and entry in made}
+        self.files = Files(self.reader, late, compares)
+        self.reader.check(self._checked_here(parts))
         for entry in self.plan.values:
             self._value(entry)
         return str(differences)
 
-    def _checked_here(self) -> Iterator[MetadataIndex]:
-        """The parts of files to check: what this rank reads now, its share of what is for later.
-
-        Who reads that checks it once more then.
-        """
+    def _checked_here(self, parts: Sequence[Sequence[MetadataIndex]]) -> Iterator[MetadataIndex]:
+        """The parts of files to check: what this rank reads now, its share of what is for later."""
         later = 0
-        for target in self.plan.targets:
-            for item in self.reader.items(target.entry, target.boxes):
+        for target, its in zip(self.plan.targets, parts, strict=True):
+            for part in its:
                 later += target.is_late
                 if not target.is_late or later % self.ranks.world_size == self.ranks.rank:
-                    yield item.storage_index
+                    yield part
 
     def read_on(self) -> None:
         """Read everything into its place.  Collective.
@@ -245,9 +214,8 @@ class _Reading:
             for optimizer in self.optimizers:
                 if any(bound.stage > 0 for bound in bound_parameters(optimizer)):
                     attach_optimizer(optimizer)  # which keeps shards from now on
-            files = _Files(self.folder, self.reader)
             for target in self.plan.targets:
-                target.fill(files)
+                target.fill(self.files)
             for finish in self.plan.finish:
                 finish(self.values)
         except Exception as error:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.late import state_of
+from zerofx.errors import StepError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -115,8 +117,9 @@ class MappedFile:
     """A file's tensors, in the file itself.  For the ``with`` statement."""
 
     def __init__(self, path: Path, entries: Mapping[str, Entry], *, writes: bool) -> None:
-        size = path.stat().st_size
         self.path, self.entries = path, entries
+        self._state = state_of(path)
+        size = path.stat().st_size
         self._bytes = torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -125,6 +128,19 @@ class MappedFile:
         if entry.start % entry.dtype.itemsize:  # files of others need not be aligned
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
+
+    def check(self) -> None:
+        """Raise StepError if somebody has written to the file since; one that is gone stays here.
+
+        To read what has been cut off would kill the process.
+        """
+        now = state_of(self.path)
+        if now is None or self._state is None or now[0] != self._state[0] or now == self._state:
+            return
+        raise StepError(
+            f"{self.path} has been written to since zerofx.load_safetensors read its header, and "
+            "parameters that deferred_init has put off were to be made from it. Load it again."
+        )
 
     def sync(self) -> None:
         """Have what was written reach the disk."""
