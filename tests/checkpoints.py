@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,6 +110,15 @@ def assert_same(one, other, path="") -> None:
         assert torch.equal(*bits), path
     else:
         assert one == other, (path, one, other)
+
+
+def refused(error, path, pair, **options) -> str:
+    """The words with which loading is refused; nothing has changed then."""
+    before = states(pair)
+    with pytest.raises(error) as caught:
+        zerofx.load(path, *pair, **options)
+    assert_same(states(pair), before)
+    return str(caught.value)
 
 
 def save_trained(path, stage, extra=None, steps=3, make=torch.optim.AdamW, **options):

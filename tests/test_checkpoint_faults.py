@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zerofx
-from tests.checkpoints import assert_same, pair_of, states
+from tests.checkpoints import pair_of, refused
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
 from zerofx.checkpoint.folders import NOTES
@@ -30,15 +30,6 @@ def path(tmp_path):
     """A checkpoint of ``pair_of()``."""
     zerofx.save(tmp_path / "good", *pair_of())
     return tmp_path / "good"
-
-
-def refused(error, path, pair, **options) -> str:
-    """The words with which loading is refused; nothing has changed then."""
-    before = states(pair)
-    with pytest.raises(error) as caught:
-        zerofx.load(path, *pair, **options)
-    assert_same(states(pair), before)
-    return str(caught.value)
 
 
 # What does not fit
@@ -72,34 +63,6 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_named(path, caplog):
     expected = pair_of()[0].body.weight
     assert torch.equal(model.body.weight, expected) and torch.equal(model.head.weight, head)
     assert "head.weight (shape (3, 11)" in caplog.text and "head.bias" in caplog.text
-
-
-def test_another_optimizers_states_are_refused(path):
-    words = refused(MismatchError, path, pair_of(1, lambda p, lr: torch.optim.SGD(p, lr, 0.9)))
-    assert "state momentum_buffer of body.weight" in words and "state exp_avg of body" in words
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
-    ("saved", "other", "absent"),
-    [
-        (torch.optim.AdamW, torch.optim.SGD, "dampening, momentum, nesterov"),
-        (torch.optim.SGD, torch.optim.AdamW, "amsgrad, betas, eps"),
-        (torch.optim.Adam, torch.optim.RMSprop, "alpha, centered, momentum"),
-    ],
-)
-def test_another_optimizer_without_states_takes_none(saved, other, absent, strict, tmp_path):
-    zerofx.save(tmp_path / "a", *pair_of(make=saved))
-    model, _ = pair_of(1)
-    pair = model, other(model.parameters(), lr=0.5)
-    if strict:
-        words = refused(MismatchError, tmp_path / "a", pair)
-        assert f"param_groups[0] of {other.__name__} (saved by another kind" in words
-        assert f"without {absent})" in words
-    else:
-        before = states(pair)[1]
-        zerofx.load(tmp_path / "a", *pair, strict=False)
-        assert_same(states(pair)[1], before)
 
 
 def test_other_groups_are_refused(path, tmp_path):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zerofx.checkpoint.contents import parameter_names, plain_name
 from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.kinds import other_states, why_another_kind
 from zerofx.checkpoint.saved import Path, Saved
 from zerofx.checkpoint.targets import (
     Target,
@@ -32,11 +33,6 @@ from zerofx.runtime.parameters import REGISTRY
 
 EXTRA_STATE = "_extra_state"
 """What the name of a module's own state ends in (``nn.Module.get_extra_state``)."""
-
-HOW_NOT_WHAT = frozenset(
-    "foreach fused capturable differentiable maximize decoupled_weight_decay".split()
-)
-"""Hyperparameters that an older torch's optimizer of the same kind may not have."""
 
 
 @dataclass
@@ -197,16 +193,30 @@ def match_optimizers(
             sources = sorted({group_of[name] for name in here if name in group_of})
             if len(sources) == 1:
                 entries = saved.groups[sources[0]].entries
-                absent = sorted(set(optimizer.defaults) - set(entries) - HOW_NOT_WHAT)
-                if absent:
+                values = {
+                    key: read_value(entry)
+                    for key, entry in entries.items()
+                    if key != "params" and saved.tensor(entry) is None
+                }
+                why = why_another_kind(optimizer, group, entries, values)
+                if why:
                     plan.differences.different.append(
                         f"param_groups[{place}] of {type(optimizer).__name__} (saved by another "
-                        f"kind of optimizer, without {', '.join(absent)})"
+                        f"kind of optimizer, {why})"
                     )
                     stateless = [p for p in group["params"] if not optimizer.state.get(p)]
                     not_for_it |= {names[id(parameter)] for parameter in stateless}
                     continue
                 _match_group(plan, saved, group, entries)
+                its = {
+                    names[id(parameter)]: (parameter, {str(path[0]) for path in states})
+                    for parameter in group["params"]
+                    if (states := saved.states.get(names[id(parameter)]))
+                    and not optimizer.state.get(parameter)
+                }
+                others = other_states(optimizer, place, its, values)
+                plan.differences.different += [f"states of {n} ({w})" for n, w in others.items()]
+                not_for_it.update(others)
             elif sources:
                 plan.differences.different.append(
                     f"param_groups[{place}] of {type(optimizer).__name__} (its parameters are of "
