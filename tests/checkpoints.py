@@ -5,7 +5,10 @@ Functions travel to ranks by pickle: they are at the top level.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import resource
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -119,6 +122,18 @@ def refused(error, path, pair, **options) -> str:
         zerofx.load(path, *pair, **options)
     assert_same(states(pair), before)
     return str(caught.value)
+
+
+@contextlib.contextmanager
+def file_size_limit(nbytes: int, ranks: Collection[int] = (0,)) -> Iterator[None]:
+    """Have the kernel refuse to write behind so many bytes of any file, in these ranks."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not dist.is_initialized() or dist.get_rank() in ranks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))  # Python ignores SIGXFSZ
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def save_trained(path, stage, extra=None, steps=3, make=torch.optim.AdamW, **options):

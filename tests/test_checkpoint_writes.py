@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
 import zerofx
-from tests.checkpoints import assert_same, built, pair_of, states, train, zero
+from tests.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
+from tests.covering import long
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import Draft
@@ -95,6 +96,46 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
         assert left == ["old"]
         assert "rank 1: OSError: [Errno 28] No space left on device" in words
         assert "earlier checkpoints are whole" in words
+
+
+def fill_files(root: str, limited: list[int], parts: list[float], asynchronous: bool) -> list[str]:
+    """Save where the kernel takes a part of the file that is written, and then all of it."""
+    pair, root = built(), Path(root)
+    train(zero(), pair, range(1))
+    zerofx.save(root / "old", *pair)
+    nbytes = min(file.stat().st_size for file in (root / "old").glob("*.distcp"))
+    said = []
+    for number, part in enumerate(parts):
+        train(zero(), pair, range(1))
+        limit = file_size_limit(int(nbytes * part), limited)
+        with limit, pytest.raises(CheckpointError) as caught:
+            zerofx.save(root / "new", *pair, asynchronous=asynchronous).wait()
+        said.append(str(caught.value))
+        dist.barrier()
+        assert zerofx.latest(root) == root / ("old" if number == 0 else f"{number - 1}")
+        assert not (root / "new").exists() and not list(root.glob(".*"))
+        zerofx.load(zerofx.latest(root), *built(1))
+        zerofx.save(root / str(number), *pair)
+        again = built(1)
+        zerofx.load(root / str(number), *again)
+        assert_same(states(again), states(pair))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("limited", "asynchronous"), [([0], False), ([1], True), long([0, 1], False), long([0], True)]
+)
+def test_what_the_kernel_refuses_leaves_the_old_checkpoint(
+    limited,
+    asynchronous,
+    ranks,  # noqa: F811
+    tmp_path,
+):
+    parts = [0, 0.3, 0.99]
+    for said in ranks(2).run(fill_files, str(tmp_path), limited, parts, asynchronous):
+        for words in said:
+            assert f"rank {limited[0]}: " in words and "File too large" in words
+            assert "earlier checkpoints are whole" in words
 
 
 def save_behind_and_forget(root: str) -> str:

@@ -11,11 +11,19 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+)
 
 import zerofx
-from tests.checkpoints import Everything, assert_same, built, train, zero
+from tests.checkpoints import Everything, assert_same, built, file_size_limit, train, zero
 from tests.ranks import ranks_fixture  # noqa: F401
 
 
@@ -95,6 +103,64 @@ def test_from_pretrained_gives_the_same_logits(tmp_path):
     assert torch.equal(other(tokens).logits, expected)
 
 
+SIZES = {"vocab_size": 33, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "gpt2": GPT2Config(vocab_size=33, n_positions=16, n_embd=12, n_layer=2, n_head=2),  # tied
+    "bert": BertConfig(**SIZES, intermediate_size=20, max_position_embeddings=16),  # tied
+    "llama": LlamaConfig(**SIZES, intermediate_size=20, num_key_value_heads=1),
+}
+
+
+def language_step(model, optimizer, tokens):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train_and_export(path: str, name: str, file_bytes: int) -> tuple[torch.Tensor, ...]:
+    """Logits of a model before it is trained, after that, and as ``from_pretrained`` gives it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    model = kind.from_config(CONFIGS[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"stage": 3, "lowering": "eager"}
+    compiled = torch.compile(language_step, backend="zero", options=options)
+
+    def logits(one: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return one.eval()(input_ids=torch.arange(7)[None]).logits
+
+    before = logits(model)
+    model.train()
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        compiled(model, optimizer, torch.randint(0, 33, (2, 9), generator=generator))
+    zerofx.export_safetensors(path, model, file_bytes=file_bytes)
+    read = kind.from_pretrained(path, dtype=torch.float32)
+    assert (len(list(Path(path).glob("*.safetensors"))) > 1) == (file_bytes < 1 << 20)
+    with zerofx.full_params(model):
+        return before, logits(model), logits(read)
+
+
+@pytest.mark.parametrize(
+    ("name", "file_bytes"), [("gpt2", 1 << 30), ("bert", 8000), ("llama", 1 << 30)]
+)
+def test_from_pretrained_gives_the_logits_of_a_sharded_training(
+    name,
+    file_bytes,
+    ranks,  # noqa: F811
+    tmp_path,
+):
+    for before, trained, read in ranks(2).run(
+        train_and_export, str(tmp_path / "out"), name, file_bytes
+    ):
+        assert torch.equal(read, trained)
+        assert not torch.allclose(trained, before)
+
+
 def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3, 2), "more": torch.ones(1)}, file)
@@ -131,6 +197,26 @@ def test_a_full_disk_leaves_nothing(tmp_path):
         with pytest.raises(zerofx.CheckpointError, match="No space left.*Nothing is left"):
             zerofx.export_safetensors(tmp_path / "a", torch.nn.Linear(2, 2))
     assert os.listdir(tmp_path) == []
+
+
+def export_without_room(root: str) -> str:
+    """The kernel refuses to make files longer than a limit of this process; then it does not."""
+    torch._dynamo.reset()
+    pair, path = built(), Path(root) / "out"
+    train(zero(3), pair, range(1))
+    with file_size_limit(900, ranks=[0]), pytest.raises(zerofx.CheckpointError) as caught:
+        zerofx.export_safetensors(path, pair[0])
+    dist.barrier()
+    assert os.listdir(root) == []
+    zerofx.export_safetensors(path, pair[0])
+    found = load_file(path / "model.safetensors")
+    assert_same(dict(sorted(found.items())), dict(sorted(pair[0].state_dict().items())))
+    return str(caught.value)
+
+
+def test_files_that_the_kernel_refuses_leave_nothing(ranks, tmp_path):  # noqa: F811
+    for words in ranks(2).run(export_without_room, str(tmp_path)):
+        assert "File too large" in words
 
 
 def test_what_has_no_files_or_no_such_dtype_says_so(tmp_path):
