@@ -8,6 +8,7 @@ are mapped is patched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -107,5 +108,15 @@ def killing(at: int, *processes: int) -> Act:
         if number == at:
             for process in sorted(processes, key=lambda process: process == os.getpid()):
                 os.kill(process, signal.SIGKILL)
+
+    return act
+
+
+def failing(at: int) -> Act:
+    """Have the operation of a moment fail as on a full disk."""
+
+    def act(number: int, what: str) -> None:
+        if number == at and what != "return":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what)
 
     return act

@@ -1,7 +1,7 @@
 """Processes are killed at every moment of saving, loading and exporting, and nothing is lost.
 
 Each is killed before one operation on files, as ``tests/moments.py`` counts them; then another run
-goes on from what is left.
+goes on from what is left.  Or that operation fails, and the same run goes on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.covering import long
-from tests.moments import Moments, killing
+from tests.moments import Moments, failing, killing
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 
 LAST = 4  # what a training is run to
-WAYS = ("save", "save behind", "load", "resume", "export")
+WRITES = ("save", "save behind", "export")
+WAYS = (*WRITES, "load", "resume")
 
 
 def step(model, optimizer, inputs):
@@ -191,6 +192,45 @@ class Forks:
         shutil.rmtree(folder)
         return is_killed
 
+    def fails(self, way: str, number: int, every_write: int) -> bool:
+        """Have a moment fail, if there is such a one; what was there stays, and more is saved."""
+        training, folder = self.training, self.root / f"{way} {number}"
+        shutil.copytree(self.root / "start", folder)
+        training.folder = folder / "checkpoints"
+        found: list[Moments] = []
+
+        def watch() -> Moments:
+            found.append(Moments(training.folder, failing(number), every_write))
+            return found[0]
+
+        def work() -> None:
+            with contextlib.suppress(zerofx.CheckpointError):
+                training.do(way, watch)
+            if found[0].count <= number:
+                os._exit(THERE_IS_NONE)
+            training.recover(way, self.expected)
+
+        code, words = in_fork(work)
+        if code == 1:
+            self.wrong.append(f"{way}, failed at moment {number}: {words}")
+        shutil.rmtree(folder)
+        return code != THERE_IS_NONE
+
+
+THERE_IS_NONE = 2
+
+
+def failed_in_forks(root: str, every: int) -> tuple[dict[str, int], list[str]]:
+    """How often one process's disk was full for one operation, and what was wrong then."""
+    forks = Forks(root)
+    failures = dict.fromkeys(WRITES, 0)
+    for place, way in enumerate(failures):
+        for number in itertools.count(place % every, every):
+            if not forks.fails(way, number, every_write=40):
+                break
+            failures[way] += 1
+    return failures, forks.wrong
+
 
 def killed_in_forks(root: str, ways: list[str], every: int, every_write: int) -> tuple[dict, list]:
     """How often one process was killed, by the way, and what was wrong then.
@@ -235,6 +275,13 @@ def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write
             w.startswith(way + ",") for w in wrong
         )
     assert min(kills.values()) >= 24 / every and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("every", [6, long(1)])
+def test_whatever_fails_of_a_save_leaves_what_was_there_and_the_next_succeeds(every, tmp_path):
+    with contextlib.closing(Ranks(1)) as one:
+        ((failures, wrong),) = one.run(failed_in_forks, str(tmp_path), every, timeout_s=900)
+    assert min(failures.values()) >= 30 / every and not wrong, "\n".join(wrong)
 
 
 # Two ranks, of which one or both are killed.

@@ -123,7 +123,8 @@ def fill_files(root: str, limited: list[int], parts: list[float], asynchronous: 
 
 
 @pytest.mark.parametrize(
-    ("limited", "asynchronous"), [([0], False), ([1], True), long([0, 1], False), long([0], True)]
+    ("limited", "asynchronous"),
+    [long([0], False), ([1], True), long([0, 1], False), long([0], True)],
 )
 def test_what_the_kernel_refuses_leaves_the_old_checkpoint(
     limited,

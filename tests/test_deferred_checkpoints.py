@@ -22,6 +22,7 @@ from tests.checkpoints import (
     train,
     zero,
 )
+from tests.covering import long
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.deferred.draws import Draw
 from zerofx.deferred.guards import DeferredParameter
@@ -205,16 +206,14 @@ def train_from_harmed(root: str, harm: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+CHANGED = "written to, or replaced, since zerofx.load checked it, and model."
+HARMED = [("cut short", CHANGED), ("flipped", CHANGED), ("replaced", CHANGED)]
+HARMED += [("deleted", "is gone, and model."), ("rotten", "is damaged where model.deep is")]
+
+
 @pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        ("cut short", "written to, or replaced, since zerofx.load checked it, and model."),
-        ("flipped", "written to, or replaced, since zerofx.load checked it, and model."),
-        ("rotten", "is damaged where model.deep is"),
-        ("deleted", "is gone, and model."),
-        ("replaced", "written to, or replaced, since zerofx.load checked it, and model."),
-    ],
+    ("harm", "words", "size"),
+    [*((*one, 2) for one in HARMED), (*HARMED[-1], 1), *(long(*one, 1) for one in HARMED[:-1])],
 )
 def test_what_is_harmed_after_it_was_loaded_is_an_error_on_all_ranks(
     harm,

@@ -16,8 +16,8 @@ import zerofx.checkpoint.safetensors as files
 from zerofx.checkpoint.background import meet
 from zerofx.checkpoint.boxes import Box
 from zerofx.checkpoint.contents import Contents, model_entries
-from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import Draft, Notes, draft_of
+from zerofx.checkpoint.errors import MismatchError
+from zerofx.checkpoint.folders import Draft, Notes, draft_of, telling_what_failed
 from zerofx.checkpoint.matching import Differences, target_of
 from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_path
@@ -50,8 +50,9 @@ def export_safetensors(
     ranks.check_same("path", str(target))
     drafts: list[Draft] = []
     try:
-        ranks.together(lambda: drafts.append(Draft(target)) if ranks.rank == 0 else None)
-        _write(model, target, drafts, ranks, file_bytes)
+        with telling_what_failed(target):
+            ranks.together(lambda: drafts.append(Draft(target)) if ranks.rank == 0 else None)
+            _write(model, target, drafts, ranks, file_bytes)
     except BaseException:
         for draft in drafts:
             draft.discard()
@@ -98,15 +99,10 @@ def _write(
             draft.publish(Notes(0, None, 0, torch.__version__, __version__))
         drafts.clear()
 
-    try:
-        ranks.on_first(reserve)
-        with torch.no_grad(), ordinary_tensors():
-            ranks.together(fill)
-        ranks.together(publish)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error}. Nothing is left."
-        ) from error
+    ranks.on_first(reserve)
+    with torch.no_grad(), ordinary_tensors():
+        ranks.together(fill)
+    ranks.together(publish)
 
 
 def _copy_part(into: torch.Tensor, value: torch.Tensor, rank: int) -> None:

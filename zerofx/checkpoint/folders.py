@@ -28,6 +28,11 @@ NOTES = "zerofx.json"
 METADATA = ".metadata"
 FORMAT = 1
 
+NOT_WRITTEN = (
+    "Nothing else was changed: earlier checkpoints are whole, and what was written of this one is "
+    "removed."
+)
+
 _SAVING, _REMOVING = ".saving", ".removing"
 
 
@@ -108,6 +113,19 @@ def draft_of(target: Path) -> Path:
     return target.with_name(f".{target.name}{_SAVING}")
 
 
+@contextlib.contextmanager
+def telling_what_failed(target: Path) -> Iterator[None]:
+    """Raise CheckpointError, in words about ``target``, for what a file system refuses."""
+    try:
+        yield
+    except FileExistsError:
+        raise  # which has them
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {type(error).__name__}: {error}. {NOT_WRITTEN}"
+        ) from error
+
+
 class Draft:
     """A checkpoint on its way; on one rank.  Either ``publish`` it or ``discard`` it.
 
@@ -132,13 +150,14 @@ class Draft:
             self.folder.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
                 descriptor = os.open(self.folder / NOTES, os.O_RDWR | os.O_CREAT, 0o666)
-                if not _lock(descriptor):
-                    os.close(descriptor)
-                    break
-                if _is_at(descriptor, self.folder / NOTES):
-                    _empty(self.folder)
-                    return descriptor
-                os.close(descriptor)
+                with contextlib.ExitStack() as unless_kept:
+                    unless_kept.callback(os.close, descriptor)
+                    if not _lock(descriptor):
+                        break
+                    if _is_at(descriptor, self.folder / NOTES):
+                        _empty(self.folder)
+                        unless_kept.pop_all()
+                        return descriptor
         raise FileExistsError(
             f"another process is writing {self.target} (it holds {self.folder}). Let each training "
             "save to a folder of its own."
@@ -151,7 +170,10 @@ class Draft:
         os.fsync(self._lock)
         _sync(self.folder)
         os.rename(self.folder, self.target)
-        _sync(self.target.parent)
+        try:
+            _sync(self.target.parent)
+        except OSError as error:  # it is there, all of it
+            logger.warning("the disk has not confirmed the name of %s: %s", self.target, error)
         os.close(self._lock)
 
     def discard(self) -> None:
@@ -183,14 +205,14 @@ def prune(parent: Path, keep: int) -> None:
     One that this process has not read yet stays until the next time.
     """
     in_use = {late.folder for late in IN_USE}
-    rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
-    for path in rotating[:-keep]:
-        if path.absolute() in in_use:
-            continue
-        try:
+    try:
+        rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
+        for path in rotating[:-keep]:
+            if path.absolute() in in_use:
+                continue
             _remove(path)
-        except OSError as error:  # the new checkpoint is there all the same
-            logger.warning("an old checkpoint could not be removed: %s", error)
+    except OSError as error:  # the new checkpoint is there all the same
+        logger.warning("an old checkpoint could not be removed: %s", error)
 
 
 def remove_leftovers(parent: Path) -> None:

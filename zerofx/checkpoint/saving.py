@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.background import WRITER, Saving, meet
 from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
-from zerofx.checkpoint.folders import METADATA, Draft, Notes, draft_of, next_serial, prune
+from zerofx.checkpoint.folders import (
+    METADATA,
+    NOT_WRITTEN,
+    Draft,
+    Notes,
+    draft_of,
+    next_serial,
+    prune,
+    telling_what_failed,
+)
 from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_list, as_path, check_extra, check_model
 from zerofx.checkpoint.pieces import FlatPiece
@@ -79,7 +88,8 @@ def save(
 
     def begin() -> None:
         if ranks.rank == 0:
-            drafts.append(Draft(target))
+            with telling_what_failed(target):
+                drafts.append(Draft(target))
         contents = Contents(ranks.rank, ranks.world_size)
         found = contents.collect(model, optimizers, extra, trainable_only)
         collected.update(_taken(found, snapshot) if asynchronous else found)
@@ -169,8 +179,7 @@ def _write(
             )
     except (dcp.CheckpointException, RuntimeError, OSError) as error:
         raise CheckpointError(
-            f"{target} could not be written: {_words(error)}. Nothing else was changed: earlier "
-            "checkpoints are whole, and what was written of this one is removed."
+            f"{target} could not be written: {_words(error)}. {NOT_WRITTEN}"
         ) from error
 
     def publish() -> None:
@@ -184,7 +193,8 @@ def _write(
             if keep is not None:
                 prune(target.parent, keep)
 
-    ranks.together(publish)
+    with telling_what_failed(target):
+        ranks.together(publish)
 
 
 def _words(error: BaseException) -> str:
