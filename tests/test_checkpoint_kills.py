@@ -155,7 +155,7 @@ def tally(request):
     with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
         for way in sorted({way for way, _ in found}):
             words = f"{way}: {found[way, 'killed']} kills, went on after {found[way, 'survived']}"
-            plugins.get_plugin("terminalreporter").write_line(f"\n{words}")
+            print(f"\n{words}", end="")
 
 
 # One process, at every moment.  Each try is a fork of one that has compiled its step.
@@ -300,6 +300,7 @@ def killed_once(root: str, way: str, watching: int, number: int, victims: list[i
         return found[0]
 
     training.do(way, watch)
+    together()  # nobody has answered yet when the last moment comes
     return found[0].count
 
 
