@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import random
 import sysconfig
 import tokenize
@@ -111,9 +112,18 @@ def rank_rows(batch: int, rank: int, world_size: int) -> slice:
 
 
 def text_batches(
-    data: torch.Tensor, *, batch: int, seq: int, rank: int = 0, world_size: int = 1, seed: int = 0
+    data: torch.Tensor,
+    *,
+    batch: int,
+    seq: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    start: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Yield, forever, this rank's windows of ``seq + 1`` consecutive bytes.
+
+    The first ``start`` batches, which a training that is resumed has seen, are left out.
 
     Shapes: i64[batch / world_size, seq + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``.
     Raises: ValueError if the batch does not divide or ``data`` is shorter than a window.
@@ -123,9 +133,10 @@ def text_batches(
         raise ValueError(f"{data.numel()} bytes of text hold no window of {seq + 1} bytes")
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(seq + 1)
-    while True:
-        starts = torch.randint(data.numel() - seq, (batch,), generator=generator)
-        yield data[starts[rows, None] + window].long()
+    for number in itertools.count():
+        offsets = torch.randint(data.numel() - seq, (batch,), generator=generator)
+        if number >= start:
+            yield data[offsets[rows, None] + window].long()
 
 
 def label_lines(source: str) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,33 +104,67 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int):
 
 
 def train(
-    step: Callable[[], torch.Tensor], *, steps: int, tokens_per_step: int, launch: Launch
+    step: Callable[[], torch.Tensor],
+    *,
+    steps: int,
+    tokens_per_step: int,
+    launch: Launch,
+    losses: Sequence[float] = (),
+    save: Callable[[list[float]], object] | None = None,
+    save_every: int = 0,
 ) -> list[float]:
-    """Call ``step`` ``steps`` times and return this rank's losses.
+    """Call ``step`` until ``steps`` have been done, and return their losses.
 
-    The first step, which compiles, is left out of the tokens per second.
+    ``losses`` are those of the steps that a resumed training has behind it.  ``save`` is called
+    with all losses so far every ``save_every`` steps and at the end.  The first step, which
+    compiles, is left out of the tokens per second.
     """
-    losses: list[torch.Tensor] = []
+    losses, recent = list(losses), []
+    num_earlier = len(losses)
+    if num_earlier >= steps:
+        launch.log(f"{num_earlier} steps have been done before: nothing is left to train")
+        return losses
     start = time.perf_counter()
-    with tqdm(total=steps, unit="step", mininterval=1, disable=launch.rank != 0) as bar:
-        for done in range(1, steps + 1):
-            losses.append(step())
+    with tqdm(
+        total=steps, initial=num_earlier, unit="step", mininterval=1, disable=launch.rank != 0
+    ) as bar:
+        for done in range(num_earlier + 1, steps + 1):
+            recent.append(step())
             bar.update()
-            if done == 1:
-                losses[0].item()
+            if done == num_earlier + 1:
+                recent[0].item()
                 compiled_at = time.perf_counter()
             # Reading a loss waits for the device, so not at every step.
             elif done % 10 == 0 or done == steps:
-                loss = losses[-1].item()
-                rate = (done - 1) * tokens_per_step / (time.perf_counter() - compiled_at)
+                loss = recent[-1].item()
+                rate = (done - num_earlier - 1) * tokens_per_step
+                rate /= time.perf_counter() - compiled_at
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+            if done == steps or (save is not None and done % save_every == 0):
+                losses += mean_over_ranks(recent, launch)
+                recent.clear()
+                if save is not None:
+                    save(losses)
     end = time.perf_counter()
+    num_steps = steps - num_earlier
     launch.log(
-        f"{steps} steps in {end - start:.1f} s (the first, with compilation: "
+        f"{num_steps} steps in {end - start:.1f} s (the first, with compilation: "
         f"{compiled_at - start:.1f} s), "
-        f"{(steps - 1) * tokens_per_step / max(end - compiled_at, 1e-9):,.0f} tokens/s"
+        f"{(num_steps - 1) * tokens_per_step / max(end - compiled_at, 1e-9):,.0f} tokens/s"
     )
-    return torch.stack(losses).tolist()
+    return losses
+
+
+def mean_over_ranks(losses: Sequence[torch.Tensor], launch: Launch) -> list[float]:
+    """Return each step's loss over the whole batch: a rank's is that of its own rows.
+
+    Every rank must call this.  The ranks have equal numbers of rows.
+    """
+    mean = torch.stack(list(losses))
+    if launch.world_size > 1:
+        torch.distributed.all_reduce(mean)
+        mean /= launch.world_size
+    return mean.tolist()
 
 
 def mean_loss(evaluate: Callable[[torch.Tensor], torch.Tensor], batches: Iterator) -> float:
@@ -187,7 +221,7 @@ def smoothed(losses: list[float]) -> float:
 
 
 def save_loss_curve(losses: list[float], path: Path, title: str, launch: Launch) -> None:
-    """Plot rank 0's losses and their running mean to a PNG."""
+    """Plot the losses and their running mean to a PNG, on rank 0."""
     if launch.rank != 0:
         return
     # Here, not at the top: only rank 0 needs it, and memory is compared between ranks.

@@ -6,6 +6,11 @@
 ``training_step`` is an ordinary single-device step; ``backend="zero"`` makes it a ZeRO
 program over as many processes as torchrun started.  ``--backend eager`` runs it as it is.
 The exit status says whether the training loss reached ``--target-loss``.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoints FOLDER
+
+goes on from the last checkpoint in the folder, whenever and however often it is killed, and on
+as many processes as there are then.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from corpus import read_bytes, source_files, split_files, text_batches
@@ -31,6 +37,8 @@ from loop import (
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import zerofx
 
 VOCABULARY = 256
 HEAD_WIDTH = 48
@@ -159,10 +167,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="bytes per row")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192, help=f"a multiple of {HEAD_WIDTH}")
-    parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in backward")
+    parser.add_argument("--recompute", action="store_true", help="recompute blocks in backward")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from the last one"
+    )
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--sample-bytes", type=int, default=300)
     parser.add_argument("--target-loss", type=float, default=1.8)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.save_every < 1:
+        parser.error(f"--save-every is {arguments.save_every}; expected 1 or more steps")
+    return arguments
 
 
 def main() -> int:
@@ -176,7 +191,7 @@ def main() -> int:
         seq=arguments.seq,
         num_layers=arguments.layers,
         width=arguments.width,
-        recompute=arguments.checkpoint,
+        recompute=arguments.recompute,
     ).to(launch.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1
@@ -188,6 +203,25 @@ def main() -> int:
         f"step over {launch.world_size} rank(s) on {launch.device.type}, backend {launch.backend}"
     )
 
+    extra = {}
+    if arguments.checkpoints:
+        extra = zerofx.resume(arguments.checkpoints, model, optimizer)
+    losses = extra.get("losses", [])
+    if extra:
+        scheduler.load_state_dict(extra["scheduler"])
+        launch.log(f"resumed after step {len(losses)}")
+
+    def save(losses: list[float]) -> None:
+        zerofx.save(
+            arguments.checkpoints / f"step-{len(losses)}",
+            model,
+            optimizer,
+            {"losses": losses, "scheduler": scheduler.state_dict()},
+            keep=2,
+            # All but the last are written while the training goes on.
+            asynchronous=len(losses) < arguments.steps,
+        )
+
     batches = text_batches(
         read_bytes(train_files),
         batch=arguments.batch,
@@ -195,6 +229,7 @@ def main() -> int:
         rank=launch.rank,
         world_size=launch.world_size,
         seed=arguments.seed,
+        start=len(losses),
     )
     compiled_step = torch.compile(training_step, **launch.compile_arguments)
 
@@ -208,6 +243,9 @@ def main() -> int:
         steps=arguments.steps,
         tokens_per_step=arguments.batch * arguments.seq,
         launch=launch,
+        losses=losses,
+        save=save if arguments.checkpoints else None,
+        save_every=arguments.save_every,
     )
     report_memory(launch, model, optimizer, compiled_step, baseline_bytes=baseline_bytes)
     # Before the collectives below: torchrun ends all ranks when one of them exits with 1.

@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import traceback
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from unittest import mock
 
 import pytest
@@ -43,6 +43,11 @@ def start(process: multiprocessing.process.BaseProcess, rank: int) -> None:
     connect = server_of(rank).connect_to_new_process
     with mock.patch.object(forkserver, "connect_to_new_process", connect):
         process.start()
+
+
+def use_own_server() -> None:
+    """Have what this process starts, itself forked from a server, forked from the same one."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # or it begins another
 
 
 class Ranks:

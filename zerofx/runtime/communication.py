@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.peer_memory import PeerMemory
+from zerofx.runtime.starts import store_of_this_start
 from zerofx.runtime.transport import (
     REDUCTIONS,
     SCALAR_BYTES,
@@ -359,6 +361,7 @@ def _backend_for(device: str, group: dist.ProcessGroup) -> str:
     return backend
 
 
+START_TIMEOUT_S = 30 * 60.0  # torch's own for a process group
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -379,21 +382,15 @@ def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
 
 
 def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What ``init_process_group`` is told when torchrun has started its workers once more.
-
-    torchrun keeps its store, and gloo would look for new ranks where those were that have died: a
-    restart hangs, not always (torch 2.11 to 2.14).  So every start has keys of its own.
-    """
-    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if start == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """What ``init_process_group`` is told: torchrun's store, under keys of this start's own."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"zerofx/start {start}", dist.TCPStore(address, port, is_master=False))
-    return {
-        "store": store,
-        "rank": int(environ["RANK"]),
-        "world_size": int(environ["WORLD_SIZE"]),
-    }
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    store = store_of_this_start(store, rank, world_size, START_TIMEOUT_S)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
