@@ -206,10 +206,10 @@ def main() -> int:
     extra = {}
     if arguments.checkpoints:
         extra = zerofx.resume(arguments.checkpoints, model, optimizer)
-    losses = extra.get("losses", [])
+    earlier = extra.get("losses", [])
     if extra:
         scheduler.load_state_dict(extra["scheduler"])
-        launch.log(f"resumed after step {len(losses)}")
+        launch.log(f"resumed after step {len(earlier)}")
 
     def save(losses: list[float]) -> None:
         zerofx.save(
@@ -229,7 +229,7 @@ def main() -> int:
         rank=launch.rank,
         world_size=launch.world_size,
         seed=arguments.seed,
-        start=len(losses),
+        start=len(earlier),
     )
     compiled_step = torch.compile(training_step, **launch.compile_arguments)
 
@@ -243,11 +243,12 @@ def main() -> int:
         steps=arguments.steps,
         tokens_per_step=arguments.batch * arguments.seq,
         launch=launch,
-        losses=losses,
+        losses=earlier,
         save=save if arguments.checkpoints else None,
         save_every=arguments.save_every,
     )
-    report_memory(launch, model, optimizer, compiled_step, baseline_bytes=baseline_bytes)
+    if len(losses) > len(earlier):
+        report_memory(launch, model, optimizer, compiled_step, baseline_bytes=baseline_bytes)
     # Before the collectives below: torchrun ends all ranks when one of them exits with 1.
     curve = arguments.out / "train_gpt.png"
     save_loss_curve(losses, curve, "GPT on the standard library", launch)
