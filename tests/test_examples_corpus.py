@@ -93,6 +93,18 @@ def test_text_batches_of_all_ranks_are_one_global_batch(world_size):
         assert torch.equal(torch.cat(pieces), expected)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_resumed_training_goes_on_with_the_batch_that_comes_next(world_size):
+    data = torch.arange(200, dtype=torch.uint8)
+    whole = list(itertools.islice(corpus.text_batches(data, batch=12, seq=16, seed=3), 5))
+    parts = [
+        corpus.text_batches(data, batch=12, seq=16, rank=r, world_size=world_size, seed=3, start=3)
+        for r in range(world_size)
+    ]
+    for expected in whole[3:]:
+        assert torch.equal(torch.cat([next(part) for part in parts]), expected)
+
+
 def test_text_batches_are_consecutive_bytes_and_reach_both_ends():
     data = torch.arange(10, dtype=torch.uint8)
     batches = list(itertools.islice(corpus.text_batches(data, batch=4, seq=7), 20))
