@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="bytes per row")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--target-loss", type=float, default=2.3, help="of validation, on prose")
+    parser.add_argument("--target-loss", type=float, default=2.6, help="of validation, on prose")
     return parser.parse_args()
 
 

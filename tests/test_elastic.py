@@ -66,7 +66,9 @@ def train(root: str, num_steps: int, rank: int, size: int, hold: bool) -> None:
             zerofx.save(Path(root) / f"checkpoints/step-{number + 1}", model, optimizer, extra)
 
 
-def train_as_worker(root: str, num_steps: int, held: tuple[int, int] | None) -> None:
+def train_as_worker(
+    root: str, num_steps: int, held: tuple[int, int] | None, makes_group: bool
+) -> None:
     """What a worker of torchrun's does; the first of this rank and world size waits at a step."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -74,6 +76,8 @@ def train_as_worker(root: str, num_steps: int, held: tuple[int, int] | None) -> 
     hold = held == (rank, size) and not (Path(root) / f"held-{rank}-of-{size}").exists()
     (Path(root) / f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
     (Path(root) / f"pid-{rank}-of-{size}").write_text(str(os.getpid()))
+    if makes_group:
+        dist.init_process_group("gloo")
     train(root, num_steps, rank, size, hold)
 
 
@@ -100,7 +104,7 @@ def means_in(root: Path) -> list[float]:
     return [sum(losses.values()) / len(losses) for losses in losses_in(root).values()]
 
 
-def run_agent(root, num_steps, held, environment, **config) -> None:
+def run_agent(environment, worker_arguments, **config) -> None:
     use_own_server()
     os.environ.update(environment)
     sys.stderr = open(os.devnull, "w")  # torchrun's words about workers that were killed
@@ -115,7 +119,7 @@ def run_agent(root, num_steps, held, environment, **config) -> None:
         ),
         train_as_worker,
     )
-    launch(root, num_steps, held)
+    launch(*worker_arguments)
 
 
 class Agents:
@@ -135,6 +139,7 @@ class Agents:
         nodes: tuple[int, int] = (1, 1),
         num_steps: int = NUM_STEPS,
         held: tuple[int, int] | None = None,
+        makes_group: bool = False,
     ) -> multiprocessing.process.BaseProcess:
         settings = {
             "min_nodes": nodes[0],
@@ -146,7 +151,7 @@ class Agents:
         }
         agent = multiprocessing.get_context("forkserver").Process(
             target=run_agent,
-            args=(str(self.root), num_steps, held, self.environment),
+            args=(self.environment, (str(self.root), num_steps, held, makes_group)),
             kwargs=settings,
         )
         start(agent, 0)
@@ -189,9 +194,19 @@ def undisturbed_fixture(ranks, tmp_path_factory):  # noqa: F811
     return of
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path, undisturbed):
-    with contextlib.closing(Agents(tmp_path)) as agents:
-        agent = agents.add(workers=2, held=(1, 2))
+ONE_STORE_FOR_EACH_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "makes_group"),
+    [({}, False), (ONE_STORE_FOR_EACH_START, True)],
+    ids=["group_of_zerofx", "group_of_the_user"],
+)
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
+    environment, makes_group, tmp_path, undisturbed
+):
+    with contextlib.closing(Agents(tmp_path, environment)) as agents:
+        agent = agents.add(workers=2, held=(1, 2), makes_group=makes_group)
         agents.wait_for("held-1-of-2")
         agents.signal_worker(1, 2, signal.SIGKILL)
         assert agents.join(agent) == [0]
@@ -209,9 +224,8 @@ def test_other_numbers_of_ranks_go_on_to_rounding(tmp_path, undisturbed):
 
 
 def test_within_one_launch_an_agent_may_be_killed_and_another_come(tmp_path, undisturbed):
-    # Or torch 2.13's agents refer to the store of one that has gone.
-    one_store_for_each_start = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with contextlib.closing(Agents(tmp_path, one_store_for_each_start)) as agents:
+    # Or agents of torch 2.13 send their workers to different stores.
+    with contextlib.closing(Agents(tmp_path, ONE_STORE_FOR_EACH_START)) as agents:
         goes = agents.add(nodes=(1, 2), held=(0, 2))
         stays = agents.add(nodes=(1, 2), held=(0, 1))
         agents.wait_for("held-0-of-2")
