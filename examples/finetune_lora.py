@@ -85,13 +85,13 @@ def folder_bytes(folder: Path) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__, steps=150, batch=16, lr=1e-2)
-    parser.add_argument("--base-steps", type=int, default=150, help="how long the base is trained")
+    parser.add_argument("--base-steps", type=int, default=300, help="how long the base is trained")
     parser.add_argument("--base-lr", type=float, default=3e-3, help="and with which learning rate")
     parser.add_argument("--adapter-rank", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128, help="bytes per row")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--target-loss", type=float, default=2.6, help="of validation, on prose")
+    parser.add_argument("--target-loss", type=float, default=2.2, help="of validation, on prose")
     return parser.parse_args()
 
 

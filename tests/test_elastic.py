@@ -199,8 +199,12 @@ ONE_STORE_FOR_EACH_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @pytest.mark.parametrize(
     ("environment", "makes_group"),
-    [({}, False), (ONE_STORE_FOR_EACH_START, True)],
-    ids=["group_of_zerofx", "group_of_the_user"],
+    [
+        pytest.param({}, False, id="group_of_zerofx"),
+        pytest.param(
+            ONE_STORE_FOR_EACH_START, True, id="group_of_the_user", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     environment, makes_group, tmp_path, undisturbed
