@@ -114,11 +114,8 @@ def trained_by_zerofx(stage: int):
     traffic.reset()
     found += losses(run, pair, range(2, 3))
     sharded = {name for name, one in model.named_parameters() if type(one) is ShardedParameter}
-    assert sharded == (
-        {name for name, _ in model.named_parameters()}
-        if stage == 3 and dist.get_world_size() > 1
-        else set()
-    )
+    names = {name for name, _ in model.named_parameters()}
+    assert sharded == (names if stage == 3 else set())
     assert all(one.grad is None for one in model.parameters() if not one.requires_grad)
     assert {id(one) for one in pair[1].state} == {id(one) for one in trainable(model)}
     return found, model.state_dict(), traffic.snapshot()["sent_bytes"]
