@@ -129,6 +129,24 @@ def test_a_damaged_checkpoint_is_logged_and_the_one_before_it_loaded(tmp_path, c
         zerofx.resume(tmp_path, model, optimizer)
 
 
+def test_a_training_saves_again_what_it_has_skipped(tmp_path, caplog):
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in (1, 2):
+        zerofx.save(tmp_path / f"step-{number}", model, optimizer, {"step": number})
+    for _ in range(2):
+        (data,) = (tmp_path / "step-2").glob("*.distcp")
+        os.truncate(data, 1000)
+        assert zerofx.resume(tmp_path, model, optimizer) == {"step": 1}
+        zerofx.save(tmp_path / "step-2", model, optimizer, {"step": 2})
+        assert zerofx.resume(tmp_path, model, optimizer) == {"step": 2}
+    aside = {".step-2.damaged", ".step-2.damaged-1"}
+    assert set(os.listdir(tmp_path)) == {"step-1", "step-2"} | aside
+    assert "is saved anew" in caplog.text
+    with pytest.raises(FileExistsError):  # that one is whole
+        zerofx.save(tmp_path / "step-2", model, optimizer)
+
+
 def test_each_rank_may_add_what_is_its_own(ranks, tmp_path):  # noqa: F811
     for found in ranks(2).run(add_own, str(tmp_path)):
         assert found == {"common": 0, "of-0": [0], "of-1": [1]}

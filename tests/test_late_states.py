@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import shutil
@@ -24,6 +25,7 @@ from tests.checkpoints import (
     zero,
 )
 from tests.ranks import ranks_fixture  # noqa: F401
+from zerofx.checkpoint import folders
 from zerofx.checkpoint.reading import Reader
 from zerofx.runtime.late_states import LateState, unread
 
@@ -242,9 +244,24 @@ def test_damage_is_found_when_it_is_read(how, path, tmp_path):
     shutil.copytree(path, tmp_path / "a")
     pair = loaded(tmp_path / "a")
     damage(tmp_path / "a", how)
-    with pytest.raises(zerofx.StepError, match="cannot be read from .* any more"):
+    with pytest.raises(zerofx.StepError, match="written to, or replaced, since zerofx.load"):
         copy.deepcopy(pair[1].state_dict())
     assert late_states(pair)
+
+
+def test_what_has_been_read_or_replaced_is_in_use_no_longer(path, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(path, tmp_path / name)
+    gc.collect()
+    gc.disable()  # at once, by its references
+    try:
+        pair = loaded(tmp_path / "a")
+        zerofx.load(tmp_path / "b", *pair)
+        assert {use.folder.name for use in folders._IN_USE} == {"b"}
+        train(zero(3), pair, range(3, 4))
+        assert not folders._IN_USE
+    finally:
+        gc.enable()
 
 
 def test_one_that_is_still_to_be_read_is_kept(tmp_path):

@@ -185,6 +185,9 @@ class _Mapped:
     def check(self, entry: str) -> None:
         self._file.check()
 
+    def use(self) -> None:
+        """It stays, as it is mapped."""
+
 
 def _files_at(path: Path) -> list[Path]:
     if path.is_file():

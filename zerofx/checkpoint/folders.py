@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zerofx.checkpoint.errors import CheckpointError
 
@@ -133,6 +134,8 @@ class Draft:
     """
 
     def __init__(self, target: Path) -> None:
+        if target in SKIPPED and os.path.lexists(target):
+            _set_aside(target)
         if os.path.lexists(target):
             raise FileExistsError(
                 f"{target} exists, and a checkpoint is never written over another: killed in the "
@@ -189,14 +192,30 @@ def next_serial(parent: Path) -> int:
     return found[-1][0].serial + 1 if found else 1
 
 
-class InFolder(Protocol):
-    """Something that will be read from a checkpoint's folder."""
-
-    folder: Path
+SKIPPED: set[Path] = set()
+"""The damaged checkpoints that a training has gone on without: it will come to their names."""
 
 
-IN_USE: weakref.WeakSet[InFolder] = weakref.WeakSet()
-"""What this process has loaded, and not read yet."""
+def _set_aside(path: Path) -> None:
+    """Make room for a new checkpoint of this name."""
+    number = itertools.count(1)
+    aside = path.with_name(f".{path.name}.damaged")
+    while os.path.lexists(aside):
+        aside = path.with_name(f".{path.name}.damaged-{next(number)}")
+    os.rename(path, aside)
+    SKIPPED.discard(path)
+    logger.warning("%s was damaged and is saved anew: the old one is %s now", path, aside)
+
+
+class Use:
+    """Something of a checkpoint that this process has loaded, and will read if it is alive then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _IN_USE.add(self)
+
+
+_IN_USE: weakref.WeakSet[Use] = weakref.WeakSet()
 
 
 def prune(parent: Path, keep: int) -> None:
@@ -204,7 +223,7 @@ def prune(parent: Path, keep: int) -> None:
 
     One that this process has not read yet stays until the next time.
     """
-    in_use = {late.folder for late in IN_USE}
+    in_use = {use.folder for use in _IN_USE}
     try:
         rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
         for path in rotating[:-keep]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerofx.checkpoint.boxes import Box
 from zerofx.checkpoint.errors import CheckpointError
-from zerofx.checkpoint.folders import IN_USE
+from zerofx.checkpoint.folders import Use
 from zerofx.checkpoint.reading import Reader
 from zerofx.errors import StepError
 
@@ -23,8 +23,7 @@ class Files:
 
     A disk may damage a file although nobody has written to it, so what is read late is compared
     with its checksums once more.  What only one rank reads, it ``compares`` before a step changes
-    anything, so that all ranks hear of it.  The checkpoint is in use for as long as something is
-    to be read from it.
+    anything, so that all ranks hear of it.
     """
 
     def __init__(
@@ -48,7 +47,9 @@ class Files:
         names = {name for its in self._names.values() for name in its}
         self._states = {name: state_of(self.folder / name) for name in names}
         self._compared: set[str] = set()
-        IN_USE.add(self)
+
+    def use(self) -> Use:
+        return Use(self.folder)
 
     def read(
         self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.background import meet
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import complete_in
+from zerofx.checkpoint.folders import SKIPPED, complete_in
 from zerofx.checkpoint.late import Files
 from zerofx.checkpoint.matching import (
     Plan,
@@ -82,7 +82,8 @@ def resume(
     Returns its ``extra``; an empty dict, and nothing has changed, if there is none yet.  Call it at
     the start of a training that may be started again, on as many ranks or others.  Generators of
     random numbers go on where those of the same rank were, if there are as many ranks as then.
-    A checkpoint that is damaged is logged, and the one before it loaded.
+    A checkpoint that is damaged is logged, and the one before it loaded; a later save under its
+    name renames it.
 
     Raises: MismatchError if the last one is of another model; CheckpointError if all are damaged;
     RuntimeError if a rank does not join.  All on every rank.
@@ -101,6 +102,7 @@ def resume(
             if path == paths[-1]:
                 raise
             logger.error("%s The one before it is loaded.", error)
+            SKIPPED.add(path.absolute())
             continue
         reading.read_on()
         if reading.rng is not None:
@@ -208,6 +210,7 @@ class _Reading:
         """
         with torch.no_grad(), ordinary_tensors():
             self.ranks.together(self._read)
+        self.plan.clear()
 
     def _read(self) -> None:
         try:

@@ -69,6 +69,11 @@ class Plan:
     finish: list[Callable[[Mapping[str, Any]], object]] = field(default_factory=list)
     differences: Differences = field(default_factory=Differences)
 
+    def clear(self) -> None:
+        """Forget what has been done, and the states that it was done to: they refer to the plan."""
+        self.targets.clear()
+        self.finish.clear()
+
 
 def match_model(plan: Plan, saved: Saved, model: nn.Module, left_out: Collection[str] = ()) -> None:
     """Say where each tensor of the model comes from.

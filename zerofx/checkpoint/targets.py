@@ -41,6 +41,9 @@ class Source(Protocol):
     def check(self, entry: str) -> object:
         """Raise StepError if the files are gone."""
 
+    def use(self) -> object:
+        """What to keep for as long as the files are to stay."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -88,7 +91,7 @@ class LateTarget(Target):
     is_late = True
 
     def fill(self, source: Source) -> None:
-        def fill(tensor: torch.Tensor) -> None:
+        def fill(tensor: torch.Tensor, use: object = source.use()) -> None:
             _in_place(self.entry, tensor).fill_by(source.read_late)
 
         LEDGER.fill_later(self.tensor, fill, partial(source.check, self.entry))
@@ -108,13 +111,13 @@ class LateStateTarget(Target):
     is_late = True
 
     def fill(self, source: Source) -> None:
-        shape = tuple(self.like.shape)
+        entry, shape = self.entry, tuple(self.like.shape)  # not self, which knows who keeps it
 
         def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
-            source.read_late(self.entry, boxes_of(shape, order, start, stop), order, into)
+            source.read_late(entry, boxes_of(shape, order, start, stop), order, into)
 
-        check = partial(source.check, self.entry)
-        saved = SavedState(self.entry, shape, self.dtype, read, check)
+        check = partial(source.check, entry)
+        saved = SavedState(entry, shape, self.dtype, read, check, source.use())
         self.keep(standing_for(saved, self.like, self.device))
 
 

@@ -135,6 +135,7 @@ class Ledger:
                         storage.resize_(0)
                         raise
             del self._memories[_key(tensor)]
+            memory.last = None  # which would keep it, and what it was made from
 
     def backed(self, tensors: Iterable[Tensor]) -> _Backed:
         """Have room, and no values, where these look, for as long as the context lasts."""

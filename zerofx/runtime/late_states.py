@@ -28,13 +28,18 @@ dimensions in memory from slowest to fastest, ``start`` and ``stop``."""
 
 @dataclass(frozen=True, eq=False)
 class SavedState:
-    """One state in a checkpoint.  ``name`` is for errors, ``check`` raises if it cannot be read."""
+    """One state in a checkpoint.
+
+    ``name`` is for errors, ``check`` raises if it cannot be read, ``use`` keeps what it is read
+    from.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: FlatReader
     check: Callable[[], object]
+    use: object
 
     def __post_init__(self) -> None:
         _UNREAD.add(self)
