@@ -217,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     Sizes.add_arguments(parser)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="plain ones, in each round")

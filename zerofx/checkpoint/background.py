@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +47,7 @@ class Saving:
         self._thread.start()
 
     def _run_behind(self) -> None:
+        _yield_to_others()
         try:
             self.run()
         except Exception as error:
@@ -74,6 +78,13 @@ class Saving:
         return self.path
 
     result = wait
+
+
+def _yield_to_others() -> None:
+    """Have this thread run when the training leaves a CPU idle; where the system can say so."""
+    if sys.platform == "linux":  # elsewhere this is about all threads
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class Writer:
