@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.checkpoint import filesystem
 
 from zerofx.checkpoint import exports
-from zerofx.checkpoint.targets import Target
+from zerofx.checkpoint.targets import LateStateTarget, LateTarget, MemoryTarget
 
 _AUDITED = frozenset(
     (
@@ -44,7 +44,8 @@ class Moments:
         sys.addaudithook(self._audited)
         for name in ("fsync", "pwrite", "posix_fallocate"):
             self._before(os, name)
-        self._before(Target, "fill", "assign")
+        for kind in (MemoryTarget, LateTarget, LateStateTarget):
+            self._before(kind, "fill", "assign")
         self._before(exports, "_copy_part", "copy")
         self._streams()
 
