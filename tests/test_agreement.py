@@ -53,7 +53,7 @@ def check_all(ranks, lines):
 def test_equal_schedules_agree_again_and_again(world_size):
     ranks = agreements(world_size)
     for turn in range(5):
-        assert check_all(ranks, (*LINES, f"turn {turn}")) == [None] * world_size
+        assert check_all(ranks, (*LINES, f"turn {turn}")) == [False] * world_size
 
 
 def test_a_repeated_check_asks_nobody():
@@ -96,10 +96,18 @@ def test_a_schedule_that_ends_early_differs():
     )
 
 
+@pytest.mark.parametrize("values", [(b"a", b"a"), (b"a", b"b"), (b"a", b""), (b"", b"")])
+def test_all_hear_whether_they_have_come_with_the_same_value(values):
+    ranks = agreements(2)
+    found = on_ranks(2, lambda rank: ranks[rank].check(LINES, 5, values[rank]))
+    assert found == [values == (b"a", b"a")] * 2
+    assert check_all(ranks, LINES) == [False, False]  # they agree already, and do not meet
+
+
 def test_a_difference_leaves_the_ranks_able_to_agree():
     ranks = agreements(2)
     on_ranks(2, lambda rank: ranks[rank].check((f"rank {rank}",), 5))
-    assert check_all(ranks, LINES) == [None, None]
+    assert check_all(ranks, LINES) == [False, False]
 
 
 def test_a_rank_that_never_posts_is_named_with_what_is_new_here():
@@ -152,7 +160,7 @@ def test_scopes_and_later_objects_of_one_scope_do_not_mix():
     for turn in range(3):
         for scope in ("step", "evaluate"):
             ranks = [Agreement(store, rank, 2, scope) for rank in range(2)]
-            assert check_all(ranks, (scope, str(turn))) == [None, None]
+            assert check_all(ranks, (scope, str(turn))) == [False, False]
 
 
 def test_finished_rounds_leave_no_keys():

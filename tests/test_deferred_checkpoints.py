@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,8 @@ from tests.checkpoints import (
 )
 from tests.covering import long
 from tests.ranks import ranks_fixture  # noqa: F401
+from zerofx.checkpoint import exports
+from zerofx.checkpoint.late import Files
 from zerofx.deferred.draws import Draw
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
@@ -131,6 +134,63 @@ def test_materialize_and_state_dict_read_too(tmp_path):
     assert is_deferred(pair[0])
     zerofx.materialize(pair[0])
     assert_same(dict(pair[0].state_dict()), dict(expected[0]))
+
+
+def load_and_count(path, kind, changes_one):
+    """The elements of parameters that this rank reads, and what the first steps make of them."""
+    torch._dynamo.reset()
+    pair, read = deferred(1), Counter()
+    owner, name = (Files, "read_late") if kind == "saved" else (exports._Mapped, "read_late")
+    original = getattr(owner, name)
+
+    def counting(self, entry, boxes, order, into):
+        read[entry] += into.numel()
+        return original(self, entry, boxes, order, into)
+
+    with mock.patch.object(owner, name, counting), drawing_is_an_error():
+        if kind == "saved":
+            zerofx.load(path, pair[0])
+        else:
+            zerofx.load_safetensors(path, pair[0])
+        if changes_one and torch.distributed.get_rank() == 0:
+            with torch.no_grad():
+                pair[0].body.weight.copy_(torch.ones(5, 6))
+        losses = train(zero(3), pair, range(2))
+    return dict(read), losses, states(pair)
+
+
+@pytest.mark.parametrize("kind", ["saved", "exported"])
+@pytest.mark.parametrize("changes_one", [False, True])
+def test_each_rank_reads_its_part_or_takes_rank_0s(kind, changes_one, ranks, tmp_path):  # noqa: F811
+    first = built(5)
+    if kind == "saved":
+        path = str(zerofx.save(tmp_path / "a", first[0]).wait())
+    else:
+        path = str(zerofx.export_safetensors(tmp_path / "a", first[0]))
+    (read, losses, after), (other_read, *other) = ranks(2).run(
+        load_and_count, path, kind, changes_one
+    )
+    if changes_one:
+        with torch.no_grad():
+            first[0].body.weight.fill_(1)
+    expected = ranks(2).run(train_from, first[0].state_dict())
+    assert (losses, other[0]) == (expected[0][0], expected[1][0])
+    assert_same(after, expected[0][1])
+    sizes = {name: one.numel() for name, one in first[0].named_parameters() if one.numel() > 1}
+    total = sum(read.values()) + sum(other_read.values())
+    if changes_one:  # rank 0 makes all, but the one that it has changed, and the other none
+        assert total == sum(sizes.values()) - 30 and not sum(other_read.values())
+    else:
+        assert total == sum(sizes.values())
+        assert all(sum(one.values()) < 0.6 * total for one in (read, other_read))
+
+
+def train_from(state):
+    torch._dynamo.reset()
+    pair = built(1)
+    pair[0].load_state_dict(state)
+    losses = train(zero(3), pair, range(2))
+    return losses, states(pair)
 
 
 def test_what_does_not_fit_is_initialized(tmp_path):

@@ -30,6 +30,7 @@ from zerofx.picture.files import TimelineDump
 from zerofx.progress import progress
 from zerofx.runtime.agreement import AgreementError, where_they_part
 from zerofx.runtime.file_tier import FileTier
+from zerofx.runtime.first_values import digest_of
 from zerofx.runtime.pages import return_freed_memory
 from zerofx.runtime.parameters import REGISTRY
 from zerofx.runtime.peer_memory import AnotherProgramError
@@ -237,9 +238,12 @@ class Program:
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
             raise
+        sources = runtime.sources()
         with self.function.ending_divided_steps():
-            self.function.agreement.check(self.schedule, self.function.agreement_timeout_s)
-        runtime.bind()
+            is_same_for_all = self.function.agreement.check(
+                self.schedule, self.function.agreement_timeout_s, digest_of(sources)
+            )
+        runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(
             self.gm,
             runtime.kernels(),

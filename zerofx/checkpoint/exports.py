@@ -168,6 +168,7 @@ class _Mapped:
 
     def __init__(self, file: files.MappedFile) -> None:
         self._file = file
+        self.name = str(file.path.absolute())
 
     def read(
         self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor

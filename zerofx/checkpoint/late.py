@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,23 +22,20 @@ class Files:
     """What targets are filled from: now, or from files that are as they were when it was made.
 
     A disk may damage a file although nobody has written to it, so what is read late is compared
-    with its checksums once more.  What only one rank reads, it ``compares`` before a step changes
-    anything, so that all ranks hear of it.
+    with its checksums once more: this rank's ``share`` of it before a step changes anything, so
+    that all ranks hear of damage, and what it reads itself when it does.
     """
 
     def __init__(
         self,
         reader: Reader,
         late: Mapping[str, Sequence[MetadataIndex]],
-        compares: Mapping[str, Sequence[MetadataIndex]],
+        share: Collection[MetadataIndex],
     ) -> None:
-        """Made before they are checked.
-
-        ``late`` are the parts of files that each entry is read from late; ``compares`` those of
-        them that this rank alone will read, and in whole.
-        """
+        """Made before they are checked.  ``late`` are the parts of files by entry, of all ranks."""
         self.folder = reader.folder.absolute()
-        self._reader, self._compares = reader, compares
+        self.name = str(self.folder)
+        self._reader, self._late, self._share = reader, late, share
         storage = reader.metadata.storage_data
         self._names = {
             entry: sorted({storage[one].relative_path for one in its if one in storage})
@@ -46,7 +43,7 @@ class Files:
         }
         names = {name for its in self._names.values() for name in its}
         self._states = {name: state_of(self.folder / name) for name in names}
-        self._compared: set[str] = set()
+        self._compared: set[MetadataIndex] = set()
 
     def use(self) -> Use:
         return Use(self.folder)
@@ -61,8 +58,7 @@ class Files:
     ) -> None:
         self.check(entry)
         items = self._reader.items(entry, boxes)
-        if entry not in self._compares:
-            self._compare(entry, [item.storage_index for item in items])
+        self._compare(entry, [item.storage_index for item in items])
         self._reader.read_tensor(items, boxes, order, into)
 
     def check(self, entry: str) -> None:
@@ -80,11 +76,10 @@ class Files:
                     f"{path} has been written to, or replaced, since zerofx.load checked it, and "
                     f"{entry} was to be made from it. Load a checkpoint again."
                 )
-        if entry in self._compares and entry not in self._compared:
-            self._compare(entry, self._compares[entry])
-            self._compared.add(entry)
+        self._compare(entry, [part for part in self._late[entry] if part in self._share])
 
     def _compare(self, entry: str, parts: Sequence[MetadataIndex]) -> None:
+        parts = [part for part in parts if part not in self._compared]
         try:
             self._reader.check(parts)
         except CheckpointError as error:
@@ -92,6 +87,7 @@ class Files:
                 f"{error} It was whole when zerofx.load checked it, and {entry} was to be made "
                 "from it now."
             ) from error
+        self._compared.update(parts)
 
 
 def state_of(path: Path) -> State | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from zerofx.checkpoint.paths import as_list, as_path, check_model
 from zerofx.checkpoint.reading import Reader, read_metadata
 from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
-from zerofx.checkpoint.targets import LateTarget
 from zerofx.runtime.flat import ordinary_tensors
 from zerofx.runtime.whole import attach_optimizer
 
@@ -184,24 +183,19 @@ class _Reading:
             )
         items = [self.reader.items(t.entry, t.boxes) for t in self.plan.targets]
         parts = [[item.storage_index for item in its] for its in items]
-        late = {t.entry: its for t, its in zip(self.plan.targets, parts, strict=True) if t.is_late}
-        made = {t.entry for t in self.plan.targets if isinstance(t, LateTarget)}
-        makes = self.ranks.rank == 0
-        compares = {entry: its for entry, its in late.items() if makes and entry in made}
-        self.files = Files(self.reader, late, compares)
-        self.reader.check(self._checked_here(parts))
+        both = list(zip(self.plan.targets, parts, strict=True))
+        late = {target.entry: its for target, its in both if target.is_late}
+        share = self._share_of([part for its in late.values() for part in its])
+        self.files = Files(self.reader, late, share)
+        now = [part for target, its in both if not target.is_late for part in its]
+        self.reader.check([*now, *share])
         for entry in self.plan.values:
             self._value(entry)
         return str(differences)
 
-    def _checked_here(self, parts: Sequence[Sequence[MetadataIndex]]) -> Iterator[MetadataIndex]:
-        """The parts of files to check: what this rank reads now, its share of what is for later."""
-        later = 0
-        for target, its in zip(self.plan.targets, parts, strict=True):
-            for part in its:
-                later += target.is_late
-                if not target.is_late or later % self.ranks.world_size == self.ranks.rank:
-                    yield part
+    def _share_of(self, parts: Sequence[MetadataIndex]) -> set[MetadataIndex]:
+        """What this rank checks of what all would, now and before a step."""
+        return set(parts[self.ranks.rank :: self.ranks.world_size])
 
     def read_on(self) -> None:
         """Read everything into its place.  Collective.

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from zerofx.checkpoint.boxes import Box, boxes_of
+from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
 from zerofx.plan import storage_order
 from zerofx.runtime.bound import BoundParameter
@@ -20,7 +21,9 @@ from zerofx.runtime.parameters import REGISTRY
 
 
 class Source(Protocol):
-    """Files that targets are filled from."""
+    """Files that targets are filled from.  ``name`` is of these, the same on all ranks."""
+
+    name: str
 
     def read(
         self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
@@ -91,10 +94,16 @@ class LateTarget(Target):
     is_late = True
 
     def fill(self, source: Source) -> None:
-        def fill(tensor: torch.Tensor, use: object = source.use()) -> None:
-            _in_place(self.entry, tensor).fill_by(source.read_late)
+        entry, shape = self.entry, tuple(self.tensor.shape)
 
-        LEDGER.fill_later(self.tensor, fill, partial(source.check, self.entry))
+        def fill(tensor: torch.Tensor, use: object = source.use()) -> None:
+            _in_place(entry, tensor).fill_by(source.read_late)
+
+        def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
+            source.read_late(entry, boxes_of(shape, order, start, stop), order, into)
+
+        check = partial(source.check, entry)
+        LEDGER.fill_later(self.tensor, fill, tape.Source(f"{source.name}: {entry}", read, check))
 
 
 @dataclass(frozen=True)

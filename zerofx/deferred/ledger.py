@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.deferred import replay
-from zerofx.deferred.tape import Constant, Memory, Operand, Write
+from zerofx.deferred.tape import Constant, Memory, Operand, Source, Write
 from zerofx.runtime.flat import ordinary_tensors
 
 
@@ -57,6 +57,7 @@ class Ledger:
         def forget(reference: Any) -> None:
             if key in self._memories and self._memories[key][0] is reference:
                 del self._memories[key]
+                memory.last = None  # they would keep each other, and what it is made from
 
         self._memories[key] = weakref.ref(storage, forget), memory
         return memory
@@ -87,11 +88,11 @@ class Ledger:
         self,
         tensor: Tensor,
         fill: Callable[[Tensor], object],
-        check_source: Callable[[], object] | None = None,
+        source: Source | None = None,
     ) -> None:
         """Have ``fill`` write all of a tensor that is not there, when it is made.
 
-        ``check_source`` raises StepError if it no longer could.
+        ``source`` is where it has that from, if it reads a file.
         """
         memory = self.memory_of(tensor)
         assert memory is not None
@@ -99,7 +100,20 @@ class Ledger:
         if operand.fills_memory:
             operand = replace(operand, after=None)
         default = torch.get_default_dtype()
-        memory.last = Write(fill, (operand,), {}, {}, None, default, check_source)
+        memory.last = Write(fill, (operand,), {}, {}, None, default, source)
+
+    def source_of(self, tensor: Tensor) -> Source | None:
+        """What is to be read to fill a tensor, and nothing else done; None if there is more to it.
+
+        Nor if something else looks into its memory.
+        """
+        memory = self.memory_of(tensor)
+        if memory is None or memory.last is None or memory.last.source is None:
+            return None
+        (operand,) = memory.last.operands()
+        is_it = (operand.size, operand.stride) == (tuple(tensor.shape), tuple(tensor.stride()))
+        is_alone = operand.fills_memory and not compat.is_memory_shared(tensor)
+        return memory.last.source if is_it and is_alone else None
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """What a tensor that is not there holds now, in memory of its own."""
@@ -135,7 +149,7 @@ class Ledger:
                         storage.resize_(0)
                         raise
             del self._memories[_key(tensor)]
-            memory.last = None  # which would keep it, and what it was made from
+            memory.last = None
 
     def backed(self, tensors: Iterable[Tensor]) -> _Backed:
         """Have room, and no values, where these look, for as long as the context lasts."""

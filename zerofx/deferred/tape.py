@@ -122,13 +122,27 @@ class Drawn:
     """Stands for a generator among an operation's arguments."""
 
 
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One tensor in a file.  ``name`` is the same wherever and whenever it is the same tensor's.
+
+    ``read`` fills a flat range of it, given the order of its dimensions in memory, the first
+    element, the one behind the last, and memory for them.  ``check`` raises StepError if it cannot
+    be read any more.
+    """
+
+    name: str
+    read: Callable[[Sequence[int], int, int, Tensor], object]
+    check: Callable[[], object]
+
+
 @dataclass(eq=False)
 class Write:
     """One recorded operation.
 
     ``arguments`` hold operands and constants in the place of tensors; it may write to operands in
-    place.  ``made`` are its results that have memory of their own, by position.  ``check_source``
-    raises if what it reads besides, a file, is no longer there.
+    place.  ``made`` are its results that have memory of their own, by position.  ``source`` is what
+    it reads besides: a file.
     """
 
     op: Callable[..., Any]
@@ -137,7 +151,7 @@ class Write:
     made: Mapping[int, Operand]
     draw: Draw | None
     default_dtype: torch.dtype
-    check_source: Callable[[], object] | None = None
+    source: Source | None = None
     number: int = -1
 
     def __post_init__(self) -> None:
@@ -151,8 +165,8 @@ class Write:
         for one in leaves(self.arguments, self.keywords):
             if isinstance(one, Constant):
                 one.check()
-        if self.check_source is not None:
-            self.check_source()
+        if self.source is not None:
+            self.source.check()
 
 
 def needed_for(targets: Iterable[Write | None]) -> list[Write]:

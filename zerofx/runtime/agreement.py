@@ -142,18 +142,23 @@ class Agreement:
         self._agreed: set[bytes] = set()
         self._last: Sequence[str] = ()
 
-    def check(self, lines: Sequence[str], timeout_s: float) -> None:
+    def check(self, lines: Sequence[str], timeout_s: float, value: bytes = b"") -> bool:
         """Return once all ranks have posted these very lines; at once if they did before.
+
+        What is returned is whether they have come with this very ``value`` too, the same on all;
+        not if they did before.
 
         Raises: AgreementError if a rank posted others (the first difference is named, the same
         on all ranks), failed while compiling, or posted none within ``timeout_s`` seconds.
         """
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         if self.world_size == 1 or digest in self._agreed:
-            return
-        self._meet(lines, b"", timeout_s)
+            return self.world_size == 1
+        meeting = self._meet(lines, value, timeout_s)
         self._agreed.add(digest)
         self._last = tuple(lines)
+        others = (self.store.get(meeting.key("value", rank)) for rank in range(self.world_size))
+        return bool(value) and all(other == value for other in others)
 
     def exchange(self, lines: Sequence[str], value: bytes, timeout_s: float) -> list[bytes]:
         """Return every rank's ``value``, by rank, once all have come with these very lines.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerofx.deferred.tape import Source
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.bucket_memory import BucketMemory
 from zerofx.runtime.flat import (
@@ -227,6 +228,18 @@ class BoundParameter:
             # read the freed storage.
             torch.autograd.graph.increment_version(parameter)
         self.snapshot = None
+
+    def read(self, source: Source) -> None:
+        """Have the shard, which is new, hold what is in a file; the parameter was never made."""
+        parameter, rank = self.parameter, self.communicator.rank
+        assert parameter is not None
+        start, stop = self.info.owned_by(rank)
+        with ordinary_tensors():
+            if self._shard is None:
+                numel = self.info.shard_numel
+                self._shard = torch.zeros(numel, dtype=self.info.dtype, device=self.info.device)
+            source.read(self.info.storage_order, start, stop, self._shard[: stop - start])
+            parameter.data = self.freed()
 
     def freed(self) -> torch.Tensor:
         """What is in the parameter's place when its values are in the shard.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Source
 from zerofx.plan import ParameterInfo
 from zerofx.runtime.flat import COALESCED_BYTES, make_equal
 
@@ -30,6 +32,18 @@ def batches(members: Iterable[Member]) -> Iterator[list[Member]]:
         nbytes += info.nbytes
     if batch:
         yield batch
+
+
+def read_by_all(members: Iterable[Member]) -> dict[int, Source]:
+    """Those of new parameters that each rank could read its own part of, by index: from files."""
+    found = ((info.index, LEDGER.source_of(parameter)) for parameter, info in members)
+    return {index: source for index, source in found if source is not None}
+
+
+def digest_of(sources: Mapping[int, Source]) -> bytes:
+    """What is equal on ranks that would read the same; empty for nothing."""
+    lines = [f"{index} {sources[index].name}" for index in sorted(sources)]
+    return hashlib.sha256("\n".join(lines).encode()).digest() if lines else b""
 
 
 def make(parameter: nn.Parameter, communicator: Any) -> None:

@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Source
 from zerofx.plan import ParameterInfo, Place
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.bucket_memory import BucketMemory
@@ -95,6 +97,7 @@ class ParameterRegistry:
         moves_whole: bool = False,
         on_host: Collection[int] = (),
         on_sharded: Callable[[list[BoundParameter]], None] = lambda bounds: None,
+        sources: Mapping[int, Source] = MappingProxyType({}),
     ) -> list[BoundParameter]:
         """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
 
@@ -103,7 +106,8 @@ class ParameterRegistry:
         with the parameters of a bucket when they have been sharded, before the next one's are.
 
         Parameters whose making was deferred are made here.  At stage 3 one is whole at a time, and
-        small ones together; at the others what is made stays whole.
+        small ones together; at the others what is made stays whole.  Of those with these
+        ``sources``, by index, each rank reads its shard, as all ranks have agreed to do (stage 3).
 
         Only what has not been seen before is touched, so that a second compilation or another
         function of the same model changes nothing.  Collective for new ones.
@@ -132,7 +136,7 @@ class ParameterRegistry:
             for parameter, info in new.values():
                 members.setdefault(info.place.bucket, []).append((parameter, info))
             if stage == 3:
-                self._shard(members, communicator, on_host, on_sharded)
+                self._shard(members, communicator, on_host, on_sharded, sources)
             else:
                 self._keep_whole(members, communicator, stage, moves_whole and stage > 0)
             return [self._bound[id(parameter)] for parameter, _ in parameters]
@@ -143,6 +147,7 @@ class ParameterRegistry:
         communicator: Any,
         on_host: Collection[int],
         on_sharded: Callable[[list[BoundParameter]], None],
+        sources: Mapping[int, Source],
     ) -> None:
         """Cut new parameters, by bucket, to their shards: whole are those of a batch at a time."""
         buckets: dict[int, object] = {}
@@ -160,9 +165,12 @@ class ParameterRegistry:
                         memory[number] = _empty_bucket(info, host)
                     bound.live_in(memory[number], host)
                 bound.freed()  # now, while no parameter is whole
-            have_values(batch, communicator)
+            have_values([one for one in batch if one[1].index not in sources], communicator)
             for bound in bounds:
-                bound.free()
+                if bound.info.index in sources:
+                    bound.read(sources[bound.info.index])
+                else:
+                    bound.free()
                 self._guard_again(bound)
                 number = bound.info.place.bucket
                 missing[number] -= 1

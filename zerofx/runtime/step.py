@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from zerofx import effects, ops
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.graph import (
     gradient_outputs,
@@ -28,6 +29,7 @@ from zerofx.runtime.buckets import Buckets
 from zerofx.runtime.carried import Key
 from zerofx.runtime.communication import Communicator
 from zerofx.runtime.device_updates import DeviceUpdates
+from zerofx.runtime.first_values import read_by_all
 from zerofx.runtime.flat import in_memory_of_its_own, without_base
 from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.host_updates import HostUpdates
@@ -155,8 +157,18 @@ class StepRuntime:
             return self.files.tier.cached_bytes
         return self.steps.host_bytes()
 
-    def bind(self) -> None:
-        """Take charge of the parameters, and of the optimizers' states."""
+    def sources(self) -> dict[int, Source]:
+        """What new parameters would be read from, by index, if each rank reads its own part."""
+        if self.device.stage < 3:
+            return {}
+        tensors = zip(map(_alive, self.tensors), self.table, strict=True)
+        return read_by_all(one for one in tensors if REGISTRY.lookup(one[0]) is None)
+
+    def bind(self, sources: Mapping[int, Source]) -> None:
+        """Take charge of the parameters, and of the optimizers' states.
+
+        ``sources`` are those that all ranks have agreed to read.
+        """
         self.bound = REGISTRY.bind(
             list(zip(map(_alive, self.tensors), self.table, strict=True)),
             list(map(_alive, self.buffers)),
@@ -165,6 +177,7 @@ class StepRuntime:
             self.device.moves_whole,
             self.on_host,
             self.files.take_in if self.files is not None else lambda bounds: None,
+            sources,
         )
         self.buckets.bind(self.bound)
         self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
@@ -211,7 +224,7 @@ class StepRuntime:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the program once on Dynamo's inputs; empties the list it is given."""
         if any(bound.retired for bound in self.bound):  # unsharded since: take charge again
-            self.bind()
+            self.bind({})
         self.host_updates.begin_call(self.bound, self._live_optimizers())
         values = list(inputs)
         inputs.clear()
