@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -170,3 +171,30 @@ def test_no_copy_outlives_its_save(tmp_path):
     train(compiled, pair, range(2))
     zerofx.save(tmp_path / "a", *pair, asynchronous=True).wait()
     assert not snapshots.SNAPSHOTS.active
+
+
+def test_a_copy_may_end_while_a_step_looks_for_it():
+    """No error from a set that changes size, which a step would end with."""
+    is_looking, has_ended = threading.Event(), threading.Event()
+
+    class Slow(weakref.WeakSet):
+        def __iter__(self):
+            for one in super().__iter__():
+                is_looking.set()
+                has_ended.wait(0.2)
+                yield one
+
+    def end():
+        is_looking.wait(60)
+        copies.discard(first)
+        has_ended.set()
+
+    copies, first, second = snapshots.Snapshots(), Snapshot(), Snapshot()
+    copies.active = Slow()
+    copies.add(first)
+    copies.add(second)
+    ending = threading.Thread(target=end)
+    ending.start()
+    copies.before_change([])
+    ending.join()
+    assert set(copies.active) == {second}

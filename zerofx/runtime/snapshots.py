@@ -57,7 +57,7 @@ class Snapshot:
         for copies in self._copies.values():
             for copy in copies:
                 copy.start()
-        SNAPSHOTS.active.add(self)
+        SNAPSHOTS.add(self)
 
     def run(self) -> None:
         """Make all copies, those first that a backward pass comes to first."""
@@ -66,7 +66,7 @@ class Snapshot:
                 for copy in copies:
                     copy.make()
         finally:
-            SNAPSHOTS.active.discard(self)
+            SNAPSHOTS.discard(self)
 
     def before_change(self, parameters: Iterable[Any]) -> None:
         for parameter in parameters:
@@ -82,13 +82,25 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.active: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._lock = threading.Lock()  # one is done in its own thread while a step goes through all
+
+    def add(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self.active.add(snapshot)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self.active.discard(snapshot)
 
     def before_change(self, parameters: Iterable[Any]) -> None:
         """Return when shards and states of these parameters may be written to."""
-        if self.active:
-            changing = list(parameters)
-            for snapshot in list(self.active):
-                snapshot.before_change(changing)
+        if not self.active:
+            return
+        with self._lock:
+            snapshots = list(self.active)
+        changing = list(parameters)
+        for snapshot in snapshots:
+            snapshot.before_change(changing)
 
 
 SNAPSHOTS = Snapshots()
@@ -167,7 +179,7 @@ class _Copy:
 
 def _on_host(values: Tensor) -> Tensor:
     is_on_gpu = values.device.type == "cuda"
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_on_gpu)
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_on_gpu)
     return copy.copy_(values.detach(), non_blocking=is_on_gpu)
 
 
