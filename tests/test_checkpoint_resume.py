@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
@@ -17,9 +18,11 @@ import torch.distributed as dist
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.checkpoints import pair_of
 from tests.covering import long
 from tests.models import Mlp, features, squared_loss
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx.checkpoint.folders import NOTES
 
 
 def step(model, optimizer, inputs, targets):
@@ -145,6 +148,39 @@ def test_a_training_saves_again_what_it_has_skipped(tmp_path, caplog):
     assert "is saved anew" in caplog.text
     with pytest.raises(FileExistsError):  # that one is whole
         zerofx.save(tmp_path / "step-2", model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["empty notes", "no text", "no metadata"])
+def test_one_whose_place_in_the_order_is_lost_is_damaged_too(what, tmp_path, caplog):
+    pair = pair_of()
+    for number in (1, 2):
+        zerofx.save(tmp_path / f"step-{number}", *pair, {"step": number})
+
+    def damage(folder):
+        if what == "no metadata":
+            (folder / ".metadata").unlink()
+        else:
+            (folder / NOTES).write_bytes(b"" if what == "empty notes" else b"\xff\xfe")
+
+    damage(tmp_path / "step-2")
+    assert zerofx.resume(tmp_path, *pair) == {"step": 1}
+    assert "step-2" in caplog.text and "damaged" in caplog.text
+    zerofx.save(tmp_path / "step-2", *pair, {"step": 2})
+    assert zerofx.resume(tmp_path, *pair) == {"step": 2}
+    for number in (1, 2):
+        damage(tmp_path / f"step-{number}")
+    with pytest.raises(zerofx.CheckpointError, match="step-1.*damaged"):
+        zerofx.resume(tmp_path, *pair)
+
+
+def test_one_of_a_newer_format_is_not_passed_over(tmp_path):
+    pair = pair_of()
+    for number in (1, 2):
+        zerofx.save(tmp_path / f"step-{number}", *pair, {"step": number})
+    notes = json.loads((tmp_path / "step-2" / NOTES).read_text())
+    (tmp_path / "step-2" / NOTES).write_text(json.dumps(notes | {"format": 2}))
+    with pytest.raises(zerofx.CheckpointError, match="step-2 is of format 2"):
+        zerofx.resume(tmp_path, *pair)
 
 
 def test_each_rank_may_add_what_is_its_own(ranks, tmp_path):  # noqa: F811

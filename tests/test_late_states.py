@@ -275,3 +275,33 @@ def test_one_that_is_still_to_be_read_is_kept(tmp_path):
     assert train(zero(3), pair, range(2, 4)) == train(zero(3), first, range(2, 4))
     zerofx.save(tmp_path / "3", *pair, keep=1)
     assert os.listdir(tmp_path) == ["3"]
+
+
+def test_one_loaded_by_a_link_is_kept_wherever_the_link_goes(tmp_path):
+    first = built(0)
+    train(zero(3), first, range(2))
+    zerofx.save(tmp_path / "1", *first, keep=1)
+    (tmp_path / "current").symlink_to("1")
+    torch._dynamo.reset()
+    pair = loaded(tmp_path / "current")
+    zerofx.save(tmp_path / "2", *pair, keep=1)
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to("2")
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "current"]
+    assert train(zero(3), pair, range(2, 4)) == train(zero(3), first, range(2, 4))
+
+
+def test_memory_is_asked_for_by_its_device(path):
+    """Whatever the default is: a user's may be the GPU."""
+    expected = states(loaded(path))
+    for is_bound in (False, True):
+        torch._dynamo.reset()
+        pair = built(1)
+        if is_bound:
+            train(zero(3), pair, range(2))
+        torch.set_default_device("meta")
+        try:
+            zerofx.load(path, *pair)
+        finally:
+            torch.set_default_device(None)
+        assert_same(states(pair), expected)

@@ -12,3 +12,7 @@ class CheckpointError(RuntimeError):
 
 class MismatchError(CheckpointError):
     """A checkpoint is of other tensors than the model or the optimizer: says which, all of them."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a newer zerofx, which this one cannot read."""

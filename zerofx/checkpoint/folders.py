@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.errors import CheckpointError, NewerFormatError
 
 logger = logging.getLogger("zerofx")
 
@@ -59,13 +59,13 @@ def notes_of(folder: Path) -> Notes | None:
     Raises: CheckpointError for notes that cannot be read, or of a newer format.
     """
     try:
-        text = (folder / NOTES).read_text(encoding="utf-8")
+        text = (folder / NOTES).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         values: dict[str, Any] = json.loads(text)
         if values["format"] > FORMAT:
-            raise CheckpointError(
+            raise NewerFormatError(
                 f"{folder} is of format {values['format']}, written by zerofx "
                 f"{values.get('zerofx')}, and this is a zerofx that reads up to {FORMAT}: install "
                 "that one or a newer one"
@@ -83,17 +83,44 @@ def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
     A link to one, such as a user's ``latest``, is not another.
     """
     found = []
+    for path in _saved_in(folder):
+        with contextlib.suppress(CheckpointError):
+            found.append((_notes_of_complete(path), path))
+    return sorted(found, key=lambda one: one[0].serial)
+
+
+def damaged_in(folder: Path) -> dict[Path, str]:
+    """The checkpoints there of which nobody can tell when they were written, and why not.
+
+    Raises: CheckpointError if one is of a newer format: it may be the last.
+    """
+    found = {}
+    for path in _saved_in(folder):
+        try:
+            _notes_of_complete(path)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            found[path] = str(error)
+    return found
+
+
+def _saved_in(folder: Path) -> Iterator[Path]:
+    """The folders with notes, which are put there before anything has its name."""
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
-            if path.name.startswith(".") or _is_link_within(path):
-                continue
-            if not (path / METADATA).is_file():
-                continue
-            with contextlib.suppress(CheckpointError):
-                notes = notes_of(path)
-                if notes is not None:
-                    found.append((notes, path))
-    return sorted(found, key=lambda one: one[0].serial)
+            if not path.name.startswith(".") and not _is_link_within(path):
+                if os.path.lexists(path / NOTES):
+                    yield path
+
+
+def _notes_of_complete(path: Path) -> Notes:
+    notes = notes_of(path)
+    if notes is None or not (path / METADATA).is_file():
+        raise CheckpointError(
+            f"{path} is damaged: it has {NOTES} and no {METADATA}. Load another checkpoint."
+        )
+    return notes
 
 
 def _is_link_within(path: Path) -> bool:
@@ -227,7 +254,7 @@ def prune(parent: Path, keep: int) -> None:
     try:
         rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
         for path in rotating[:-keep]:
-            if path.absolute() in in_use:
+            if path.resolve() in in_use:
                 continue
             _remove(path)
     except OSError as error:  # the new checkpoint is there all the same

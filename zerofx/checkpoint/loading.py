@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.background import meet
 from zerofx.checkpoint.contents import bound_parameters, parameter_names
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.folders import SKIPPED, complete_in
+from zerofx.checkpoint.folders import SKIPPED, complete_in, damaged_in
 from zerofx.checkpoint.late import Files
 from zerofx.checkpoint.matching import (
     Plan,
@@ -84,14 +84,20 @@ def resume(
     A checkpoint that is damaged is logged, and the one before it loaded; a later save under its
     name renames it.
 
-    Raises: MismatchError if the last one is of another model; CheckpointError if all are damaged;
-    RuntimeError if a rank does not join.  All on every rank.
+    Raises: MismatchError if the last one is of another model; CheckpointError if all are damaged,
+    or one is of a newer format; RuntimeError if a rank does not join.  All on every rank.
     """
     optimizers = as_list(optimizer)
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.resume()")
     ranks.check_same("folder", str(Path(folder).absolute()))
+    damaged = ranks.on_first(lambda: damaged_in(Path(folder)))
     paths = ranks.on_first(lambda: [path for _, path in reversed(complete_in(Path(folder)))])
+    if damaged and not paths:
+        raise CheckpointError(" ".join(damaged.values()))
+    for path, words in damaged.items():
+        logger.error("%s The last of the others is loaded.", words)
+        SKIPPED.add(path.absolute())
     for path in paths:
         try:
             reading = _checked(path, model, optimizers, ranks, strict=True)
@@ -142,8 +148,9 @@ class _Reading:
         self.folder, self.ranks = folder, ranks
         self.optimizers = optimizers
         self.extra: dict[str, Any] = {}
-        metadata, _ = read_metadata(folder)
-        self.reader = Reader(folder, metadata)
+        there = folder.resolve()  # who turns a link to another checkpoint later changes nothing
+        metadata, _ = read_metadata(there)
+        self.reader = Reader(there, metadata)
         saved = sort_out(metadata, set(parameter_names(model, optimizers).values()))
         self.values: dict[str, Any] = {}
         self.plan = Plan()

@@ -146,7 +146,7 @@ def _read_whole(plan: Plan, saved: Saved, entry: str, keep: Callable[[Any], obje
         plan.finish.append(lambda values: keep(values[entry]))
         return
     with ordinary_tensors():
-        memory = torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
+        memory = torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype, device="cpu")
     plan.targets.append(into_tensor(entry, memory))
     plan.finish.append(lambda _values: keep(memory))
 

@@ -153,7 +153,7 @@ def _in_place(entry: str, tensor: torch.Tensor) -> MemoryTarget:
     def begin() -> torch.Tensor:
         if is_dense:
             return tensor.detach().permute(order).reshape(-1)
-        return torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
     def end(values: torch.Tensor) -> None:
         if not is_dense:
@@ -174,7 +174,7 @@ def into_shard(entry: str, bound: BoundParameter) -> Target:
         bound.write_shard(_padded(values, info.shard_numel))
 
     def begin() -> torch.Tensor:
-        return torch.empty(stop - start, dtype=info.dtype)
+        return torch.empty(stop - start, dtype=info.dtype, device="cpu")
 
     boxes = boxes_of(info.shape, info.storage_order, start, stop)
     return MemoryTarget(entry, boxes, info.storage_order, begin, end)
