@@ -150,6 +150,10 @@ def test_a_training_saves_again_what_it_has_skipped(tmp_path, caplog):
         zerofx.save(tmp_path / "step-2", model, optimizer)
 
 
+def errors_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 @pytest.mark.parametrize("what", ["empty notes", "no text", "no metadata"])
 def test_one_whose_place_in_the_order_is_lost_is_damaged_too(what, tmp_path, caplog):
     pair = pair_of()
@@ -164,13 +168,23 @@ def test_one_whose_place_in_the_order_is_lost_is_damaged_too(what, tmp_path, cap
 
     damage(tmp_path / "step-2")
     assert zerofx.resume(tmp_path, *pair) == {"step": 1}
-    assert "step-2" in caplog.text and "damaged" in caplog.text
+    (words,) = errors_in(caplog)
+    assert f"{tmp_path / 'step-2'}" in words and "The last of the others is loaded" in words
     zerofx.save(tmp_path / "step-2", *pair, {"step": 2})
     assert zerofx.resume(tmp_path, *pair) == {"step": 2}
     for number in (1, 2):
         damage(tmp_path / f"step-{number}")
     with pytest.raises(zerofx.CheckpointError, match="step-1.*damaged"):
         zerofx.resume(tmp_path, *pair)
+
+
+def test_an_export_is_no_damaged_checkpoint(tmp_path, caplog):
+    pair = pair_of()
+    zerofx.export_safetensors(tmp_path / "exported", pair[0])
+    assert zerofx.resume(tmp_path, *pair) == {}
+    zerofx.save(tmp_path / "step-1", *pair, {"step": 1})
+    assert zerofx.resume(tmp_path, *pair) == {"step": 1}
+    assert not errors_in(caplog)
 
 
 def test_one_of_a_newer_format_is_not_passed_over(tmp_path):

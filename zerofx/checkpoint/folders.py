@@ -106,12 +106,14 @@ def damaged_in(folder: Path) -> dict[Path, str]:
 
 
 def _saved_in(folder: Path) -> Iterator[Path]:
-    """The folders with notes, which are put there before anything has its name."""
+    """The folders there with what is only in checkpoints, and notes, which come first."""
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
-            if not path.name.startswith(".") and not _is_link_within(path):
-                if os.path.lexists(path / NOTES):
-                    yield path
+            if path.name.startswith(".") or _is_link_within(path):
+                continue
+            is_one = (path / METADATA).is_file() or any(path.glob("*.distcp"))  # no export
+            if is_one and os.path.lexists(path / NOTES):
+                yield path
 
 
 def _notes_of_complete(path: Path) -> Notes:
