@@ -101,19 +101,26 @@ def damaged_in(folder: Path) -> dict[Path, str]:
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            found[path] = str(error)
+            if os.path.lexists(path):  # else another process has just removed it
+                found[path] = str(error)
     return found
 
 
 def _saved_in(folder: Path) -> Iterator[Path]:
-    """The folders there with what is only in checkpoints, and notes, which come first."""
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
-            if path.name.startswith(".") or _is_link_within(path):
-                continue
-            is_one = (path / METADATA).is_file() or any(path.glob("*.distcp"))  # no export
-            if is_one and os.path.lexists(path / NOTES):
+            is_hidden = path.name.startswith(".")
+            if not is_hidden and not _is_link_within(path) and _is_saved(path):
                 yield path
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether it has notes, which come first, and what is in checkpoints but not in exports."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):  # another process removes it
+        return False
+    return NOTES in names and any(name == METADATA or name.endswith(".distcp") for name in names)
 
 
 def _notes_of_complete(path: Path) -> Notes:
