@@ -39,6 +39,7 @@ from zerofx.runtime.parameters import REGISTRY
 
 STATES = 3  # a parameter and two moments
 STEPS = 3
+AFTER = {"step": STEPS}  # what is saved with the checkpoint
 STACK_BYTES = 2**20  # of each thread that moves files: they count as data, by default 8 MiB each
 
 
@@ -137,7 +138,8 @@ def run(
         made_s = time.perf_counter() - started
         if case.resumes_from is not None:
             stage = "resuming"
-            zerofx.resume(case.resumes_from, model, optimizer)
+            if zerofx.resume(case.resumes_from, model, optimizer) != AFTER:
+                sys.exit(f"there is nothing to resume from: {case.name!r} needs the row before it")
         stage = "training"
         step = training_step(model, optimizer, case.options)
         for batch in batches[:STEPS]:
@@ -147,7 +149,7 @@ def run(
         shards = sum(REGISTRY.persistent_bytes([optimizer]).values())
         if case.saves_to is not None:
             stage = "saving"
-            zerofx.save(f"{case.saves_to}/checkpoint", model, optimizer)
+            zerofx.save(f"{case.saves_to}/checkpoint", model, optimizer, AFTER)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise

@@ -161,23 +161,18 @@ class Contents:
             order = storage_order(tuple(tensor.shape), tensor.stride())
         except ValueError:
             return LEDGER.value_of(tensor)
+        return self._by_lowest_rank(tensor, order, lambda: LEDGER.value_of(tensor))
+
+    def _by_lowest_rank(
+        self, tensor: torch.Tensor, order: Sequence[int], read: Callable[[], torch.Tensor]
+    ) -> FlatPiece:
+        """All of a tensor that is not there, which ``read`` gives for the moment of writing."""
         return FlatPiece(
             tuple(tensor.shape),
             order,
             (0, tensor.numel() if self.rank == 0 else 0),
             tensor.dtype,
-            lambda: LEDGER.value_of(tensor).permute(order).reshape(-1),
-        )
-
-    def _late(self, state: LateState) -> FlatPiece:
-        """A state that nobody has read yet: the lowest rank reads it for the moment of writing."""
-        order = state.order
-        return FlatPiece(
-            tuple(state.shape),
-            order,
-            (0, state.numel() if self.rank == 0 else 0),
-            state.dtype,
-            lambda: state.read().permute(order).reshape(-1),
+            lambda: read().permute(order).reshape(-1),
         )
 
     def _shard_of_parameter(self, bound: BoundParameter) -> FlatPiece:
@@ -278,7 +273,7 @@ class Contents:
 
     def _whole_state(self, value: Any, parameter: nn.Parameter, alike: bool, name: str) -> Any:
         if isinstance(value, LateState):
-            return self._late(value)
+            return self._by_lowest_rank(value, value.order, value.read)
         if isinstance(value, torch.Tensor):
             value = value.detach()
             is_large = value.dim() > 0 and value.shape == parameter.shape
