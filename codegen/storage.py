@@ -35,6 +35,10 @@ SCALE = ".scale"
 """What a moment's name ends in, for the state that holds the scales of its blocks."""
 NATIVE = "zerofx.native_dtypes"
 """The state that says of which dtype the moments are that are kept in another."""
+UPDATES = "zerofx.num_updates"
+"""The state that counts updates which round at random, where the optimizer has no ``step``."""
+ADDED = frozenset((MASTER, UPDATES))
+"""What a state dict has besides the optimizer's own states."""
 
 FEWEST_CODED = 4096
 """Moments of smaller parameters are never kept in eight bits, as in Dettmers et al. 2022."""
@@ -63,8 +67,16 @@ class Precision:
 
     @property
     def draws(self) -> bool:
-        """Whether updates round at random."""
+        """Whether updates round at random, of some parameters."""
         return self.stochastic_rounding or self.moment_dtype is not None
+
+    def draws_for(self, parameter: torch.dtype, numel: int) -> bool:
+        """Whether updates of such a parameter, of so many elements on all ranks, do."""
+        narrows = self.moment_storage(parameter, numel) is not self.compute_dtype(parameter)
+        return narrows or self.rounds_parameter(parameter)
+
+    def rounds_parameter(self, parameter: torch.dtype) -> bool:
+        return self.stochastic_rounding and parameter is torch.bfloat16
 
     @property
     def description(self) -> list[str]:

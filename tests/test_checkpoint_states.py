@@ -87,11 +87,28 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize(("precision", "is_bound"), each_value(PRECISIONS, (True, False)))
-def test_every_precision_goes_on_bitwise(precision, is_bound, tmp_path, ranks):  # noqa: F811
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "make", "is_bound"),
+    each_value(PRECISIONS, (adamw, momentum, sgd), (True, False)),
+)
+def test_every_precision_goes_on_bitwise(
+    precision,
+    make,
+    is_bound,
+    tmp_path,
+    ranks,  # noqa: F811
+):
     model = {"dtype": torch.bfloat16, "width": 1500}
     options = PRECISIONS[precision]
-    arguments = (adamw, 3 if is_bound else 2, options, is_bound, None)
+    arguments = (make, 3 if is_bound else 2, options, is_bound, None)
     ranks(2).run(resume_of, tmp_path / "a", *arguments, model)
 
 

@@ -124,6 +124,20 @@ def test_a_checkpoint_continues_bitwise(name):
     assert train(again, other, range(4, 8)) == expected
 
 
+def test_a_step_that_is_compiled_anew_does_not_draw_the_same_again():
+    found = []
+    for is_compiled_anew in (False, True):
+        model, _ = built()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        compiled = zero(stochastic_rounding=True)
+        for number in range(4):
+            if is_compiled_anew:
+                torch._dynamo.reset()
+            train(compiled, (model, optimizer), [number])
+        found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_a_plain_checkpoint_gets_a_master_from_its_parameters():
     plain, sharded = built(), built()
     train(step, plain, range(3))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zerofx import compat
 from zerofx.codegen.shadow import shadow_of
-from zerofx.codegen.storage import MASTER
+from zerofx.codegen.storage import ADDED
 
 HOW_NOT_WHAT = frozenset("foreach fused capturable differentiable maximize".split())
 """Hyperparameters that say how an update is computed, which another torch's may lack or have."""
@@ -76,7 +76,7 @@ def other_states(
         key = parameter.dim(), parameter.dtype
         if key not in kept:
             kept[key] = _kept_after_a_step(optimizer, place, *key, values)
-        here, there = kept[key], set(states) - {MASTER}
+        here, there = kept[key], set(states) - ADDED
         if here is not None and there and here != there:
             its, own = (", ".join(sorted(names)) or "none" for names in (there, here))
             found[name] = f"{its} in the checkpoint, {own} here"

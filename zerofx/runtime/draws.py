@@ -1,4 +1,4 @@
-"""What the random numbers of updates are drawn by: places of elements, and a count of steps."""
+"""What the random numbers of updates are drawn by: places of elements, and counts of updates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 import torch
 
 from zerofx.codegen.rounding import step_key
-from zerofx.codegen.storage import Precision
+from zerofx.codegen.storage import UPDATES, Precision
 from zerofx.runtime.traces import Parameters
 
 
 class Draw:
-    """What the random numbers of one update depend on, as a kernel takes it: 0-dim tensors."""
+    """What the random numbers of one update depend on, as a kernel takes it: 0-dim tensors.
+
+    ``step`` is how many updates were before it.
+    """
 
     def __init__(self, first_element: int, seed: int, step: int) -> None:
+        self.step = step
         self.offset = torch.tensor(first_element, dtype=torch.int64)
         self.key = torch.tensor(step_key(seed, step), dtype=torch.int32)
 
@@ -32,7 +36,6 @@ class Draws:
         self._precision, self._parameters = precision, parameters
         self._rank, self._sharded = rank, sharded
         self._first_elements: dict[int, int] = {}  # by the id of the user's parameter
-        self._num_steps = 0
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Start one optimizer step: number its parameters as they are now."""
@@ -44,10 +47,6 @@ class Draws:
                 self._first_elements[id(parameter)] = first
                 first += parameter.numel()
 
-    def end(self) -> None:
-        """Finish the step: the next one draws other numbers."""
-        self._num_steps += 1
-
     def number_of_first(self, parameter: int) -> int:
         """Of this rank's first element of a parameter."""
         reference, info = self._parameters[parameter]
@@ -55,9 +54,9 @@ class Draws:
         return self._first_elements[id(reference())] + start
 
     def of(self, parameter: int, values: Mapping[str, Any]) -> Draw | None:
-        """What this step's random numbers are drawn by, if any are."""
-        if not self._precision.draws:
+        """What random numbers are drawn by in the update of ``values``, if any are."""
+        info = self._parameters[parameter][1]
+        if not self._precision.draws_for(info.dtype, info.numel):
             return None
-        step = values.get("step")
-        number = self._num_steps if step is None else int(step)
-        return Draw(self.number_of_first(parameter), self._precision.rounding_seed, number)
+        step = int(values.get("step", values.get(UPDATES, 0)))
+        return Draw(self.number_of_first(parameter), self._precision.rounding_seed, step)

@@ -16,6 +16,7 @@ from zerofx.codegen.storage import (
     MASTER,
     NATIVE,
     SCALE,
+    UPDATES,
     Precision,
     Stored,
     narrow,
@@ -116,7 +117,7 @@ class StateStorage:
         return {
             name: _stand_in(value, compute) if name in native else value
             for name, value in state.items()
-            if name not in (MASTER, NATIVE) and not is_scale(name, native)
+            if name not in (MASTER, NATIVE, UPDATES) and not is_scale(name, native)
         }
 
     def rewrite(
@@ -147,7 +148,7 @@ class StateStorage:
             compute=compute,
             keeps_master=keeps_master,
             has_master=keeps_master and MASTER in values,
-            rounds_parameter=precision.stochastic_rounding and data.dtype is torch.bfloat16,
+            rounds_parameter=precision.rounds_parameter(data.dtype),
             moments=tuple((name, values[name].dtype) for name in native),
         )
         positions = {}
@@ -191,6 +192,8 @@ class StateStorage:
             native[name] = self.precision.native_dtype(info.dtype)
         if native:
             new[NATIVE] = native
+        if "step" not in new:
+            new[UPDATES] = draw.step + 1
 
 
 def is_scale(name: str, native: Mapping[str, Any]) -> bool:

@@ -638,7 +638,6 @@ class OptimizerRunner:
 
         keep_groups()
         self._groups = None
-        self._draws.end()
         self.live_optimizer()._opt_called = True
         return keep_groups
 
