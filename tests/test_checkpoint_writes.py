@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.covering import long
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import Draft
+from zerofx.checkpoint.meeting import Ranks as Meeting
 
 # Disks that fail
 
@@ -299,3 +301,19 @@ def test_a_save_waits_for_the_one_before(tmp_path):
         assert first.done()
         second.wait()
     assert order == ["a", "b"]
+
+
+def end_groups(root: str) -> tuple[int, int]:
+    """How many threads this process has before and after what is done at exit."""
+    zerofx.save(f"{root}/a", *pair_of(), asynchronous=True).wait()
+    before = len(os.listdir("/proc/self/task"))
+    Meeting.end_all()
+    return before, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_thread_of_gloo_is_left_that_an_exit_could_meet(tmp_path):
+    # It would take the GIL to drop a tensor: "terminate called without an active exception".
+    with contextlib.closing(Ranks(2)) as ranks:
+        for before, after in ranks.run(end_groups, str(tmp_path)):
+            assert after <= before - 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -73,6 +75,20 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
 
+    @classmethod
+    def end_all(cls) -> None:
+        """At exit: end the threads of these groups, which would need an interpreter.
+
+        One that drops a tensor while the interpreter shuts down kills the process ("terminate
+        called without an active exception").  A group joins its threads when nobody has it.
+        """
+        while cls._known:
+            _, ranks = cls._known.popitem()
+            group, ranks.group = ranks.group, None
+            with contextlib.suppress(ValueError):  # the user has destroyed it
+                dist.destroy_process_group(group)
+            del group
+
     def together(self, work: Callable[[], Result]) -> list[Result]:
         """Do ``work`` on every rank, and return what each has got, by rank.  Collective.
 
@@ -112,6 +128,9 @@ class Ranks:
                 "from one checkpoint. Make it the same on all: a time or a random name can be "
                 "chosen by rank 0 and broadcast."
             )
+
+
+atexit.register(Ranks.end_all)
 
 
 def _told(error: Exception) -> tuple[int, str]:
