@@ -38,7 +38,7 @@ from zerofx.options import resolve
 from zerofx.runtime.moves import Mover
 from zerofx.runtime.optimizer_steps import OptimizerSteps
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import ReadyUpdate
+from zerofx.runtime.update_context import ReadyUpdate
 
 DELAYED = {"offload": "optimizer", "delayed_update": True}
 
@@ -439,7 +439,7 @@ def test_the_process_may_end_with_updates_pending():
         from unittest import mock
         from tests.test_delayed_update import DELAYED
         from tests.trainings import built, run, zero
-        from zerofx.runtime.update import ReadyUpdate
+        from zerofx.runtime.update_context import ReadyUpdate
         original = ReadyUpdate.__init__
         def slow(self, compute, finish):
             original(self, lambda: (time.sleep(0.3), compute())[1], finish)

@@ -20,7 +20,7 @@ from zerofx.codegen import kernel
 from zerofx.fold_gradient_norms import fold_gradient_norms
 from zerofx.fold_gradient_work import fold_gradient_work
 from zerofx.regions import is_compute
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.device_updates import DeviceUpdates
 
 aten = torch.ops.aten

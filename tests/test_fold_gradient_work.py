@@ -20,7 +20,7 @@ from zerofx.codegen import kernel
 from zerofx.fold_gradient_work import fold_gradient_work
 from zerofx.graph import InputRole, set_input_role
 from zerofx.regions import CompiledRegion, is_compute
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.communication import Communicator
 from zerofx.runtime.device_updates import DeviceUpdates
 

@@ -10,7 +10,7 @@ from tests.covering import each_value
 from tests.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.joined import adjoin, join, joined_state
 from zerofx.runtime.update import OptimizerRunner
 

@@ -21,7 +21,7 @@ from zerofx.codegen.rounding import (
     step_key,
 )
 from zerofx.codegen.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.update import OptimizerRunner
 
 MASTERS = Precision(master_weights=True)

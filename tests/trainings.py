@@ -19,8 +19,8 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.models import features
 from zerofx import backend
+from zerofx.runtime.joined_updates import JoinedUpdates
 from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import OptimizerRunner
 
 OFFLOAD = {"offload": "optimizer"}
 
@@ -181,14 +181,14 @@ def with_kernels(stage, **options):
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     joined: Counter = Counter()
-    original = OptimizerRunner._joined
+    original = JoinedUpdates._joined
 
     def counted(self, members, *rest):
         found = original(self, members, *rest)
         joined[len(members), found is not None] += 1
         return found
 
-    with mock.patch.object(OptimizerRunner, "_joined", counted):
+    with mock.patch.object(JoinedUpdates, "_joined", counted):
         losses = run(
             zero(clipped, stage, lowering="inductor", **options), (model, optimizer), range(3)
         )

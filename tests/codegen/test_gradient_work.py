@@ -12,7 +12,7 @@ from zerofx.codegen import kernel
 from zerofx.codegen.gradient_work import may_be_work
 from zerofx.codegen.rounding import round_to
 from zerofx.codegen.storage import Precision
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.update import PLAIN, OptimizerRunner
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

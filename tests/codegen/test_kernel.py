@@ -17,7 +17,7 @@ from tests.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.runtime import update as updates
+from zerofx.runtime import joined_updates as updates
 from zerofx.runtime.update import OptimizerRunner
 
 LENGTHS = (1, 3, 127, 1024, 1025)
@@ -107,7 +107,7 @@ def train(name, lengths, steps, kernels):
     compiled = Kernels()
     for length in lengths:
         run = Trained(VARIANTS[name], length)
-        run.runner._kernels = compiled
+        run.runner._context.kernels = compiled
         kernels.clear()
         for _ in range(steps):
             run.step()
@@ -279,7 +279,7 @@ def test_what_is_not_finite_goes_where_torch_puts_it_compiled(name):
 
 def assert_not_finite_as_in_torch(name, value, kernels=None):
     run = Trained(VARIANTS[name], 37)
-    run.runner._kernels = Kernels() if kernels is None else kernels
+    run.runner._context.kernels = Kernels() if kernels is None else kernels
     for number in range(4):
         gradient = run.gradient()
         if number == 1:

@@ -204,7 +204,7 @@ class HostUpdates:
     def _place_states(self, optimizer: int, parameters: list[int]) -> None:
         """Have states in host memory; those in files, their wait has brought there."""
         if self.files is None:
-            self.steps.on_host[optimizer].place_states(parameters, REGISTRY.host)
+            self.steps.on_host[optimizer].states.place(parameters, REGISTRY.host)
         else:
             self.files.note_changes(optimizer, parameters)
 

@@ -80,14 +80,14 @@ class OptimizerSteps:
 
     def host_bytes(self) -> int:
         """Bytes of optimizer states in host memory."""
-        return sum(runner.host_bytes() for runner in self.on_host.values())
+        return sum(runner.states.nbytes() for runner in self.on_host.values())
 
     def host_bytes_to_come(self, updates: Iterable[tuple[int, int]]) -> int:
         """Bytes of states that these (optimizer, parameter) will have in host memory beyond now."""
         mine: dict[int, list[int]] = {}
         for handle, parameter in updates:
             mine.setdefault(handle, []).append(parameter)
-        return sum(self.on_host[handle].host_bytes_to_come(of) for handle, of in mine.items())
+        return sum(self.on_host[handle].states.bytes_to_come(of) for handle, of in mine.items())
 
     def live_optimizer(self, optimizer: int) -> torch.optim.Optimizer:
         """The optimizer of this handle.  Raises: RuntimeError if it is gone."""
@@ -132,7 +132,7 @@ class OptimizerSteps:
         """Its runner as ``runner`` gives it, with these parameters' states on the device."""
         runner = self.runner(optimizer, parameters)
         if unread() or not (REGISTRY.host.is_empty and REGISTRY.files.is_empty):
-            runner.place_states(parameters, REGISTRY.host)
+            runner.states.place(parameters, REGISTRY.host)
         return runner
 
     def finish(self) -> None:

@@ -101,7 +101,9 @@ class ProgramFiles:
 
     def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, FiledBucket]:
         groups = list(dict.fromkeys(use.group for use in self._uses if use.group is not None))
-        buckets = self.tier.state_buckets([runners[handle].group_of(of) for handle, of in groups])
+        buckets = self.tier.state_buckets(
+            [runners[handle].states.group_of(of) for handle, of in groups]
+        )
         return dict(zip(groups, buckets, strict=True))
 
     def _shards_to_come(
