@@ -23,7 +23,7 @@ from tests.checkpoints import assert_same, built, file_size_limit, pair_of, stat
 from tests.covering import long
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError
-from zerofx.checkpoint.folders import Draft
+from zerofx.checkpoint.folders import Draft, Use
 from zerofx.checkpoint.meeting import Ranks as Meeting
 
 # Disks that fail
@@ -209,6 +209,27 @@ def test_the_last_few_are_kept_and_those_that_stay_do(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best", "notes", "step-7", "step-8"]
     assert zerofx.latest(tmp_path) == tmp_path / "step-7"
     assert zerofx.latest(tmp_path / "none") is None
+
+
+def keep_the_last(root: str) -> list[list[str]]:
+    """What there is after each of three saves; rank 1 reads from the first up to the last one."""
+    pair, use, found = pair_of(), None, []
+    for number in range(3):
+        if number == 2:
+            use = None
+        path = zerofx.save(f"{root}/{number}", *pair, keep=1).wait()
+        if number == 0 and dist.get_rank() == 1:
+            use = Use(path)
+        dist.barrier()
+        found.append(sorted(os.listdir(root)))
+        dist.barrier()
+    assert use is None
+    return found
+
+
+def test_what_another_rank_is_still_to_read_is_kept(ranks, tmp_path):  # noqa: F811
+    expected = [["0"], ["0", "1"], ["2"]]
+    assert ranks(2).run(keep_the_last, str(tmp_path)) == [expected, expected]
 
 
 def test_a_link_to_a_checkpoint_is_not_another(tmp_path):

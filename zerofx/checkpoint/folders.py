@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -254,12 +254,16 @@ class Use:
 _IN_USE: weakref.WeakSet[Use] = weakref.WeakSet()
 
 
-def prune(parent: Path, keep: int) -> None:
+def in_use() -> set[Path]:
+    """The checkpoints that this process has not read to the end."""
+    return {use.folder for use in _IN_USE}
+
+
+def prune(parent: Path, keep: int, in_use: Collection[Path]) -> None:
     """Remove all but the ``keep`` newest of those that were saved with a number to keep.
 
-    One that this process has not read yet stays until the next time.
+    What is ``in_use`` stays until the next time.
     """
-    in_use = {use.folder for use in _IN_USE}
     try:
         rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
         for path in rotating[:-keep]:

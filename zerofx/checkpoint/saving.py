@@ -27,6 +27,7 @@ from zerofx.checkpoint.folders import (
     Draft,
     Notes,
     draft_of,
+    in_use,
     next_serial,
     prune,
     telling_what_failed,
@@ -182,6 +183,8 @@ def _write(
             f"{target} could not be written: {_words(error)}. {NOT_WRITTEN}"
         ) from error
 
+    unread = [] if keep is None else ranks.together(in_use)
+
     def publish() -> None:
         for draft in drafts:
             metadata = (folder / METADATA).read_bytes()
@@ -191,7 +194,7 @@ def _write(
             draft.publish(Notes(serial, keep, crc, torch.__version__, __version__))
             drafts.clear()
             if keep is not None:
-                prune(target.parent, keep)
+                prune(target.parent, keep, set().union(*unread))
 
     with telling_what_failed(target):
         ranks.together(publish)
