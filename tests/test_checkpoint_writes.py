@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 import zerofx
@@ -322,6 +324,38 @@ def test_a_save_waits_for_the_one_before(tmp_path):
         assert first.done()
         second.wait()
     assert order == ["a", "b"]
+
+
+@pytest.mark.parametrize("is_on", (True, False))
+def test_garbage_is_collected_while_files_are_written_and_not_while_they_are_planned(
+    is_on, tmp_path
+):
+    seen, plan = {}, dcp.DefaultSavePlanner.create_local_plan
+    write = filesystem.FileSystemWriter.write_data
+
+    def noted_plan(planner):
+        seen["planning"] = gc.isenabled()
+        return plan(planner)
+
+    def noted_write(*arguments):
+        seen["writing"] = gc.isenabled()
+        return write(*arguments)
+
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with (
+            mock.patch.object(dcp.DefaultSavePlanner, "create_local_plan", noted_plan),
+            mock.patch.object(filesystem.FileSystemWriter, "write_data", noted_write),
+        ):
+            zerofx.save(tmp_path / "a", *pair_of())
+            assert seen == {"planning": False, "writing": is_on} and gc.isenabled() is is_on
+        fails = mock.patch.object(filesystem.FileSystemWriter, "write_data", side_effect=OSError)
+        with fails, pytest.raises(CheckpointError):
+            zerofx.save(tmp_path / "b", *pair_of())
+        assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 def end_groups(root: str) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,39 @@ def _yield_to_others() -> None:
     if sys.platform == "linux":  # elsewhere this is about all threads
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+class Collections:
+    """Whether Python collects garbage by itself.
+
+    A plan is as many objects as tensors have parts, on the first rank those of all ranks.  They
+    have Python look through everything there is, which stops the training (0.3 s in a process that
+    has compiled two models) and finds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._are_on = gc.isenabled()
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        gc.disable()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """For what takes long, within ``put_off``."""
+        self._resume()
+        try:
+            yield
+        finally:
+            gc.disable()
+
+    def _resume(self) -> None:
+        if self._are_on:
+            gc.enable()
 
 
 class Writer:

@@ -47,7 +47,7 @@ def export_safetensors(
     """
     target = as_path(path)
     ranks = meet(model, [], process_group, "zerofx.export_safetensors()")
-    ranks.check_same("path", str(target))
+    ranks.check_same(path=target)
     drafts: list[Draft] = []
     try:
         with telling_what_failed(target):
@@ -137,7 +137,7 @@ def load_safetensors(
     damaged; FileNotFoundError; RuntimeError if a rank does not join.  Nothing has changed then.
     """
     ranks = meet(model, [], process_group, "zerofx.load_safetensors()")
-    ranks.check_same("path", str(Path(path).absolute()))
+    ranks.check_same(path=Path(path).absolute())
     plan: list[tuple[Target, files.MappedFile]] = []
 
     def check() -> None:

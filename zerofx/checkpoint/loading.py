@@ -62,8 +62,7 @@ def load(
     folder, optimizers = as_path(path), as_list(optimizer)
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.load()")
-    ranks.check_same("path", str(folder))
-    ranks.check_same("strict", str(strict))
+    ranks.check_same(path=folder, strict=strict)
     reading = _checked(folder, model, optimizers, ranks, strict)
     reading.read_on()
     return reading.extra
@@ -90,7 +89,7 @@ def resume(
     optimizers = as_list(optimizer)
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.resume()")
-    ranks.check_same("folder", str(Path(folder).absolute()))
+    ranks.check_same(folder=Path(folder).absolute())
     damaged = ranks.on_first(lambda: damaged_in(Path(folder)))
     paths = ranks.on_first(lambda: [path for _, path in reversed(complete_in(Path(folder)))])
     if damaged and not paths:

@@ -118,16 +118,18 @@ class Ranks:
         """Do ``work`` on rank 0, and return what it has got on all.  Collective."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
-    def check_same(self, what: str, value: str) -> None:
-        """Raise ValueError on all ranks unless all have come with the same ``value``."""
-        values = self.together(lambda: value)
-        if len(set(values)) > 1:
-            listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise ValueError(
-                f"ranks were given different values of {what} ({listed}), and all write to or read "
-                "from one checkpoint. Make it the same on all: a time or a random name can be "
-                "chosen by rank 0 and broadcast."
-            )
+    def check_same(self, **values: object) -> None:
+        """Raise ValueError on all ranks unless all have come with the same ``values``, by name."""
+        gathered = self.together(lambda: {name: str(value) for name, value in values.items()})
+        for name in values:
+            found = [of_rank[name] for of_rank in gathered]
+            if len(set(found)) > 1:
+                listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(found))
+                raise ValueError(
+                    f"ranks were given different values of {name} ({listed}), and all write to or "
+                    "read from one checkpoint. Make it the same on all: a time or a random name "
+                    "can be chosen by rank 0 and broadcast."
+                )
 
 
 atexit.register(Ranks.end_all)

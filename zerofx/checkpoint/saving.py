@@ -15,10 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.background import WRITER, Saving, meet
+from zerofx.checkpoint.background import WRITER, Collections, Saving, meet
 from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import (
@@ -80,9 +82,9 @@ def save(
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
-    ranks.check_same("path", str(target))
-    choices = f"{keep}, {asynchronous}, {trainable_only}"
-    ranks.check_same("keep, asynchronous and trainable_only", choices)
+    ranks.check_same(
+        path=target, keep=keep, asynchronous=asynchronous, trainable_only=trainable_only
+    )
     collected: dict[str, Any] = {}
     snapshot = Snapshot()
     drafts: list[Draft] = []  # on rank 0
@@ -134,6 +136,18 @@ def _taken(contents: Any, snapshot: Snapshot) -> Any:
     return contents
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Has garbage collected while it writes."""
+
+    def __init__(self, folder: Path, collections: Collections) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._collections = collections
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._collections.going_on():
+            return super().write_data(plan, planner)
+
+
 _KEPT_BYTES = 1 << 16
 """Tensors smaller than this stay: torch's frame around one takes more than some do."""
 
@@ -167,13 +181,14 @@ def _write(
     contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
 ) -> None:
     folder = draft_of(target)
+    collections = Collections()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), collections.put_off():
             if ranks.group is None:  # it says so at every save of one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(
                 contents,
-                storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+                storage_writer=_Writer(folder, collections),
                 planner=_Planner(dedup_save_to_lowest_rank=True),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,

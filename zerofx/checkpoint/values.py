@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ def encode(value: Any, name: str) -> Encoded:
 
     Raises: ValueError, naming it ``name``, if it cannot.
     """
+    if type(value) in _PLAIN:
+        return _encoded_plain(value, repr(value))
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -38,6 +41,17 @@ def encode(value: Any, name: str) -> Encoded:
             "numbers, text, tensors, and lists, tuples and dicts of them, such as an object's "
             "state_dict()."
         ) from error
+    return Encoded(buffer.getvalue())
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _encoded_plain(value: Any, _text: str) -> Encoded:
+    """Of a number, a text or None.  The text tells 0.0 from -0.0."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
     return Encoded(buffer.getvalue())
 
 
