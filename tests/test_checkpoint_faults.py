@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import logging
@@ -243,6 +244,21 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"extra\['it'\] is a Runs that cannot be read again"):
         zerofx.save(tmp_path / "a", *pair_of(), extra={"it": Runs(tmp_path / "ran")})
     assert os.listdir(tmp_path) == []
+
+
+class Level(enum.IntEnum):
+    HIGH = 1
+
+
+def test_values_that_are_equal_are_not_the_same(tmp_path):
+    extra = {"values": [0.0, -0.0, 1, True, 1.0, "1", None], "nothing": ""}
+    alone = {f"{number}": value for number, value in enumerate(extra["values"])}
+    zerofx.save(tmp_path / "a", *pair_of(), extra=extra | alone)
+    found = zerofx.load(tmp_path / "a", *pair_of(1))
+    assert [repr(found[name]) for name in alone] == [repr(value) for value in alone.values()]
+    assert repr(found["values"]) == repr(extra["values"]) and found["nothing"] == ""
+    with pytest.raises(ValueError, match="is a Level that cannot be read again"):
+        zerofx.save(tmp_path / "b", *pair_of(), extra={"it": Level.HIGH})
 
 
 # Paths
