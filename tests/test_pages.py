@@ -59,3 +59,8 @@ def test_what_is_large_enough_is_copied_to_huge_pages_and_nothing_else():
     assert moved.equal(large) and moved.data_ptr() != large.data_ptr()
     small = large[: 2 * HUGE_PAGE_BYTES // 4 - 1]
     assert in_huge_pages(small) is small
+
+
+def test_memory_that_there_is_not_is_said_so():
+    with pytest.raises(MemoryError, match=f"no {2**60} bytes more of host memory .*offload_cache"):
+        aligned_empty(2**60)

@@ -67,13 +67,21 @@ def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     registers it with CUDA, exactly as much as is asked for; torch's own pinned allocations are
     rounded up to a power of two.
 
-    Shapes: uint8[nbytes].  Raises: RuntimeError if CUDA refuses to pin it.
+    Shapes: uint8[nbytes].  Raises: MemoryError if there is none; RuntimeError if CUDA refuses to
+    pin it.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES
     # Private: Linux seldom gives huge pages to memory that could be shared.
-    mapping = mmap.mmap(-1, nbytes + alignment, **_PRIVATE)
+    try:
+        mapping = mmap.mmap(-1, nbytes + alignment, **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(
+            f"the system gives this process no {nbytes} bytes more of host memory ({error}): keep "
+            "less of it there, with a lower offload_cache_bytes or smaller buckets, or raise its "
+            "limit (ulimit -d, ulimit -v, a container's)"
+        ) from error
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % alignment
     # What the tensor holds on to, and what in turn holds on to the mapping.
     owner = (ctypes.c_char * nbytes).from_buffer(mapping, start)
