@@ -124,11 +124,13 @@ def test_two_thousand_steps_are_right_to_the_last_bit(world_size):
 
 
 SCRIPT = """
+import os
 import sys
 
 import torch
 
 import tests.conftest
+import zerofx
 from tests.models import Mlp, features, squared_loss
 
 
@@ -146,6 +148,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 step = torch.compile(step, backend="zero", options={"lowering": "eager"})
 for number in range(3):
     step(model, optimizer, *features(number, 2))
+if "save" in sys.argv:
+    path = f"{__file__}.{os.environ['MASTER_PORT']}"
+    zerofx.save(path, model, optimizer, asynchronous=True).wait()
 if "destroy" in sys.argv:
     torch.distributed.destroy_process_group()
 """
@@ -170,13 +175,18 @@ def check_exit(folder: Path, *arguments: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("arguments", [(), ("destroy",)], ids=["as_it_is", "destroying_the_group"])
+EXITS = pytest.mark.parametrize(
+    "arguments", [(), ("destroy",), ("save",), ("save", "destroy")], ids=" ".join
+)
+
+
+@EXITS
 def test_a_script_ends_without_a_word(tmp_path, arguments):
     check_exit(tmp_path, *arguments)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", [(), ("destroy",)], ids=["as_it_is", "destroying_the_group"])
+@EXITS
 def test_a_script_ends_without_a_word_ten_times_out_of_ten(tmp_path, arguments):
     for _ in range(10):
         check_exit(tmp_path, *arguments)
