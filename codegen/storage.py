@@ -76,6 +76,7 @@ class Precision:
         return narrows or self.rounds_parameter(parameter)
 
     def rounds_parameter(self, parameter: torch.dtype) -> bool:
+        """Whether they round the parameter itself."""
         return self.stochastic_rounding and parameter is torch.bfloat16
 
     @property

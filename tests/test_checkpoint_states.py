@@ -14,6 +14,7 @@ from tests.models import features
 from tests.optimizers import VARIANTS
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.trainings import PRECISIONS
+from zerofx.codegen.storage import UPDATES
 
 NAMES = (
     *("adam_amsgrad", "adamw_tensor_lr", "sgd", "asgd_averages", "lion"),
@@ -114,6 +115,41 @@ def test_every_precision_goes_on_bitwise(
 
 def resume_of(path, make, stage, options, is_bound, new_options, model):
     resume(path, make, stage, options, is_bound, new_options, **model)
+
+
+def test_a_count_of_updates_is_taken_along_and_never_asked_for(tmp_path):
+    rounding, plain = {"stochastic_rounding": True}, {}
+
+    def trained(seed, options, path=None):
+        torch._dynamo.reset()
+        pair = built(seed, sgd, dtype=torch.bfloat16)
+        train(zero(3, options), pair, range(3))
+        if path is not None:
+            zerofx.load(path, *pair)
+        return pair, counts_of(pair)
+
+    def counts_of(pair):
+        return {state.get(UPDATES) for state in pair[1].state_dict()["state"].values()}
+
+    for name, options, counts in (("rounded", rounding, {3}), ("plain", plain, set())):
+        pair, found = trained(0, options)
+        assert found == counts
+        zerofx.save(tmp_path / name, *pair)
+    assert trained(1, plain, tmp_path / "rounded")[1] == {3}
+    pair, found = trained(1, rounding, tmp_path / "plain")
+    assert found == set()
+    for options, count in (
+        (rounding, 1),
+        (rounding, 2),
+        (plain, 2),
+        ({"moment_dtype": "bfloat16"}, 2),  # there are none, and nothing is rounded
+        (rounding, 3),
+    ):
+        torch._dynamo.reset()
+        train(zero(3, options), pair, range(1))
+        assert counts_of(pair) == {count}
+    zerofx.unshard(*pair)
+    assert counts_of(pair) == {3}
 
 
 PLACES = {

@@ -88,36 +88,21 @@ def _yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-class Collections:
-    """Whether Python collects garbage by itself.
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from collecting garbage, for a moment in which many objects are made.
 
-    A plan is as many objects as tensors have parts, on the first rank those of all ranks.  They
-    have Python look through everything there is, which stops the training (0.3 s in a process that
-    has compiled two models) and finds nothing.
+    A plan is as many as tensors have parts, on the first rank those of all ranks.  They would have
+    Python look through everything there is, which stops the training (0.3 s in a process that has
+    compiled two models) and finds nothing.
     """
-
-    def __init__(self) -> None:
-        self._are_on = gc.isenabled()
-
-    @contextlib.contextmanager
-    def put_off(self) -> Iterator[None]:
+    is_on = gc.isenabled()
+    if is_on:
         gc.disable()
-        try:
-            yield
-        finally:
-            self._resume()
-
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """For what takes long, within ``put_off``."""
-        self._resume()
-        try:
-            yield
-        finally:
-            gc.disable()
-
-    def _resume(self) -> None:
-        if self._are_on:
+    try:
+        yield
+    finally:
+        if is_on:
             gc.enable()
 
 

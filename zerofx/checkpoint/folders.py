@@ -259,15 +259,15 @@ def in_use() -> set[Path]:
     return {use.folder for use in _IN_USE}
 
 
-def prune(parent: Path, keep: int, in_use: Collection[Path]) -> None:
+def prune(parent: Path, keep: int, unread: Collection[Path]) -> None:
     """Remove all but the ``keep`` newest of those that were saved with a number to keep.
 
-    What is ``in_use`` stays until the next time.
+    What is still ``unread`` stays until the next time.
     """
     try:
         rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
         for path in rotating[:-keep]:
-            if path.resolve() in in_use:
+            if path.resolve() in unread:
                 continue
             _remove(path)
     except OSError as error:  # the new checkpoint is there all the same

@@ -24,7 +24,7 @@ from zerofx.checkpoint.targets import (
     new_shard,
     new_tensor,
 )
-from zerofx.codegen.storage import ADDED, widened, widened_dtypes
+from zerofx.codegen.storage import ADDED, UPDATES, widened, widened_dtypes
 from zerofx.plan import storage_order
 from zerofx.runtime.filed_states import Reader
 from zerofx.runtime.flat import ordinary_tensors
@@ -337,13 +337,13 @@ class _StateMatching:
         if self.here and entries:
             self._compare_names({str(path[0]) for path in entries})
         for path, entry in entries.items():
-            if not self.here or str(path[0]) in self.here:
+            if not self.here or str(path[0]) in {*self.here, UPDATES}:
                 self._match_one(path, entry, path in numbers)
 
     def _compare_names(self, saved: set[str]) -> None:
         # Where they are kept, one is made of the parameter if there is none, and none is a count.
         expected = set(self.here) - (ADDED if self.takes_dtypes else set())
-        missing, unknown = sorted(expected - saved), sorted(saved - set(self.here))
+        missing, unknown = sorted(expected - saved), sorted(saved - {*self.here, UPDATES})
         self.plan.differences.missing += [f"state {key} of {self.name}" for key in missing]
         self.plan.differences.unknown += [f"state {key} of {self.name}" for key in unknown]
         self.staying += missing

@@ -15,12 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.background import WRITER, Collections, Saving, meet
+from zerofx.checkpoint.background import WRITER, Saving, meet, without_collections
 from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import (
@@ -137,15 +136,14 @@ def _taken(contents: Any, snapshot: Snapshot) -> Any:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Has garbage collected while it writes."""
+    """Writes files, one tensor of them at a time in memory."""
 
-    def __init__(self, folder: Path, collections: Collections) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
-        self._collections = collections
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with self._collections.going_on():
-            return super().write_data(plan, planner)
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with without_collections():
+            super().finish(metadata, results)
 
 
 _KEPT_BYTES = 1 << 16
@@ -161,6 +159,18 @@ class _Planner(dcp.DefaultSavePlanner):
     """
 
     _given: torch.Tensor | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        with without_collections():
+            return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        with without_collections():
+            return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        with without_collections():
+            return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
@@ -181,14 +191,13 @@ def _write(
     contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
 ) -> None:
     folder = draft_of(target)
-    collections = Collections()
     try:
-        with warnings.catch_warnings(), collections.put_off():
+        with warnings.catch_warnings():
             if ranks.group is None:  # it says so at every save of one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(
                 contents,
-                storage_writer=_Writer(folder, collections),
+                storage_writer=_Writer(folder),
                 planner=_Planner(dedup_save_to_lowest_rank=True),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,

@@ -28,8 +28,8 @@ def encode(value: Any, name: str) -> Encoded:
 
     Raises: ValueError, naming it ``name``, if it cannot.
     """
-    if type(value) in _PLAIN:
-        return _encoded_plain(value, repr(value))
+    if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 2**63):
+        return _encoded_number(value, repr(value))
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -44,12 +44,9 @@ def encode(value: Any, name: str) -> Encoded:
     return Encoded(buffer.getvalue())
 
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
 @functools.lru_cache(maxsize=1024, typed=True)
-def _encoded_plain(value: Any, _text: str) -> Encoded:
-    """Of a number, a text or None.  The text tells 0.0 from -0.0."""
+def _encoded_number(value: Any, _text: str) -> Encoded:
+    """Many parameters have the same counts and values.  The text tells 0.0 from -0.0."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return Encoded(buffer.getvalue())

@@ -79,7 +79,7 @@ def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     except OSError as error:
         raise MemoryError(
             f"the system gives this process no {nbytes} bytes more of host memory ({error}): keep "
-            "less of it there, with a lower offload_cache_bytes or smaller buckets, or raise its "
+            "less there (smaller buckets; of files a lower offload_cache_bytes), or raise its "
             "limit (ulimit -d, ulimit -v, a container's)"
         ) from error
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % alignment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class StatePlaces:
         assert self._host is not None
         optimizer = self._context.live_optimizer()
         total = 0
-        for parameter, kept in self._kept(list(parameters)):
+        for parameter, kept in self._kept(parameters):
             reference, info = self._context.parameters[parameter]
             state = optimizer.state.get(reference()) or {}
             there = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
@@ -47,11 +47,12 @@ class StatePlaces:
         return parts_of([kept for _, kept in self._kept(parameters)])
 
     def _kept(
-        self, parameters: Sequence[int]
-    ) -> Iterator[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
+        self, parameters: Iterable[int]
+    ) -> list[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
         """What will be kept per element of each parameter's shard; outside of a step."""
         optimizer, traces = self._context.live_optimizer(), self._context.traces
         storage = self._context.storage
+        found = []
         nothing = read_arguments({}, shard_shape=None, inputs=())
         with self._context.outside_of_a_step():
             for parameter in parameters:
@@ -68,7 +69,8 @@ class StatePlaces:
                 elif group is not None:
                     update, arguments = traces.find(optimizer, parameter, group, nothing)
                     made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
-                yield parameter, storage.kept(made, few, info.shard_numel, info)
+                found.append((parameter, storage.kept(made, few, info.shard_numel, info)))
+        return found
 
     def group_of(self, parameters: Sequence[int]) -> Group:
         """What ``FileTier.reserve`` takes for the states of these parameters."""

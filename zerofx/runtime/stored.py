@@ -175,6 +175,8 @@ class StateStorage:
         draw: Draw | None,
     ) -> None:
         """Bring what an update has just made into the form in which it is kept."""
+        if UPDATES in values:
+            new[UPDATES] = values[UPDATES]
         if draw is None:
             return
         native = {name: dtype for name, dtype in values.get(NATIVE, {}).items() if name in new}
@@ -192,7 +194,8 @@ class StateStorage:
             native[name] = self.precision.native_dtype(info.dtype)
         if native:
             new[NATIVE] = native
-        if "step" not in new:
+        has_drawn = native or self.precision.rounds_parameter(info.dtype)
+        if has_drawn and "step" not in new:
             new[UPDATES] = draw.step + 1
 
 

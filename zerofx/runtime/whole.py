@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofx import compat
-from zerofx.codegen.storage import ADDED, widen
+from zerofx.codegen.storage import MASTER, widen
 from zerofx.runtime.agreement import rendezvous
 from zerofx.runtime.bound import BoundParameter
 from zerofx.runtime.filed_states import Reader
@@ -403,7 +403,7 @@ def _as_plain(state: Mapping[str, Any], bound: BoundParameter) -> dict[str, Any]
     return {
         name: value.to(bound.info.dtype) if _is_float(value) and value.dim() else value
         for name, value in state.items()
-        if name not in ADDED
+        if name != MASTER
     }
 
 
