@@ -90,7 +90,7 @@ def _yield_to_others() -> None:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep Python from collecting garbage, for a moment in which many objects are made.
+    """Keep Python from collecting garbage for the moment in which many objects are made.
 
     A plan is as many as tensors have parts, on the first rank those of all ranks.  They would have
     Python look through everything there is, which stops the training (0.3 s in a process that has

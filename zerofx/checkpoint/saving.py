@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -160,17 +161,18 @@ class _Planner(dcp.DefaultSavePlanner):
 
     _given: torch.Tensor | None = None
 
-    def create_local_plan(self) -> SavePlan:
-        with without_collections():
-            return super().create_local_plan()
+    def __init__(self, until_planned: contextlib.ExitStack) -> None:
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._until_planned = until_planned
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        with without_collections():
-            return super().create_global_plan(all_plans)
+    def create_local_plan(self) -> SavePlan:
+        self._until_planned.enter_context(without_collections())
+        return super().create_local_plan()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        with without_collections():
-            return super().finish_plan(new_plan)
+        plan = super().finish_plan(new_plan)
+        self._until_planned.close()
+        return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
@@ -192,13 +194,13 @@ def _write(
 ) -> None:
     folder = draft_of(target)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as until_planned:
             if ranks.group is None:  # it says so at every save of one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.save(
                 contents,
                 storage_writer=_Writer(folder),
-                planner=_Planner(dedup_save_to_lowest_rank=True),
+                planner=_Planner(until_planned),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
