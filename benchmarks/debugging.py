@@ -28,8 +28,8 @@ from models import Gpt, Sizes
 from ranks import on_ranks
 from tabulate import tabulate
 
-from zerofx.program import Program
-from zerofx.runtime.agreement import Agreement
+from zerofx.compiler.program import Program
+from zerofx.runtime.comm.agreement import Agreement
 
 VARIANTS = ("off", "bypassed", "dumped")
 

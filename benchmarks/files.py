@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from tabulate import tabulate
 
-from zerofx.runtime.files import BucketLayout, Field, FileStore, HostCache
+from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore, HostCache
 
 NUM_BUFFERS = 4  # buckets in memory at once, as many operations are under way
 KINDS = ("read", "write")

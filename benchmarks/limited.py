@@ -35,7 +35,7 @@ from tabulate import tabulate
 from torch import nn
 
 import zerofx
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
 
 STATES = 3  # a parameter and two moments
 STEPS = 3

@@ -31,11 +31,11 @@ import torch
 from tabulate import tabulate
 from torch import fx, nn
 
-from zerofx.codegen.gradient_work import GradientWork
-from zerofx.codegen.storage import Precision
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.pages import in_huge_pages
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.codegen.rewrite.gradient_work import GradientWork
+from zerofx.codegen.rewrite.storage import Precision
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.pages import in_huge_pages
+from zerofx.runtime.optimizer.update import OptimizerRunner
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 LARGEST_DIFFERENCE = 1e-5

@@ -7,7 +7,7 @@
 
 The step runs for real, with optimizer states in host memory (or what --offload names, and in files
 of --directory if that is given), but every lane takes the time that its
-bytes or flops take at figures made up for a regime (zerofx/simulate.py): compute --seconds, and
+bytes or flops take at figures made up for a regime (benchmarks/simulate.py): compute --seconds, and
 each other lane the multiple of it that REGIMES says.  "predicted" is the critical path of the
 schedule, "busiest" the lane that has most to do; "bound" counts what must come before its first
 work and after its last, too.  "measured" is the fastest of --rounds steps.
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import torch
 from models import Sizes, batches_of, loss_of
 from ranks import on_ranks
+from simulate import simulated
 from tabulate import tabulate
 
 from zerofx.backend import zero
-from zerofx.figures import Figures
-from zerofx.simulate import simulated
-from zerofx.timeline import predict
+from zerofx.cost.timeline import predict
+from zerofx.hardware import Figures
 
 # What each lane has to do, in units of what compute has: copies to the host, updates, the link,
 # files (with --directory).

@@ -34,7 +34,7 @@ from ranks import device_of, on_ranks
 from systems import DEFAULT, SYSTEMS, ZEROFX, losses_differ, reference_of
 from tabulate import tabulate
 
-from zerofx.runtime.communication import Communicator
+from zerofx.runtime.comm.communication import Communicator
 
 
 @dataclass

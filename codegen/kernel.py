@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import compat
-from zerofx.codegen.elementwise import mutated_operands
 from zerofx.codegen.numbers import is_written_after
-from zerofx.codegen.rounding import in_blocks, random_bits
-from zerofx.codegen.trace import Update
+from zerofx.codegen.rewrite.elementwise import mutated_operands
+from zerofx.codegen.rewrite.rounding import in_blocks, random_bits
+from zerofx.codegen.trace.trace import Update
 
 aten = torch.ops.aten
 

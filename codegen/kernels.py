@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.pointwise import pointwise_program
-from zerofx.codegen.read_again import round_what_is_read_again
-from zerofx.codegen.trace import Update
-from zerofx.codegen.triton_kernel import TritonKernel, TritonUpdate
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.read_again import round_what_is_read_again
+from zerofx.codegen.trace.trace import Update
+from zerofx.codegen.triton.launch import TritonKernel, TritonUpdate
 
 logger = logging.getLogger("zerofx")
 

@@ -19,7 +19,7 @@ import torch
 from sympy.printing.str import StrPrinter
 from torch import fx
 
-from zerofx.codegen.elementwise import mutated_operands, operator_names
+from zerofx.codegen.rewrite.elementwise import mutated_operands, operator_names
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from zerofx.codegen.elementwise import operator_names
-from zerofx.codegen.functions import IN_BLOCKS, PER_BLOCK, Shape
 from zerofx.codegen.numbers import Number
+from zerofx.codegen.rewrite.elementwise import operator_names
+from zerofx.codegen.trace.functions import IN_BLOCKS, PER_BLOCK, Shape
 
 aten = torch.ops.aten
 

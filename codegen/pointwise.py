@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.codegen.elementwise import UpdateError, mutated_operands, operator_names
-from zerofx.codegen.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
-from zerofx.codegen.gradient_norm import sum_of_squares
 from zerofx.codegen.numbers import Number, NumberGraph, identifier, unique
 from zerofx.codegen.operations import (
     ALIASES,
@@ -35,8 +32,11 @@ from zerofx.codegen.program import (
     Stream,
     without_dead_values,
 )
-from zerofx.codegen.rounding import BLOCK
-from zerofx.codegen.trace import Update
+from zerofx.codegen.rewrite.elementwise import UpdateError, mutated_operands, operator_names
+from zerofx.codegen.rewrite.gradient_norm import sum_of_squares
+from zerofx.codegen.rewrite.rounding import BLOCK
+from zerofx.codegen.trace.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
+from zerofx.codegen.trace.trace import Update
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from zerofx.figures import NOMINAL, Figures
+from zerofx.hardware import NOMINAL, Figures
+from zerofx.ir.parameters import KeptGathered, ParameterTable
 from zerofx.options import Options
-from zerofx.plan import KeptGathered, ParameterTable
 
 Counts = Mapping[str, int]
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.passes.base import Counts, Pass, PassContext
-from zerofx.verify import CheckedMetadata, verify
+from zerofx.verify.verifier import CheckedMetadata, verify
 
 TURNED_OFF = "turned off"
 """Why an optional pass did not run that could have."""

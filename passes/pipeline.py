@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from zerofx.passes.base import Pass
-from zerofx.passes.bucket import bucket
-from zerofx.passes.data_parallel import data_parallel
-from zerofx.passes.hoist_casts import hoist_casts
-from zerofx.passes.offload_activations import offload_activations
-from zerofx.passes.place_files import place_files
-from zerofx.passes.place_offload import place_offload
-from zerofx.passes.prefetch import prefetch
-from zerofx.passes.prefetch_across_steps import prefetch_across_steps
-from zerofx.passes.recompute import recompute
-from zerofx.passes.shard_gradients import shard_gradients
-from zerofx.passes.shard_optimizer import shard_optimizer
-from zerofx.passes.shard_parameters import shard_parameters
-from zerofx.passes.update_in_backward import update_in_backward
+from zerofx.passes.memory.recompute import recompute
+from zerofx.passes.offload.offload_activations import offload_activations
+from zerofx.passes.offload.place_files import place_files
+from zerofx.passes.offload.place_offload import place_offload
+from zerofx.passes.schedule.prefetch import prefetch
+from zerofx.passes.schedule.prefetch_across_steps import prefetch_across_steps
+from zerofx.passes.schedule.update_in_backward import update_in_backward
+from zerofx.passes.zero.bucket import bucket
+from zerofx.passes.zero.data_parallel import data_parallel
+from zerofx.passes.zero.hoist_casts import hoist_casts
+from zerofx.passes.zero.shard_gradients import shard_gradients
+from zerofx.passes.zero.shard_optimizer import shard_optimizer
+from zerofx.passes.zero.shard_parameters import shard_parameters
 
 PIPELINE = (
     Pass(

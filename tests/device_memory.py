@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tests.trainings import program_of
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import moved_bytes
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 class Allocations:

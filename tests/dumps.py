@@ -13,13 +13,14 @@ import torch
 from torch import fx, nn
 
 from tests.programs import Captured, clone, run_passes
-from zerofx import ops, traced
-from zerofx.dump import ProgramDump
-from zerofx.dump_folder import DumpFolder
-from zerofx.graph import copied
-from zerofx.optimizer_facts import describe
-from zerofx.plan import ParameterTable
-from zerofx.reference import Reference, Updates
+from zerofx.capture import substitutes
+from zerofx.ir import ops
+from zerofx.ir.graph import copied
+from zerofx.ir.parameters import ParameterTable
+from zerofx.replay.reference import Reference, Updates
+from zerofx.report.folder import DumpFolder
+from zerofx.report.optimizers import describe
+from zerofx.report.write import ProgramDump
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Watched:
 
     def _optimizer(self, handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
         replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
-        return copy.deepcopy(traced.optimizer_of(handle), replaced)
+        return copy.deepcopy(substitutes.optimizer_of(handle), replaced)
 
 
 def write_dump(
@@ -68,7 +69,7 @@ def write_dump(
         program.table,
         world_size=captured.world_size,
         stage=stage,
-        optimizers={h: describe(traced.optimizer_of(h), names) for h in captured.optimizers},
+        optimizers={h: describe(substitutes.optimizer_of(h), names) for h in captured.optimizers},
     )
 
     def on_program(name: str, gm: fx.GraphModule, report: Any) -> None:

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from zerofx.runtime.files import BucketLayout, Field, FileStore
-from zerofx.runtime.files.layout import ALIGNMENT
-from zerofx.runtime.files.system import O_DIRECT, SystemCalls
+from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore
+from zerofx.runtime.storage.disk.layout import ALIGNMENT
+from zerofx.runtime.storage.disk.system import O_DIRECT, SystemCalls
 
 BLOCK = 512 * 1024
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.programs import Captured, capture, mlp_step, smallest_step
 from zerofx import GraphError
-from zerofx.verify import verify
+from zerofx.verify.verifier import verify
 
 FACTS = frozenset({"averaged_gradients", "sharded_updates"})
 

@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zerofx import compat, ops, traced
-from zerofx.capture import CapturedStep, StepCapture
-from zerofx.figures import NOMINAL
-from zerofx.graph import gradient_outputs, input_role, placeholders, provenance, slot_of
+from zerofx import compat
+from zerofx.capture import substitutes
+from zerofx.capture.step import CapturedStep, StepCapture
+from zerofx.compiler.program import state_bytes, whole_updates
+from zerofx.hardware import NOMINAL
+from zerofx.ir import ops
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import gradient_outputs, input_role, placeholders, provenance, slot_of
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.plan import ParameterInfo, ParameterTable
-from zerofx.program import state_bytes, whole_updates
-from zerofx.schedule import schedule
 
 aten = torch.ops.aten
 
@@ -78,7 +80,7 @@ class _CapturingBackend:
     def call_context(self, _arguments) -> Callable:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
-            with compat.whole_step_tracing(self, traced.SUBSTITUTES):
+            with compat.whole_step_tracing(self, substitutes.SUBSTITUTES):
                 yield
 
         return context
@@ -108,7 +110,7 @@ def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
     else:
         raise AssertionError("the step was not compiled")
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
-    live = [traced.optimizer_of(handle) for handle in captured.optimizers]
+    live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
     return Captured(**fields, inputs=inputs, world_size=world_size, live=live)
 
 
@@ -306,9 +308,9 @@ def listing(captured: Captured) -> str:
             if node.target in (ops.states_from_file_start, ops.states_to_file):
                 position = int(node.target is ops.states_to_file)
                 handle = node.args[position]
-                arguments[position] = type(traced.optimizer_of(handle)).__name__
+                arguments[position] = type(substitutes.optimizer_of(handle)).__name__
             if node.target in (*_UPDATES, ops.on_owners):
-                arguments[2] = type(traced.optimizer_of(node.args[2])).__name__
+                arguments[2] = type(substitutes.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
@@ -528,7 +530,7 @@ class _Machine:
         stand_ins = [nn.Parameter(torch.zeros(0)) for _ in self.captured.tensors]
         replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
         return {
-            handle: (copy.deepcopy(traced.optimizer_of(handle), dict(replaced)), stand_ins)
+            handle: (copy.deepcopy(substitutes.optimizer_of(handle), dict(replaced)), stand_ins)
             for handle in self._handles()
         }
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.peer_memory import PeerMemory
+from zerofx.runtime.comm.peer_memory import PeerMemory
 
 GRACE_S = 5.0  # how long other ranks may still answer after one has failed
 EXIT_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from zerofx.picture.record import DEVICE, Busy, Memory, Node, StepRecord
+from zerofx.report.timeline.record import DEVICE, Busy, Memory, Node, StepRecord
 
 MIB = 2**20
 

@@ -23,14 +23,14 @@ from tests.fake_cuda import Cuda
 from tests.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.trainings import assert_same, program_of
-from zerofx.account import moved_bytes
+from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
+from zerofx.lower.regions import CompiledRegion
 from zerofx.options import resolve
-from zerofx.regions import CompiledRegion
-from zerofx.runtime import moves
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage import copies
+from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.host import HostMemory
 
 ACTIVATIONS, BOTH = {"offload": "activations"}, {"offload": "optimizer,activations"}
 SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
@@ -47,7 +47,7 @@ class moving_small_values:
 
     def __enter__(self):
         self.patches = (
-            mock.patch("zerofx.passes.offload_activations.SMALLEST_BYTES", 1),
+            mock.patch("zerofx.passes.offload.offload_activations.SMALLEST_BYTES", 1),
             mock.patch.dict(os.environ, {"ZEROFX_LINK": SLOW}),
         )
         for patch in self.patches:
@@ -396,8 +396,8 @@ def test_a_staging_buffer_grows_with_its_value():
 def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
     """The next kernels may use the memory; the thread that gives them goes on."""
     cuda = Cuda()
-    monkeypatch.setattr(moves, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(moves.torch, "cuda", cuda)
+    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copies.torch, "cuda", cuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     memory = mock.MagicMock()
     memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
-from zerofx.runtime.agreement import Agreement, AgreementError, rendezvous
-from zerofx.runtime.communication import Traffic
+from zerofx.runtime.comm.agreement import Agreement, AgreementError, rendezvous
+from zerofx.runtime.comm.communication import Traffic
 
 LINES = ("parameter 0 weight f32[8, 4]", "all_gather 0 f32 128", "reduce_scatter 0 f32 128")
 

@@ -27,9 +27,9 @@ from tests.models import Mlp, squared_loss
 from tests.ranks import Ranks, ranks_fixture, start  # noqa: F401
 from zerofx import backend
 from zerofx.errors import GraphError, StepError
-from zerofx.runtime.agreement import AgreementError
-from zerofx.runtime.guarded import ShardedParameter
-from zerofx.runtime.whole import full_params, unshard
+from zerofx.runtime.access import full_params, unshard
+from zerofx.runtime.comm.agreement import AgreementError
+from zerofx.runtime.parameters.guarded import ShardedParameter
 from zerofx.versions import check_torch_version
 
 BATCH = models.features(0, 4)

@@ -17,11 +17,11 @@ from torch import nn
 
 import zerofx.__main__ as command_line
 from tests.ranks import Ranks
-from zerofx import program
-from zerofx.bisection import NEEDED, SWITCHED, passes_on
+from zerofx.cli.bisection import NEEDED, SWITCHED, passes_on
+from zerofx.cli.trials import Command, furthest
+from zerofx.compiler import program
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.trials import Command, furthest
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSS = r"loss ([-+.\w]+)"

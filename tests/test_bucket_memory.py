@@ -18,8 +18,8 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.backend
 from tests.models import features, squared_loss
 from tests.ranks import ranks_either_way_fixture  # noqa: F401
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.whole import unshard
+from zerofx.runtime.access import unshard
+from zerofx.runtime.parameters.registry import REGISTRY
 
 FEATURES = features(0, 1)[0].shape[1]
 
@@ -88,12 +88,12 @@ def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 @contextlib.contextmanager
 def all_copies_made() -> Iterator[None]:
     """Programs that first run in here make all their copies."""
-    found = zerofx.program.buckets_updated_in_place
-    zerofx.program.buckets_updated_in_place = lambda graph, table: []
+    found = zerofx.compiler.program.buckets_updated_in_place
+    zerofx.compiler.program.buckets_updated_in_place = lambda graph, table: []
     try:
         yield
     finally:
-        zerofx.program.buckets_updated_in_place = found
+        zerofx.compiler.program.buckets_updated_in_place = found
 
 
 def trained_with_copies(stage: int, *numbers: int) -> Trained:

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-import zerofx.runtime.buckets
+import zerofx.runtime.parameters.buckets
 from tests import models
 from tests.covering import long
 from tests.models import squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.runtime.guarded import ShardedParameter
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.whole import full_params, unshard
+from zerofx.runtime.access import full_params, unshard
+from zerofx.runtime.parameters.guarded import ShardedParameter
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 @pytest.fixture(params=[2, long(3)])
@@ -306,17 +306,20 @@ def check_nothing_is_copied() -> None:
     pair = Pair(3)
     packed = []
 
-    def recording(shards, infos, own=zerofx.runtime.buckets.pack):
+    def recording(shards, infos, own=zerofx.runtime.parameters.buckets.pack):
         result = own(shards, infos)
         packed.append((result, [s for s in shards if s.numel()]))
         return result
 
     pair.train(0)
-    zerofx.runtime.buckets.pack, original = recording, zerofx.runtime.buckets.pack
+    zerofx.runtime.parameters.buckets.pack, original = (
+        recording,
+        zerofx.runtime.parameters.buckets.pack,
+    )
     try:
         pair.train(1)
     finally:
-        zerofx.runtime.buckets.pack = original
+        zerofx.runtime.parameters.buckets.pack = original
     assert len(packed) >= 3
     memory = set()
     for own in bounds_by_bucket(pair.model):

@@ -18,8 +18,8 @@ from tests.covering import each_value
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.errors import BudgetError
-from zerofx.runtime.agreement import AgreementError
-from zerofx.runtime.communication import Communicator
+from zerofx.runtime.comm.agreement import AgreementError
+from zerofx.runtime.comm.communication import Communicator
 
 STAGES = (1, 2, 3)
 WIDTH = 33

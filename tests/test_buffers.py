@@ -2,8 +2,8 @@
 
 import torch
 
-from zerofx.runtime.buffers import BufferPool
-from zerofx.runtime.pages import HUGE_PAGE_BYTES
+from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import HUGE_PAGE_BYTES
 
 LIKE = torch.empty(0)
 

@@ -14,7 +14,7 @@ from tests.models import features
 from tests.optimizers import VARIANTS
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.trainings import PRECISIONS
-from zerofx.codegen.storage import UPDATES
+from zerofx.codegen.rewrite.storage import UPDATES
 
 NAMES = (
     *("adam_amsgrad", "adamw_tensor_lr", "sgd", "asgd_averages", "lion"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import zerofx.__main__ as command_line
-from zerofx.commands import COMMANDS
+from zerofx.cli import COMMANDS
 from zerofx.errors import CommandError
 
 

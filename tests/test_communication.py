@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.device_memory import Allocations
 from tests.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
-from zerofx.runtime.communication import (
+from zerofx.runtime.comm.communication import (
     SCALAR_BYTES,
     Communicator,
     NativeTransport,

@@ -16,8 +16,9 @@ from tests.device_memory import Allocations
 from tests.models import Gpt, language_loss, tokens
 from tests.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx import StepError, backend, ops
-from zerofx.cost import live_bytes
+from zerofx import StepError, backend
+from zerofx.cost.program import live_bytes
+from zerofx.ir import ops
 
 aten = torch.ops.aten
 KIB = 1024

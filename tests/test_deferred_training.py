@@ -21,8 +21,8 @@ from zerofx.backend import zero
 from zerofx.deferred import replay
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
-from zerofx.runtime.guarded import ShardedParameter
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.guarded import ShardedParameter
+from zerofx.runtime.parameters.registry import REGISTRY
 
 STEPS = 3
 EAGER = {"lowering": "eager"}

@@ -35,10 +35,10 @@ from tests.trainings import (
 )
 from zerofx.errors import StepError
 from zerofx.options import resolve
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.optimizer_steps import OptimizerSteps
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update_context import ReadyUpdate
+from zerofx.runtime.optimizer.context import ReadyUpdate
+from zerofx.runtime.optimizer.steps import OptimizerSteps
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.copies import Mover
 
 DELAYED = {"offload": "optimizer", "delayed_update": True}
 
@@ -160,7 +160,7 @@ def settled_each_time(options, calls=3):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_settled_after_every_call_it_is_the_same_as_without(name):
-    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+    with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         delayed = settled_each_time({**DELAYED, **PRECISIONS[name]})
         assert_same(delayed, settled_each_time({"offload": "optimizer", **PRECISIONS[name]}))
 
@@ -439,7 +439,7 @@ def test_the_process_may_end_with_updates_pending():
         from unittest import mock
         from tests.test_delayed_update import DELAYED
         from tests.trainings import built, run, zero
-        from zerofx.runtime.update_context import ReadyUpdate
+        from zerofx.runtime.optimizer.context import ReadyUpdate
         original = ReadyUpdate.__init__
         def slow(self, compute, finish):
             original(self, lambda: (time.sleep(0.3), compute())[1], finish)

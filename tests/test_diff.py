@@ -13,11 +13,11 @@ from torch import nn
 import zerofx.__main__ as command_line
 from tests.dumps import programs_in, write_dump
 from tests.programs import capture, mlp_step
-from zerofx.commands.diff import report
-from zerofx.compare import _longest_increasing, compare
-from zerofx.dumped import read
-from zerofx.program_text import FORMAT
-from zerofx.statements import statements
+from zerofx.cli.compare import _longest_increasing, compare
+from zerofx.cli.diff import report
+from zerofx.report.read import read
+from zerofx.report.statements import statements
+from zerofx.report.text import FORMAT
 
 
 @pytest.fixture(scope="module")

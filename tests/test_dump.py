@@ -19,14 +19,14 @@ from tests.programs import (
     run_passes,
     smallest_step,
 )
-from zerofx import ops
-from zerofx.dump_folder import MARKER
-from zerofx.dumped import read
-from zerofx.graph import provenance
+from zerofx.ir import ops
+from zerofx.ir.graph import provenance
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.program_text import FORMAT
-from zerofx.statements import statements
+from zerofx.report.folder import MARKER
+from zerofx.report.read import read
+from zerofx.report.statements import statements
+from zerofx.report.text import FORMAT
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.dumps import programs_in
 from zerofx.backend import zero
-from zerofx.dump import file_name
-from zerofx.dump_folder import CLAIM, claim, run_of_this_process
+from zerofx.report.folder import CLAIM, claim, run_of_this_process
+from zerofx.report.write import file_name
 
 PROGRAM = "rank0/step0_0/00_captured.py"
 
@@ -107,7 +107,7 @@ def test_what_dead_runs_have_left_beside_each_other_goes_too(claimed, tmp_path):
 
 def test_a_process_that_was_killed_has_let_go(tmp_path):
     code = (
-        "import os, signal, sys; from zerofx.dump_folder import claim; "
+        "import os, signal, sys; from zerofx.report.folder import claim; "
         "claim(sys.argv[1], 'killed').write('rank0/f/x', 'old'); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -199,7 +199,7 @@ def test_without_a_folder_nothing_is_written_or_described(monkeypatch):
 
     monkeypatch.setattr("zerofx.backend.claim", fail)
     for name in ("ProgramDump", "describe", "explanation"):
-        monkeypatch.setattr(f"zerofx.program.{name}", fail)
+        monkeypatch.setattr(f"zerofx.compiler.program.{name}", fail)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

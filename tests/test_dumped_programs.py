@@ -17,15 +17,15 @@ import zerofx.__main__ as command_line
 from tests import models
 from tests.dumps import programs_in, write_dump
 from tests.programs import assert_bitwise, capture, clone, evaluation, mlp_step, smallest_step
-from zerofx import dumped_run
-from zerofx.commands import run
-from zerofx.dump import ProgramDump
-from zerofx.dump_folder import DumpFolder
-from zerofx.dumped import read
+from zerofx.cli import run
 from zerofx.errors import CommandError
-from zerofx.exchange import alone, in_turns
 from zerofx.options import OPTIONAL_PASSES
-from zerofx.reference import Reference, Updates
+from zerofx.replay import random_run
+from zerofx.replay.in_process_group import alone, in_turns
+from zerofx.replay.reference import Reference, Updates
+from zerofx.report.folder import DumpFolder
+from zerofx.report.read import read
+from zerofx.report.write import ProgramDump
 
 EVERYTHING = dict.fromkeys(OPTIONAL_PASSES, True)
 
@@ -113,13 +113,13 @@ def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form,
     assert len(paths) == len(watched) > 2
     for path, in_memory in zip(paths, watched, strict=True):
         program = read(path)
-        inputs = list(dumped_run.random_inputs(program, program.table(), seed=1).values())
+        inputs = list(random_run.random_inputs(program, program.table(), seed=1).values())
         own = copy.deepcopy(inputs)
         exchange = alone(program.world_size)
-        updates = Updates(program.table(), dumped_run.optimizers_of(program, program.table()))
+        updates = Updates(program.table(), random_run.optimizers_of(program, program.table()))
         torch.manual_seed(1)
         reference = Reference(program.table(), program.rank, exchange, updates)
-        actual = dumped_run.call(program, reference, inputs)
+        actual = random_run.call(program, reference, inputs)
         torch.manual_seed(1)
         expected = in_memory.run(program.rank, exchange, own)
         assert len(actual) == len(expected) > 0
@@ -142,7 +142,7 @@ def test_every_program_of_a_step_computes_what_the_captured_one_does(name, stage
         everyone = run.all_ranks(read(paths[0]))
         results = in_turns(
             [
-                lambda exchange, one=one: dumped_run.run_random(one, exchange, seed=3, sgd=False)
+                lambda exchange, one=one: random_run.run_random(one, exchange, seed=3, sgd=False)
                 for one in everyone
             ]
         )
@@ -164,7 +164,7 @@ def test_an_evaluation_and_a_step_without_results_run(tmp_path, capsys):
         folder = write_dump(step, tmp_path, function=function)
         for path in programs_in(folder):
             run.run_fake(read(path))
-            dumped_run.run_random(read(path), alone(2), seed=0, sgd=False)
+            random_run.run_random(read(path), alone(2), seed=0, sgd=False)
 
 
 def test_sizes_that_are_symbols_run_as_they_were_when_captured(tmp_path):
@@ -185,7 +185,7 @@ def test_sizes_that_are_symbols_run_as_they_were_when_captured(tmp_path):
         shapes = [of.get("shape", of.get("value")) for of in program.facts["INPUTS"].values()]
         assert 5 in shapes and (5, 4) in shapes
         run.run_fake(program)
-        dumped_run.run_random(program, alone(2), seed=0, sgd=False)
+        random_run.run_random(program, alone(2), seed=0, sgd=False)
 
 
 def test_larger_constants_lie_beside_the_program(tmp_path):
@@ -198,7 +198,7 @@ def test_larger_constants_lie_beside_the_program(tmp_path):
     path = folder / "00_captured.py"
     assert "299" not in path.read_text().split("def program(")[0]
     program = read(path)
-    results = dumped_run.call(
+    results = random_run.call(
         program, Reference(program.table(), 0, alone(4), None), [torch.ones(300)]
     )
     assert results[0].item() == sum(table)
@@ -220,9 +220,9 @@ def test_an_optimizer_that_nothing_can_import_is_refused_with_the_remedy(tmp_pat
 
     path = write_dump(capture(step, torch.randn(4)), tmp_path, stage=0) / "00_captured.py"
     with pytest.raises(CommandError, match=r"Own cannot be imported here.*--sgd"):
-        dumped_run.run_random(read(path), alone(4), seed=0, sgd=False)
+        random_run.run_random(read(path), alone(4), seed=0, sgd=False)
     run.run_fake(read(path))
-    results = dumped_run.run_random(read(path), alone(4), seed=0, sgd=True)
+    results = random_run.run_random(read(path), alone(4), seed=0, sgd=True)
     assert results.after["parameter w"].shape == (4,)
 
 

@@ -25,7 +25,7 @@ import tests.conftest  # noqa: F401  # the workers need the backend's name too
 import zerofx
 from tests.models import Mlp, features, squared_loss
 from tests.ranks import ranks_fixture, start, use_own_server  # noqa: F401
-from zerofx.runtime.starts import store_of_this_start
+from zerofx.runtime.comm.rendezvous import store_of_this_start
 
 SAVED_AT = 4  # the steps after this many are done once more
 HELD_AT = 6  # where a worker waits for what is done to it

@@ -7,7 +7,7 @@ import torch
 
 from zerofx import compat
 from zerofx.errors import FileTierError, StepError
-from zerofx.runtime.agreement import AgreementError
+from zerofx.runtime.comm.agreement import AgreementError
 
 
 class Odd(Exception):

@@ -9,10 +9,10 @@ from torch import nn
 import zerofx
 import zerofx.__main__ as command_line
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.dump import EXPLANATION
-from zerofx.explanation import limit_text, why_not_fused
+from zerofx.cost.timeline import LANES, Timeline
 from zerofx.options import Options
-from zerofx.timeline import LANES, Timeline
+from zerofx.report.explanation import limit_text, why_not_fused
+from zerofx.report.write import EXPLANATION
 
 NUMEL = 8 * 8 + 8
 

@@ -22,8 +22,8 @@ from files import (
     write,
 )
 
-from zerofx.runtime.files.layout import ALIGNMENT
-from zerofx.runtime.pages import aligned_empty
+from zerofx.runtime.memory.pages import aligned_empty
+from zerofx.runtime.storage.disk.layout import ALIGNMENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*page cache:UserWarning")
 

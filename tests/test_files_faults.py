@@ -31,8 +31,8 @@ from files import (
 )
 
 from zerofx.errors import FileTierError
-from zerofx.runtime.files import BucketLayout, Field, FileStore
-from zerofx.runtime.files.layout import ALIGNMENT
+from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore
+from zerofx.runtime.storage.disk.layout import ALIGNMENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*page cache:UserWarning")
 

@@ -13,9 +13,9 @@ import torch
 from files import BLOCK, layout
 
 from zerofx.errors import FileTierError
-from zerofx.runtime.files import FileStore
-from zerofx.runtime.files.scratch import Owner, RunFolder, remove_stale
-from zerofx.runtime.files.system import SystemCalls
+from zerofx.runtime.storage.disk import FileStore
+from zerofx.runtime.storage.disk.scratch import Owner, RunFolder, remove_stale
+from zerofx.runtime.storage.disk.system import SystemCalls
 
 ROOT = Path(__file__).resolve().parent.parent
 BUCKET = layout("b", shard=BLOCK)
@@ -35,7 +35,7 @@ def make_folder(directory, **changes):
 SERVER = f"""
 import json, os, sys
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]}
-import files, torch, zerofx.runtime.files
+import files, torch, zerofx.runtime.storage.disk
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
@@ -177,7 +177,7 @@ def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
 def test_a_process_that_ends_leaves_nothing(run, tmp_path, end):
     script = f"""
 from files import layout
-from zerofx.runtime.files import FileStore
+from zerofx.runtime.storage.disk import FileStore
 import os, sys
 store = FileStore([sys.argv[1]], [layout("b", shard=1000)])
 store.start_write("b", store.empty("b"))
@@ -193,7 +193,7 @@ print(len(os.listdir(sys.argv[1])))
 def test_killed_processes_leave_what_the_next_run_removes_and_no_more(run, tmp_path):
     script = """
 from files import layout
-from zerofx.runtime.files import FileStore
+from zerofx.runtime.storage.disk import FileStore
 import os, random, signal, sys, time
 import torch
 
@@ -257,7 +257,7 @@ def test_a_forked_child_neither_uses_nor_removes_its_parents_files(run, tmp_path
     script = """
 from files import layout
 from zerofx.errors import FileTierError
-from zerofx.runtime.files import FileStore
+from zerofx.runtime.storage.disk import FileStore
 import os, sys
 store = FileStore([sys.argv[1]], [layout("b", shard=1000)])
 child = os.fork()
@@ -279,7 +279,7 @@ print(len(os.listdir(sys.argv[1])))
 def test_a_child_that_outlives_its_killed_parent_keeps_the_folder_until_it_ends(run, tmp_path):
     script = """
 from files import layout
-from zerofx.runtime.files import FileStore
+from zerofx.runtime.storage.disk import FileStore
 import os, signal, sys, time
 store = FileStore([sys.argv[1]], [layout("b", shard=1000)])
 child = os.fork()

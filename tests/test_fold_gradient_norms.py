@@ -15,13 +15,14 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_fold_gradient_work import Program, counting
-from zerofx import lower, ops
 from zerofx.codegen import kernel
-from zerofx.fold_gradient_norms import fold_gradient_norms
-from zerofx.fold_gradient_work import fold_gradient_work
-from zerofx.regions import is_compute
-from zerofx.runtime import joined_updates as updates
-from zerofx.runtime.device_updates import DeviceUpdates
+from zerofx.ir import ops
+from zerofx.lower import lowering
+from zerofx.lower.gradient_norms import fold_gradient_norms
+from zerofx.lower.gradient_work import fold_gradient_work
+from zerofx.lower.regions import is_compute
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.device import DeviceUpdates
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -278,7 +279,7 @@ def summed(monkeypatch):
 
 def unfolded(monkeypatch, *args, **kwargs):
     with monkeypatch.context() as context:
-        context.setattr(lower, "fold_gradient_norms", lambda graph: None)
+        context.setattr(lowering, "fold_gradient_norms", lambda graph: None)
         return Trained(*args, **kwargs)
 
 
@@ -312,7 +313,7 @@ def test_short_updates_give_squares_without_a_kernel(summed, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"moment_dtype": torch.int8}])
 def test_squares_of_bf16_gradients_are_summed_in_fp32(options, summed, monkeypatch):
-    monkeypatch.setattr("zerofx.codegen.storage.FEWEST_CODED", 0)
+    monkeypatch.setattr("zerofx.codegen.rewrite.storage.FEWEST_CODED", 0)
     folded = Trained(3, dtype=BF16, **options)
     assert len(summed) >= 3
     plain = unfolded(monkeypatch, 3, dtype=BF16, **options)
@@ -340,7 +341,9 @@ def test_a_step_that_is_skipped_has_a_norm(summed):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_clipped_steps_program_is_unchanged(stage, summed, monkeypatch):
     lowered = []
-    monkeypatch.setattr(lower, "fold_gradient_norms", lambda graph: lowered.append(folding(graph)))
+    monkeypatch.setattr(
+        lowering, "fold_gradient_norms", lambda graph: lowered.append(folding(graph))
+    )
 
     def folding(graph):
         before = str(graph)
@@ -413,6 +416,6 @@ def peak_of_updates(monkeypatch):
 def test_a_gradient_is_gone_after_its_update(monkeypatch):
     largest, peak = peak_of_updates(monkeypatch)
     assert largest <= 64
-    monkeypatch.setattr(lower, "fold_gradient_norms", lambda graph: None)
+    monkeypatch.setattr(lowering, "fold_gradient_norms", lambda graph: None)
     _, peak_without = peak_of_updates(monkeypatch)
     assert peak + 2 * 4 * 128 * 128 <= peak_without  # of four

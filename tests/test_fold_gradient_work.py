@@ -15,14 +15,16 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx import compat, lower, ops
+from zerofx import compat
 from zerofx.codegen import kernel
-from zerofx.fold_gradient_work import fold_gradient_work
-from zerofx.graph import InputRole, set_input_role
-from zerofx.regions import CompiledRegion, is_compute
-from zerofx.runtime import joined_updates as updates
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.device_updates import DeviceUpdates
+from zerofx.ir import ops
+from zerofx.ir.graph import InputRole, set_input_role
+from zerofx.lower import lowering
+from zerofx.lower.gradient_work import fold_gradient_work
+from zerofx.lower.regions import CompiledRegion, is_compute
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.device import DeviceUpdates
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -296,7 +298,7 @@ class Trained:
         self.kernels, self.losses, self.gradients = [], [], None
         with (
             mock.patch.multiple(
-                lower, fold_gradient_work=fold_gradient_work if folds else lambda *_: None
+                lowering, fold_gradient_work=fold_gradient_work if folds else lambda *_: None
             ),
             counting() as calls,
         ):
@@ -472,5 +474,5 @@ def allocated_for_updates(monkeypatch) -> int:
 def test_a_clipped_update_allocates_nothing_beyond_states(monkeypatch):
     with monkeypatch.context() as context:
         assert allocated_for_updates(context) <= 64  # numbers: the norm's, the coefficient
-    monkeypatch.setattr(lower, "fold_gradient_work", lambda *_: None)
+    monkeypatch.setattr(lowering, "fold_gradient_work", lambda *_: None)
     assert allocated_for_updates(monkeypatch) >= 4 * 512 * 63  # that the instrument works

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from zerofx.graph import Builder, program_order
-from zerofx.passes.gathers import GatherSource, GatherUnit, flatten, plan_spans, unflatten
-from zerofx.plan import ParameterInfo, Place
+from zerofx.ir.graph import Builder, program_order
+from zerofx.ir.parameters import ParameterInfo, Place
+from zerofx.passes.zero.gathers import GatherSource, GatherUnit, flatten, plan_spans, unflatten
 
 aten = torch.ops.aten
 

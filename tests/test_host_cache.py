@@ -9,7 +9,7 @@ import torch
 from files import BLOCK, Failing, Slow, Watched, layout
 
 from zerofx.errors import FileTierError
-from zerofx.runtime.files import FileStore, HostCache
+from zerofx.runtime.storage.disk import FileStore, HostCache
 
 NUMEL = BLOCK // 16
 SIZE = 4 * NUMEL

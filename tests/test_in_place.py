@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 
 from tests.programs import Captured, capture, mlp_step, nodes_of, rewritten
-from zerofx import ops
-from zerofx.graph import Builder, input_role, placeholders
-from zerofx.in_place import buckets_updated_in_place
+from zerofx.ir import ops
+from zerofx.ir.graph import Builder, input_role, placeholders
+from zerofx.lower.in_place import buckets_updated_in_place
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.lanes import Lane
+from zerofx.runtime.storage.workers import Lane
 
 
 def test_it_does_one_thing_after_another_in_one_thread():
@@ -101,7 +101,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.lanes import Lane
+from zerofx.runtime.storage.workers import Lane
 lane = Lane("test")
 assert lane.start(lambda: 1).result() == 1
 pending = lane.start(lambda: time.sleep(0.3))

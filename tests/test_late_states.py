@@ -27,7 +27,7 @@ from tests.checkpoints import (
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.checkpoint import folders
 from zerofx.checkpoint.reading import Reader
-from zerofx.runtime.late_states import LateState, unread
+from zerofx.runtime.optimizer.lazy_states import LateState, unread
 
 CPU = {"offload": "optimizer"}
 FILES = {**CPU, "offload_tier": "nvme"}

@@ -15,10 +15,10 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
 from zerofx import backend
-from zerofx.figures import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Figures, parse
-from zerofx.runtime import link
-from zerofx.runtime.agreement import AgreementError
-from zerofx.runtime.communication import Communicator
+from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Figures, parse
+from zerofx.runtime.comm import measure
+from zerofx.runtime.comm.agreement import AgreementError
+from zerofx.runtime.comm.communication import Communicator
 
 MIB = 2**20
 MEASURING = {"ZEROFX_LINK": ""}
@@ -68,7 +68,7 @@ def test_the_slowest_at_each_thing_counts_rounded():
         figures(bytes_per_s=1e9, latency_s=9e-5, flops_per_s=3e10),
         figures(bytes_per_s=3e9, latency_s=3e-4, flops_per_s=5e10, overlaps=False),
     ]
-    agreed = link.slowest(ranks)
+    agreed = measure.slowest(ranks)
     assert agreed.bytes_per_s == 2.0**30 and agreed.flops_per_s == 2.0**35
     assert agreed.latency_s == 2.0**-12 and not agreed.overlaps
 
@@ -79,7 +79,7 @@ def test_a_little_noise_changes_nothing(noise):
     noisy = {name: getattr(quiet, name) * noise for name in ("latency_s", "bytes_per_s")}
     noisy |= {"memory_bytes_per_s": 2.0**33 * noise, "flops_per_s": quiet.flops_per_s * noise}
     quiet = figures(**{**dataclasses.asdict(quiet), "memory_bytes_per_s": 2.0**33})
-    assert link.slowest([figures(**noisy)]) == link.slowest([quiet])
+    assert measure.slowest([figures(**noisy)]) == measure.slowest([quiet])
 
 
 def step(model, optimizer, x):
@@ -115,8 +115,8 @@ def train(function=step, calls: int = 1, **options):
 
 def measure_with_a_slow_rank() -> tuple[Figures, Figures, int, dict]:
     """The figures of two functions' programs, how often this rank measured, bytes it sent."""
-    link._known.clear()
-    own, calls = link.own_figures, []
+    measure._known.clear()
+    own, calls = measure.own_figures, []
 
     def slow_on_rank_1(probe, device):
         seen = own(probe, device)
@@ -129,7 +129,7 @@ def measure_with_a_slow_rank() -> tuple[Figures, Figures, int, dict]:
     communicator.traffic.reset()
     with (
         mock.patch.dict(os.environ, MEASURING),
-        mock.patch.object(link, "own_figures", slow_on_rank_1),
+        mock.patch.object(measure, "own_figures", slow_on_rank_1),
     ):
         first = train()[1].figures
         sent = communicator.traffic.snapshot()["sent_bytes"]
@@ -148,7 +148,7 @@ def test_ranks_plan_with_the_figures_of_the_slow_one_measured_once(ranks):  # no
 
 
 def measure_what_is_there() -> tuple[Figures, bool]:
-    link._known.clear()
+    measure._known.clear()
     with mock.patch.dict(os.environ, MEASURING):
         _, program, communicator = train()
     return program.figures, communicator.overlaps(torch.ones(1))
@@ -164,7 +164,7 @@ def test_reads_of_a_neighbours_memory_do_not_overlap(ranks, request):  # noqa: F
 
 def test_a_world_of_one_measures_nothing(monkeypatch):
     monkeypatch.setenv("ZEROFX_LINK", "")
-    with mock.patch.object(link, "own_figures", side_effect=AssertionError("measured")):
+    with mock.patch.object(measure, "own_figures", side_effect=AssertionError("measured")):
         assert train()[1].figures == NOMINAL
 
 
@@ -173,9 +173,9 @@ def test_a_group_that_only_pretends_to_communicate_measures_nothing():
 
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
     try:
-        with mock.patch.object(link, "own_figures", side_effect=AssertionError("measured")):
+        with mock.patch.object(measure, "own_figures", side_effect=AssertionError("measured")):
             communicator = Communicator(dist.group.WORLD)
-            assert link.measured(communicator, torch.device("cpu"), "", 0.1) is None
+            assert measure.measured(communicator, torch.device("cpu"), "", 0.1) is None
     finally:
         dist.destroy_process_group()
 
@@ -184,9 +184,9 @@ GIVEN = "latency_s=0.001 bytes_per_s=5e+07 overlaps=0"
 
 
 def explained(folder: str) -> str:
-    link._known.clear()
+    measure._known.clear()
     with (
-        mock.patch.object(link, "own_figures", side_effect=AssertionError("measured")),
+        mock.patch.object(measure, "own_figures", side_effect=AssertionError("measured")),
         mock.patch.dict(os.environ, {"ZEROFX_LINK": GIVEN, "ZEROFX_DUMP": folder}),
     ):
         compiled, _, _ = train()
@@ -211,7 +211,7 @@ def test_given_figures_are_taken_and_shown(ranks, tmp_path):  # noqa: F811
 
 
 def one_is_given_figures(text: str) -> tuple[str, str]:
-    link._known.clear()
+    measure._known.clear()
     torch._dynamo.reset()
     measures = dist.get_rank() == 0
     own_timeout = backend.AGREEMENT_TIMEOUT_S

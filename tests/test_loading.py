@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.models import Mlp, features, squared_loss
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 def step(model, optimizer, *batch):

@@ -13,13 +13,13 @@ from tests.covering import each_value, long
 from tests.models import Mlp, features, squared_loss
 from tests.programs import capture, run_passes
 from tests.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
-from zerofx import ops
 from zerofx.errors import GraphError
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.guarded import UnreducedGradient
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.whole import unshard
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.runtime.access import unshard
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.parameters.guarded import UnreducedGradient
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.verify.verifier import verify
 
 STAGES = (0, 1, 2, 3)
 MICRO_BATCHES = 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from zerofx import progress as bars
-from zerofx.regions import CompiledRegion
+from zerofx.compiler import progress as bars
+from zerofx.lower.regions import CompiledRegion
 
 
 def train(batches=((2, 4),), **options):

@@ -22,10 +22,10 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.covering import each_value, long
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
-from zerofx.runtime.buffers import BufferPool
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.registry import REGISTRY
 
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 600.0

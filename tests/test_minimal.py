@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.programs import clone, context_of, mlp_step, nodes_of, rewritten, smallest_step
-from zerofx import ops
-from zerofx.graph import input_role, placeholders
-from zerofx.minimal import Differences, compare_by_name, cut_out, minimal
-from zerofx.observed import ObservedProgram
+from zerofx.ir import ops
+from zerofx.ir.graph import input_role, placeholders
+from zerofx.replay.minimal import Differences, compare_by_name, cut_out, minimal
+from zerofx.replay.replayed import ObservedProgram
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from torch.optim import AdamW, Muon
 
 from tests.ranks import ranks_fixture  # noqa: F401 - a fixture
 from zerofx import backend
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.owners import compute_on_owners
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.optimizer.whole_tensor_update import compute_on_owners
 
 STEPS = 4
 

@@ -41,18 +41,18 @@ from tests.trainings import (
     write_between,
     zero,
 )
-from zerofx.account import moved_bytes
-from zerofx.codegen.storage import MASTER
-from zerofx.codegen.trace import Update
-from zerofx.cost import live_bytes
+from zerofx.codegen.rewrite.storage import MASTER
+from zerofx.codegen.trace.trace import Update
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
-from zerofx.runtime import moves
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.optimizer.host import HostUpdates
+from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage import copies
+from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.host import HostMemory
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_with_other_options_it_is_bitwise_the_same(options, stage, ranks):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_precision_options_are_bitwise_the_same(name):
-    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+    with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         check([both(plain, 3, PRECISIONS[name], torch.bfloat16)])
 
 
@@ -518,8 +518,8 @@ def test_folders_are_one_or_several_and_may_come_from_the_environment():
 
 def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(moves, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(moves.torch, "cuda", cuda)
+    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copies.torch, "cuda", cuda)
     memory = mock.MagicMock()
     memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
     mover = Mover(memory)

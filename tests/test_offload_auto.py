@@ -15,11 +15,11 @@ from tests.trainings import (
     program_of,
     tensors_of,
 )
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import BudgetError
-from zerofx.graph import resident
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.ir.graph import resident
+from zerofx.runtime.parameters.registry import REGISTRY
 
 WIDTH, LAYERS, ROWS = 64, 4, 96
 

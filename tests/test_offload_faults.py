@@ -29,14 +29,14 @@ from tests.trainings import (
     run,
     zero,
 )
-from zerofx.codegen.trace import Update
+from zerofx.codegen.trace.trace import Update
 from zerofx.errors import FileTierError
-from zerofx.runtime.file_tier import FileTier
-from zerofx.runtime.filed_states import StateBucket, per_element
-from zerofx.runtime.files import scratch
-from zerofx.runtime.guarded import GuardedState
-from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.optimizer.host import HostUpdates
+from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.disk import scratch
+from zerofx.runtime.storage.file_states import StateBucket, per_element
+from zerofx.runtime.storage.tier import FileTier
 
 
 @pytest.fixture(autouse=True)

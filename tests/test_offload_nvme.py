@@ -43,11 +43,11 @@ from tests.trainings import (
     zero,
 )
 from zerofx.errors import FileTierError, StepError
-from zerofx.runtime.filed_states import per_element
-from zerofx.runtime.files.system import SystemCalls
-from zerofx.runtime.guarded import GuardedState
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.disk.system import SystemCalls
+from zerofx.runtime.storage.file_states import per_element
+from zerofx.runtime.storage.host import HostMemory
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PAGE = 4096
@@ -197,7 +197,7 @@ def test_an_optimizer_without_states_needs_no_files_room(tmp_path):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_precision_options_are_bitwise_the_same(name, tmp_path):
-    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+    with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         without, filed = both(plain, PRECISIONS[name], tmp_path, 14 * PAGE, torch.bfloat16)
     assert_same(filed[:3], without[:3])
     *_, moved, sizes = filed
@@ -215,7 +215,7 @@ def test_precision_options_are_bitwise_the_same_on_two_ranks(name, ranks, tmp_pa
 def relaid(name):
     """How often states turned out to be of another layout than what was reserved for them."""
     return mock.patch(
-        "zerofx.runtime.file_tier.FileTier._lay_out_anew",
+        "zerofx.runtime.storage.tier.FileTier._lay_out_anew",
         side_effect=AssertionError(f"{name}: the layout that was reserved is not the one kept"),
     )
 
@@ -224,7 +224,7 @@ def relaid(name):
 def test_room_is_reserved_for_just_what_will_be_kept(name, tmp_path):
     options = {**SMALL_BUCKETS, **PRECISIONS.get(name, {}), **files(tmp_path)}
     dtype = torch.bfloat16 if name in PRECISIONS else torch.float32
-    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64), relaid(name):
+    with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64), relaid(name):
         pair, compiled = built(dtype), zero(**options)
         run(compiled, pair, range(3))
     states = sum(value.numel() * value.itemsize for value in tensors_of(pair[1]))
@@ -289,7 +289,9 @@ def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
 
 def test_a_bucket_is_one_kernel_there_too_which_takes_states_where_they_lie(tmp_path):
     # Where states that are no neighbours would be copied to.
-    with mock.patch("zerofx.runtime.joined.prefer_huge_pages", side_effect=AssertionError):
+    with mock.patch(
+        "zerofx.runtime.optimizer.joined.prefer_huge_pages", side_effect=AssertionError
+    ):
         without, filed = with_kernels(3), with_kernels(3, **files(tmp_path))
     assert_same(filed[:3], without[:3])
     assert filed[3] == without[3] and all(found for _, found in filed[3])

@@ -36,14 +36,14 @@ from tests.trainings import (
     write_between,
     zero,
 )
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
-from zerofx.runtime import moves
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage import copies
+from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.host import HostMemory
 
 PARAMS, ALL = {"offload": "params"}, {"offload": "optimizer,params"}
 EITHER = pytest.mark.parametrize("offload", (PARAMS, ALL), ids=("params", "optimizer,params"))
@@ -169,7 +169,7 @@ def test_with_other_options_it_is_bitwise_the_same(options, ranks):
     ["masters, int8 moments", *(pytest.param(n, marks=LONG) for n in PRECISIONS if "," not in n)],
 )
 def test_precision_options_are_bitwise_the_same(name):
-    with mock.patch("zerofx.codegen.storage.FEWEST_CODED", 64):
+    with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         check([without_and_with([(plain, PRECISIONS[name], torch.bfloat16)], [PARAMS, ALL])])
 
 
@@ -404,7 +404,9 @@ def test_a_model_that_changes_its_dtype_stays_where_it_is():
 def test_a_step_that_fails_leaves_the_next_one_alone():
     pair, compiled = built(), zero(**PARAMS)
     run(compiled, pair, range(1))
-    with mock.patch("zerofx.runtime.update.OptimizerRunner.run", side_effect=RuntimeError("no")):
+    with mock.patch(
+        "zerofx.runtime.optimizer.update.OptimizerRunner.run", side_effect=RuntimeError("no")
+    ):
         with pytest.raises(RuntimeError, match="no"):
             run(compiled, pair, range(1))
     assert run(compiled, pair, range(1, 3))
@@ -454,8 +456,8 @@ def test_muon_updates_parameters_that_are_on_the_host():
 
 def test_stores_follow_the_device_and_host_writes_wait_for_copies(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(moves, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(moves.torch, "cuda", cuda)
+    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copies.torch, "cuda", cuda)
     memory = HostMemory()
     mover = Mover(memory)
     shards = list(memory.empty(8, F32).split([3, 5]))

@@ -17,9 +17,9 @@ from tests.test_offload_nvme import flush
 from tests.test_offload_params_nvme import ALL, PARAMS, SMALL_BUCKETS, files
 from tests.trainings import assert_same, built, clipped, program_of, run, zero
 from zerofx.errors import FileTierError
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.host import HostMemory
 
 LOST = "lost since a step failed in the middle.*Load a checkpoint"
 

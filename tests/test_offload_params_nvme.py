@@ -34,8 +34,8 @@ from tests.trainings import (
     zero,
 )
 from zerofx.errors import FileTierError, StepError
-from zerofx.runtime.files.system import SystemCalls
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.disk.system import SystemCalls
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PARAMS, WITH_STATES, ALL = "params", "optimizer,params", "optimizer,params,activations"

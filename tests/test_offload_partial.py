@@ -23,7 +23,7 @@ from tests.trainings import (
     zero,
 )
 from zerofx.errors import StepError
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
 
 BUCKETS = {"bucket_bytes": 400}
 

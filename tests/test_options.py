@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import torch
 
-from zerofx.figures import Figures
+from zerofx.hardware import Figures
 from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
 
 

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from zerofx.runtime.pages import HUGE_PAGE_BYTES, PAGE_BYTES, aligned_empty, in_huge_pages
+from zerofx.runtime.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, aligned_empty, in_huge_pages
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE_BYTES, 2**21 - 1, 2**21, 2**21 + 1])

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.flat import take_shard, whole_from_flat
-from zerofx.runtime.guarded import ShardedGradient, ShardedParameter
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.whole import attach_optimizer, full_params, unshard
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.access import attach_optimizer, full_params, unshard
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.flat import take_shard, whole_from_flat
+from zerofx.runtime.parameters.guarded import ShardedGradient, ShardedParameter
+from zerofx.runtime.parameters.registry import REGISTRY
 
 EXPLAINED = "keeps only this rank's shard"
 

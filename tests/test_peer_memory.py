@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.covering import each_value, long
 from tests.ranks import Ranks, ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.errors import StepError
-from zerofx.runtime import peer_memory
-from zerofx.runtime.communication import Communicator, GlooTransport, PeerTransport
-from zerofx.runtime.peer_memory import PeerMemory
+from zerofx.runtime.comm import peer_memory
+from zerofx.runtime.comm.communication import Communicator, GlooTransport, PeerTransport
+from zerofx.runtime.comm.peer_memory import PeerMemory
 
 LATE_S = 0.3
 

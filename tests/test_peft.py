@@ -16,8 +16,8 @@ import zerofx
 from tests.checkpoints import assert_same
 from tests.covering import each_value, long
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.guarded import ShardedParameter
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.parameters.guarded import ShardedParameter
 
 STAGES = (0, 1, 2, 3)
 NUM_ADAPTERS = 4  # two matrices beside each of q_proj and v_proj

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from zerofx.plan import ParameterInfo, ParameterTable, shard_numel, storage_order
+from zerofx.ir.parameters import ParameterInfo, ParameterTable, shard_numel, storage_order
 
 WORLDS = (1, 2, 3, 4, 7)
 LENGTHS = (0, 1, 2, 3, 6, 7, 8, 29)

@@ -6,7 +6,7 @@ import zerofx.__main__ as command_line
 from tests.planted import training
 from tests.planted.steps import FORMS
 from tests.planted.verdicts import verdicts
-from zerofx.trials import Command
+from zerofx.cli.trials import Command
 
 SOME = 12
 """By default one bug of so many is planted."""

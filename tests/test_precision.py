@@ -10,8 +10,8 @@ from tests.optimizers import VARIANTS
 from tests.test_update import layout, shard
 from zerofx import compat
 from zerofx.codegen import kernel
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.rounding import (
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.rounding import (
     BLOCK,
     decode_blocks,
     encode_blocks,
@@ -20,9 +20,9 @@ from zerofx.codegen.rounding import (
     scale_of,
     step_key,
 )
-from zerofx.codegen.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
-from zerofx.runtime import joined_updates as updates
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.codegen.rewrite.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.update import OptimizerRunner
 
 MASTERS = Precision(master_weights=True)
 ROUNDED = Precision(stochastic_rounding=True)

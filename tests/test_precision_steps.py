@@ -9,8 +9,8 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.codegen.storage import MASTER
-from zerofx.runtime.whole import full_params, unshard
+from zerofx.codegen.rewrite.storage import MASTER
+from zerofx.runtime.access import full_params, unshard
 
 CHOICES = {
     "masters": {"master_weights": True},

@@ -17,13 +17,13 @@ from tests.programs import (
     nodes_of,
     rewritten,
 )
-from zerofx import ops
-from zerofx.cost import live_bytes
-from zerofx.figures import parse
-from zerofx.graph import updates
-from zerofx.picture.record import LANES, StepRecord
-from zerofx.picture.recording import record_of
-from zerofx.timeline import predict
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.hardware import parse
+from zerofx.ir import ops
+from zerofx.ir.graph import updates
+from zerofx.report.timeline.record import LANES, StepRecord
+from zerofx.report.timeline.recording import record_of
 
 LINK = "latency_s=1e-6 bytes_per_s=1e9 flops_per_s=1e9 memory_bytes_per_s=1e9"
 AWAY = {"offload": "optimizer,activations,params", "update_in_backward": True}

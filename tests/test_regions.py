@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerofx  # noqa: F401 - makes the backend known
-from zerofx.lower import lower
+from zerofx.lower.lowering import lower
 
 aten = torch.ops.aten
 

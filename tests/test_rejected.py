@@ -8,11 +8,12 @@ from torch import nn
 
 import tests.conftest  # noqa: F401
 import zerofx.__main__ as command_line
-from zerofx import dump, program
-from zerofx.dumped import read
+from zerofx.compiler import program
 from zerofx.errors import GraphError, ValidationError
 from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import PIPELINE
+from zerofx.report import write
+from zerofx.report.read import read
 
 
 def activation_doubled(gm, ctx):
@@ -111,7 +112,7 @@ def test_what_breaks_a_rule_is_dumped_under_another_name(
 
 
 def test_what_is_no_program_any_more_is_dumped_as_a_list_of_nodes(tmp_path):
-    original = dump.program_text
+    original = write.program_text
 
     def text(gm, *rest):
         if any(node.name == "mul_tensor" for node in gm.graph.nodes):
@@ -119,7 +120,7 @@ def test_what_is_no_program_any_more_is_dumped_as_a_list_of_nodes(tmp_path):
         return original(gm, *rest)
 
     with (
-        mock.patch.object(dump, "program_text", text),
+        mock.patch.object(write, "program_text", text),
         pytest.raises(KeyError, match="no such bucket"),
     ):
         train(tmp_path, half_done)
@@ -132,7 +133,7 @@ def test_what_is_no_program_any_more_is_dumped_as_a_list_of_nodes(tmp_path):
 @pytest.mark.parametrize("fails", (OSError("no space"), RuntimeError("a fault of the dump's own")))
 def test_a_dump_that_fails_hides_no_error(fails, tmp_path):
     with (
-        mock.patch.object(dump.ProgramDump, "write_rejected", side_effect=fails),
+        mock.patch.object(write.ProgramDump, "write_rejected", side_effect=fails),
         pytest.raises(KeyError, match="no such bucket") as told,
     ):
         train(tmp_path, half_done)

@@ -15,7 +15,7 @@ from tests import models
 from tests.models import Mlp, squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx import backend
-from zerofx.runtime.agreement import Agreement, AgreementError
+from zerofx.runtime.comm.agreement import Agreement, AgreementError
 
 TIMEOUT_S = 2.0
 

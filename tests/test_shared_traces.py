@@ -15,10 +15,10 @@ from tests import models
 from tests.codegen.test_trace import layout, trace_custom
 from tests.covering import long
 from tests.optimizers import VARIANTS
-from zerofx.codegen.arguments import group_values, plain_key, read_arguments
-from zerofx.codegen.trace import Update, trace_update
-from zerofx.runtime import shared_traces, traces
-from zerofx.runtime.shared_traces import NotedDefaults, SharedTraces
+from zerofx.codegen.trace.arguments import group_values, plain_key, read_arguments
+from zerofx.codegen.trace.trace import Update, trace_update
+from zerofx.runtime.optimizer import trace_cache, traces
+from zerofx.runtime.optimizer.trace_cache import NotedDefaults, SharedTraces
 
 TORCHS = [name for name in VARIANTS if name != "lion"]
 
@@ -336,7 +336,7 @@ def test_plain_keys_tell_types_and_signs_apart():
 
 
 def test_few_are_kept(monkeypatch):
-    monkeypatch.setattr(shared_traces, "_MOST_KEYS", 2)
+    monkeypatch.setattr(trace_cache, "_MOST_KEYS", 2)
     shared = SharedTraces()
     cases = [Case(adamw(), sharded=False), Case(adamw()), Case(adamw(maximize=True))]
     for case in cases[:2]:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from benchmarks.simulate import simulated
 from tests.models import VOCABULARY, Gpt
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx import backend
-from zerofx.figures import Figures
-from zerofx.runtime.lanes import Lane
-from zerofx.simulate import simulated
-from zerofx.timeline import predict
+from zerofx.cost.timeline import predict
+from zerofx.hardware import Figures
+from zerofx.runtime.storage.workers import Lane
 
 FREE = 1e30
 SECONDS = 1.0  # of compute

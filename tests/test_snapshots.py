@@ -12,8 +12,8 @@ import torch
 import zerofx
 from tests.checkpoints import assert_same, built, states, step, train, zero
 from tests.ranks import ranks_fixture  # noqa: F401
-from zerofx.runtime import snapshots
-from zerofx.runtime.snapshots import Snapshot
+from zerofx.runtime.parameters import snapshots
+from zerofx.runtime.parameters.snapshots import Snapshot
 
 
 class Behind:

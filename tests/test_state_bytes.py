@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.covering import each_pair
-from zerofx.codegen.storage import Precision
-from zerofx.plan import ParameterTable
-from zerofx.runtime.state_bytes import bytes_of_states
+from zerofx.codegen.rewrite.storage import Precision
+from zerofx.ir.parameters import ParameterTable
+from zerofx.runtime.optimizer.state_bytes import bytes_of_states
 
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),
@@ -34,7 +34,8 @@ def forget_compiled_code():
 
 def predicted(monkeypatch, optimizer, precision):
     """What is predicted while a step over the optimizer compiles, by parameter."""
-    from zerofx import program, traced
+    from zerofx.capture import substitutes
+    from zerofx.compiler import program
 
     found = {}
     original = program.whole_updates
@@ -42,7 +43,7 @@ def predicted(monkeypatch, optimizer, precision):
     def look(step):
         infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
         assert isinstance(step.table, ParameterTable)
-        assert step.optimizers == (traced.handle_of(optimizer),)
+        assert step.optimizers == (substitutes.handle_of(optimizer),)
         found.update(bytes_of_states(optimizer, infos, Precision(**precision)))
         return original(step)
 

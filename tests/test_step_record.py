@@ -6,7 +6,7 @@ import pytest
 
 from tests.records import MIB, empty, large, node, nothing, small
 from zerofx.errors import CommandError
-from zerofx.picture.record import Busy, StepRecord, read
+from zerofx.report.timeline.record import Busy, StepRecord, read
 
 
 @pytest.mark.parametrize("record", (small, empty, nothing, lambda: small("größe </script>")))

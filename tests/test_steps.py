@@ -37,7 +37,7 @@ from tests.step_forms.training import (
     trained,
     zero,
 )
-from zerofx.runtime.whole import full_params, unshard
+from zerofx.runtime.access import full_params, unshard
 
 SHARED = [name for name in FORMS if not FORMS[name].only_alone]
 QUICK = [name for name in FORMS if not FORMS[name].only_long]

@@ -8,8 +8,8 @@ import torch
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_layout import pipeline
 from tests.trainings import built, plain, program_of, run, zero
+from zerofx.compiler.stop_after import stopped
 from zerofx.options import STOPS, resolve
-from zerofx.passes.stop_after import stopped
 
 EVERYTHING = {
     "offload": "optimizer,params,activations",

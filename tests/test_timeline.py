@@ -7,12 +7,12 @@ import torch
 from torch import fx
 
 from tests.programs import mlp_step, rewritten, rewritten_by_rank
-from zerofx import ops
-from zerofx.cost import flops, seconds
-from zerofx.figures import Figures
-from zerofx.graph import InputRole, set_input_role
-from zerofx.plan import ParameterTable
-from zerofx.timeline import LANES, Timeline, predict
+from zerofx.cost.program import flops, seconds
+from zerofx.cost.timeline import LANES, Timeline, predict
+from zerofx.hardware import Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import InputRole, set_input_role
+from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten
 NONE = ParameterTable(())

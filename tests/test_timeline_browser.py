@@ -14,9 +14,9 @@ import time
 import pytest
 
 from tests.records import empty, large, nothing, small
-from zerofx.picture.page import page_of
-from zerofx.picture.record import Busy, StepRecord
-from zerofx.picture.svg import svg_of
+from zerofx.report.timeline.page import page_of
+from zerofx.report.timeline.record import Busy, StepRecord
+from zerofx.report.timeline.svg import svg_of
 
 pytestmark = pytest.mark.browser
 

@@ -9,10 +9,10 @@ import torch
 import zerofx.__main__ as command_line
 from tests.programs import clone, context_of, mlp_step, run_passes
 from tests.records import empty, large, nothing, small
-from zerofx.dump_folder import MARKER, DumpFolder
-from zerofx.graph import updates
-from zerofx.picture.files import TimelineDump, records_in
-from zerofx.picture.record import read
+from zerofx.ir.graph import updates
+from zerofx.report.folder import MARKER, DumpFolder
+from zerofx.report.timeline.files import TimelineDump, records_in
+from zerofx.report.timeline.record import read
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import zerofx.__main__ as command_line
 from tests.records import small
 from zerofx import backend
 from zerofx.errors import CommandError
-from zerofx.picture.measured import RANGE, STEP_RANGE, measured_spans
-from zerofx.picture.ranges import named_ranges
-from zerofx.picture.record import read
-from zerofx.picture.words import measured_sentence
+from zerofx.report.timeline.measured import RANGE, STEP_RANGE, measured_spans
+from zerofx.report.timeline.ranges import named_ranges
+from zerofx.report.timeline.record import read
+from zerofx.report.timeline.words import measured_sentence
 
 
 def event(name, begin_us, took_us, **values):

@@ -10,10 +10,10 @@ import esprima
 import pytest
 
 from tests.records import empty, large, nothing, small
-from zerofx.picture import colours
-from zerofx.picture.page import page_of
-from zerofx.picture.record import KINDS, PHASES, Busy
-from zerofx.picture.svg import svg_of
+from zerofx.report.timeline import colours
+from zerofx.report.timeline.page import page_of
+from zerofx.report.timeline.record import KINDS, PHASES, Busy
+from zerofx.report.timeline.svg import svg_of
 
 ODD = """</script><b>&amp;"'`${x}\u2028\\größe<!--"""
 RECORDS = {"small": small, "empty": empty, "nothing": nothing, "odd names": lambda: small(ODD)}

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.records import MIB, empty, node, nothing, small
-from zerofx.picture.record import DEVICE, Busy, Memory
-from zerofx.picture.words import (
+from zerofx.report.timeline.record import DEVICE, Busy, Memory
+from zerofx.report.timeline.words import (
     duration,
     longest_waits,
     peak_of,

@@ -22,7 +22,7 @@ from tests import models
 from tests.covering import each_value, long
 from tests.models import Gpt, language_loss
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
-from zerofx.runtime.communication import Communicator
+from zerofx.runtime.comm.communication import Communicator
 
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 600.0

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.update import OptimizerRunner
-from zerofx.runtime.whole import attach_optimizer
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.access import attach_optimizer
+from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.parameter import BoundParameter
 
 WORLD_SIZE = 3
 

@@ -12,14 +12,14 @@ from tests.covering import each_value
 from tests.programs import capture, clone, context_of, mlp_step
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_dumped_programs import two_optimizers_step
-from zerofx import traced
+from zerofx.capture import substitutes
 from zerofx.errors import ValidationError
-from zerofx.optimizer_facts import describe
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.validate import Validator
+from zerofx.replay.validate import Validator
+from zerofx.report.optimizers import describe
 
 FILES = {"offload_tier": "nvme", "offload_dir": "scratch"}
 OFFLOADS = {
@@ -89,7 +89,7 @@ def validated(step, pipeline=PIPELINE, **options):
     """Run these passes over a copy of a captured step, and compare behind each."""
     program = clone(step)
     names = {id(t): info.name for t, info in zip(step.tensors, program.table, strict=True)}
-    described = {h: describe(traced.optimizer_of(h), names) for h in step.optimizers}
+    described = {h: describe(substitutes.optimizer_of(h), names) for h in step.optimizers}
     ctx = context_of(program, **{"bucket": True, **options})
     validator = Validator(program.gm, ctx, pipeline, described)
     compared = []

@@ -22,8 +22,9 @@ from tests.programs import (
     rewritten,
     smallest_step,
 )
-from zerofx import GraphError, ops
-from zerofx.graph import (
+from zerofx import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import (
     Builder,
     InputRole,
     Provenance,
@@ -39,7 +40,7 @@ from zerofx.graph import (
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.verify import verify
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.offloaded_programs import refused
 from tests.programs import mlp_step, nodes_of, rewritten
-from zerofx import ops
+from zerofx.ir import ops
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.models import features
 from zerofx import backend
-from zerofx.runtime.joined_updates import JoinedUpdates
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.optimizer.joined_updates import JoinedUpdates
+from zerofx.runtime.parameters.registry import REGISTRY
 
 OFFLOAD = {"offload": "optimizer"}
 

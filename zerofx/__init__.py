@@ -21,8 +21,8 @@ from zerofx.checkpoint import (  # noqa: E402
 from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
-from zerofx.picture.ranges import named_ranges, profile  # noqa: E402
-from zerofx.runtime.whole import full_params, unshard  # noqa: E402
+from zerofx.report.timeline.ranges import named_ranges, profile  # noqa: E402
+from zerofx.runtime.access import full_params, unshard  # noqa: E402
 
 __all__ = [
     "CheckpointError",

@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from zerofx.commands import COMMANDS
+from zerofx.cli import COMMANDS
 from zerofx.errors import CommandError
 
 

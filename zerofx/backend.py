@@ -20,23 +20,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat, traced
-from zerofx.capture import CapturedStep, StepCapture
-from zerofx.dump_folder import DumpFolder, claim, run_of_this_process
+from zerofx import compat
+from zerofx.capture import substitutes
+from zerofx.capture.state_reads import refuse_reads_of_states
+from zerofx.capture.step import CapturedStep, StepCapture
+from zerofx.compiler.program import Program
+from zerofx.compiler.stop_after import stopped
 from zerofx.errors import GraphError, StepError
-from zerofx.figures import NOMINAL, Figures
+from zerofx.hardware import NOMINAL, Figures
+from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options, environment, refuse_mode, resolve
-from zerofx.passes.stop_after import stopped
-from zerofx.plan import KeptGathered
-from zerofx.program import Program
-from zerofx.runtime.agreement import Agreement, AgreementError
-from zerofx.runtime.communication import Communicator, default_group
-from zerofx.runtime.delayed import DelayedUpdates
-from zerofx.runtime.link import measured
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.peer_memory import PeerMemory
-from zerofx.state_reads import refuse_reads_of_states
+from zerofx.report.folder import DumpFolder, claim, run_of_this_process
+from zerofx.runtime.comm.agreement import Agreement, AgreementError
+from zerofx.runtime.comm.communication import Communicator, default_group
+from zerofx.runtime.comm.measure import measured
+from zerofx.runtime.comm.peer_memory import PeerMemory
+from zerofx.runtime.optimizer.delayed import DelayedUpdates
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.copies import Mover
 
 logger = logging.getLogger("zerofx")
 
@@ -109,7 +110,7 @@ class CompiledFunction:
         self.backend.active.has_run = False
         REGISTRY.enter_call()
         try:
-            with compat.whole_step_tracing(self.backend, traced.SUBSTITUTES):
+            with compat.whole_step_tracing(self.backend, substitutes.SUBSTITUTES):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
             if not self.backend.active.has_run and sys.exc_info()[1] is handled:

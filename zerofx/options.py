@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zerofx import figures
-from zerofx.figures import Figures
+from zerofx import hardware
+from zerofx.hardware import Figures
 
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
@@ -435,15 +435,15 @@ class _Link:
         if value is None or isinstance(value, Figures):
             return value
         if isinstance(value, str):
-            return self._checked(name, value, figures.parse)
+            return self._checked(name, value, hardware.parse)
         if isinstance(value, Mapping):
-            return self._checked(name, value, figures.of)
+            return self._checked(name, value, hardware.of)
         raise TypeError(
             f"{name} must be text like '{self.EXAMPLE}' or a dict, not {_kind_of(value)}"
         )
 
     def from_text(self, name: str, text: str) -> Figures | None:
-        return self._checked(name, text, figures.parse) if text else None
+        return self._checked(name, text, hardware.parse) if text else None
 
     EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
 

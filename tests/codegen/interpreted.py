@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.codegen import work
 from tests.codegen.updates import OPTIMIZERS, Shards, kept
-from zerofx.codegen.storage import Stored
+from zerofx.codegen.rewrite.storage import Stored
 
 LENGTHS = (1, 3, 127, 1024, 1025)
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def _round_casts_to_nearest():
 def kernels(update, **variant):
     """A kernel for an update, or the error that says why there is none."""
     from zerofx.codegen.pointwise import pointwise_program
-    from zerofx.codegen.triton_kernel import TritonKernel, TritonUpdate
+    from zerofx.codegen.triton.launch import TritonKernel, TritonUpdate
 
     return TritonUpdate(TritonKernel(pointwise_program(update, **variant)))
 
@@ -86,7 +86,7 @@ def errors_against_float64(name, steps=20):
 
     Returns {tensor: (kernel's error, torch.optim's, largest value)} over all lengths.
     """
-    from zerofx.codegen.triton_kernel import Launches
+    from zerofx.codegen.triton.launch import Launches
 
     pairs = [Pair(name, length, seed=length) for length in LENGTHS]
     for pair in pairs[1:]:  # one trace serves all
@@ -134,7 +134,7 @@ def check_not_finite(name):
 
 def check_groups_in_one_launch():
     """Two groups with hyperparameters of their own are updated together, each with its own."""
-    from zerofx.codegen.triton_kernel import Launches, TritonKernel
+    from zerofx.codegen.triton.launch import Launches, TritonKernel
 
     calls = []
     launch = TritonKernel._launch
@@ -164,7 +164,7 @@ def check_groups_in_one_launch():
 
 def check_neighbours_are_left_alone(offset, length):
     """A segment anywhere in memory, aligned or not, is updated and nothing around it."""
-    from zerofx.codegen.triton_kernel import Segment
+    from zerofx.codegen.triton.launch import Segment
 
     pair = Pair("adamw", length)
     pair.step()
@@ -297,7 +297,7 @@ def check_functions():
 
 def check_an_update_that_makes_up_for_its_rounding():
     """Kahan 1965: as operator by operator, where the correction is a rounding error."""
-    from zerofx.codegen.read_again import round_what_is_read_again
+    from zerofx.codegen.rewrite.read_again import round_what_is_read_again
 
     class Corrected(torch.optim.Optimizer):
         def __init__(self, params):
@@ -348,7 +348,7 @@ def check_custom(update, exact=False):
 
 
 def check_streams_that_do_not_fit_are_refused():
-    from zerofx.codegen.triton_kernel import Segment
+    from zerofx.codegen.triton.launch import Segment
 
     pair = Pair("sgd", 16)
     kernel = pair.shards.trace()[1].kernel
@@ -370,8 +370,8 @@ def check_the_runtime_updates_a_bucket(name):
     """On the device that Triton is for, a bucket's pieces take one launch for each update."""
     from tests import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
-    from zerofx.codegen.triton_kernel import TritonKernel
-    from zerofx.runtime import joined_updates as updates
+    from zerofx.codegen.triton.launch import TritonKernel
+    from zerofx.runtime.optimizer import joined_updates as updates
 
     launched = []
     launch = TritonKernel.launch
@@ -400,7 +400,7 @@ def check_the_runtime_sums_a_buckets_squares():
     """The sum of one launch for all pieces; in float32 of what a step does to bf16 gradients."""
     from tests import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
-    from zerofx.runtime import joined_updates as updates
+    from zerofx.runtime.optimizer import joined_updates as updates
 
     for module in (choice, updates):
         module.runs_triton = lambda device: True
@@ -431,9 +431,9 @@ def check_precision(name, options, not_finite=False):
     from tests import test_precision
     from tests.optimizers import VARIANTS
     from zerofx.codegen import kernels as choice
-    from zerofx.codegen import storage
-    from zerofx.codegen.triton_kernel import TritonKernel
-    from zerofx.runtime import joined_updates as updates
+    from zerofx.codegen.rewrite import storage
+    from zerofx.codegen.triton.launch import TritonKernel
+    from zerofx.runtime.optimizer import joined_updates as updates
 
     launched = []
     launch = TritonKernel.launch
@@ -497,8 +497,8 @@ def check_blocks_of_codes(offset, stored):
     that is skipped changes nothing.
     """
     from zerofx.codegen.kernel import UpdateKernel
-    from zerofx.codegen.storage import narrow
-    from zerofx.codegen.triton_kernel import Launches
+    from zerofx.codegen.rewrite.storage import narrow
+    from zerofx.codegen.triton.launch import Launches
 
     p = nn.Parameter(torch.ones(7))
     optimizer, made = OPTIMIZERS["adamw"]([p]), []
@@ -551,7 +551,7 @@ def check_squares(name, dtype):
 
     The update is bitwise what it is without, and partial sums are always in the same memory.
     """
-    from zerofx.codegen.triton_kernel import Launches
+    from zerofx.codegen.triton.launch import Launches
 
     summing, plain = (
         [Pair(name, length, seed=length, gradient_dtype=dtype) for length in (0, *LENGTHS, 9000)]

@@ -7,8 +7,8 @@ from torch import nn
 from tests.codegen import work
 from tests.codegen.test_kernel import bytes_allocated
 from tests.codegen.updates import OPTIMIZERS, Shards
-from zerofx.codegen.gradient_norm import squares_of
 from zerofx.codegen.kernel import UpdateKernel
+from zerofx.codegen.rewrite.gradient_norm import squares_of
 
 BF16 = torch.bfloat16
 

@@ -9,11 +9,11 @@ from tests.codegen.test_kernel import ONE_NUMBER_BYTES, bytes_allocated
 from tests.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
-from zerofx.codegen.gradient_work import may_be_work
-from zerofx.codegen.rounding import round_to
-from zerofx.codegen.storage import Precision
-from zerofx.runtime import joined_updates as updates
-from zerofx.runtime.update import PLAIN, OptimizerRunner
+from zerofx.codegen.rewrite.gradient_work import may_be_work
+from zerofx.codegen.rewrite.rounding import round_to
+from zerofx.codegen.rewrite.storage import Precision
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.update import PLAIN, OptimizerRunner
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MASTERS = Precision(master_weights=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.independence import check_independent
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace.independence import check_independent
 
 
 def optimizer_of(update):

@@ -17,8 +17,8 @@ from tests.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.runtime import joined_updates as updates
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.update import OptimizerRunner
 
 LENGTHS = (1, 3, 127, 1024, 1025)
 LONG = 2**20 + 7

@@ -12,7 +12,7 @@ from tests.codegen.updates import OPTIMIZERS, Shards
 from zerofx.codegen import kernels
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.codegen.triton_kernel import TritonUpdate
+from zerofx.codegen.triton.launch import TritonUpdate
 
 DATA = torch.ones(7)
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zerofx import codegen, compat
-from zerofx.codegen.arguments import group_values, read_arguments
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.trace import trace_update
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.update import OptimizerRunner
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace.arguments import group_values, read_arguments
+from zerofx.codegen.trace.trace import trace_update
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.update import OptimizerRunner
 
 
 def optimizer_class(update, **defaults):

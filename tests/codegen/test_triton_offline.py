@@ -15,8 +15,8 @@ import torch
 from tests.codegen.test_triton_source import VARIANTS
 from tests.codegen.updates import program
 from tests.covering import long
-from zerofx.codegen.triton_kernel import ALIGNMENT, configurations_of, load_kernel
-from zerofx.codegen.triton_source import CHUNK, kernel_arguments, kernel_name, triton_source
+from zerofx.codegen.triton.launch import ALIGNMENT, configurations_of, load_kernel
+from zerofx.codegen.triton.source import CHUNK, kernel_arguments, kernel_name, triton_source
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)

@@ -19,10 +19,10 @@ from torch import nn
 from tests.codegen import work
 from tests.codegen.lion import Lion
 from tests.codegen.updates import OPTIMIZERS, Shards, program
-from zerofx.codegen.elementwise import UpdateError
 from zerofx.codegen.pointwise import pointwise_program
-from zerofx.codegen.storage import Stored
-from zerofx.codegen.triton_source import kernel_name, triton_source
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.storage import Stored
+from zerofx.codegen.triton.source import kernel_name, triton_source
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = torch.bfloat16

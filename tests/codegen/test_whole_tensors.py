@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from zerofx.codegen.arguments import group_values, read_arguments
-from zerofx.codegen.elementwise import UpdateError
-from zerofx.codegen.trace import trace_update
-from zerofx.codegen.whole_tensors import divide, newton_schulz_flops, whole_update_flops
-from zerofx.plan import ParameterInfo
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.whole_tensors import divide, newton_schulz_flops, whole_update_flops
+from zerofx.codegen.trace.arguments import group_values, read_arguments
+from zerofx.codegen.trace.trace import trace_update
+from zerofx.ir.parameters import ParameterInfo
 
 SHAPE = (6, 4)
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn, optim
 
 from tests.codegen.lion import Lion
-from zerofx.codegen.arguments import group_values, read_arguments
-from zerofx.codegen.gradient_norm import with_squares
-from zerofx.codegen.gradient_work import GradientWork
 from zerofx.codegen.pointwise import pointwise_program
-from zerofx.codegen.storage import rewritten
-from zerofx.codegen.trace import ChangingIntegers, trace_update
-from zerofx.plan import ParameterInfo
+from zerofx.codegen.rewrite.gradient_norm import with_squares
+from zerofx.codegen.rewrite.gradient_work import GradientWork
+from zerofx.codegen.rewrite.storage import rewritten
+from zerofx.codegen.trace.arguments import group_values, read_arguments
+from zerofx.codegen.trace.trace import ChangingIntegers, trace_update
+from zerofx.ir.parameters import ParameterInfo
 
 SINGLE = {"foreach": False}
 

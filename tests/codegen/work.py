@@ -3,7 +3,7 @@
 import torch
 
 from zerofx import compat
-from zerofx.codegen.gradient_work import GradientWork, may_be_work
+from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -28,17 +28,18 @@ from tests.programs import (
     rewritten_by_rank,
     run_passes,
 )
-from zerofx import GraphError, ops
-from zerofx.account import wire_bytes
-from zerofx.graph import InputRole, aliases, program_order, role, set_input_role
+from zerofx import GraphError
+from zerofx.cost.traffic import wire_bytes
+from zerofx.ir import ops
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import InputRole, aliases, program_order, role, set_input_role
+from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
-from zerofx.passes.bucket import ALIGNMENT_BYTES, bucket, lay_out, layer_of
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.plan import ParameterInfo, ParameterTable, Place
-from zerofx.schedule import schedule
-from zerofx.verify import verify
+from zerofx.passes.zero.bucket import ALIGNMENT_BYTES, bucket, lay_out, layer_of
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

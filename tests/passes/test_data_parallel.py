@@ -20,8 +20,9 @@ from tests.programs import (
     run_passes,
     smallest_step,
 )
-from zerofx import StepError, ops
-from zerofx.graph import Provenance
+from zerofx import StepError
+from zerofx.ir import ops
+from zerofx.ir.graph import Provenance
 
 
 def averaged(captured, **options):

@@ -16,8 +16,8 @@ from tests import models
 from tests.covering import each_value
 from tests.dumps import write_dump
 from tests.programs import capture, clone, run_passes
+from zerofx.ir.collectives import schedule
 from zerofx.options import OPTIONAL_PASSES
-from zerofx.schedule import schedule
 
 STAGES = (1, 2, 3)
 

@@ -21,15 +21,16 @@ from tests.programs import (
     rewritten_by_rank,
     smallest_step,
 )
-from zerofx import StepError, ops
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
-from zerofx.figures import NOMINAL
-from zerofx.graph import aliases, is_kept_on_host, placeholders, program_order
-from zerofx.passes.host_parameters import keep_on_host, place_parameters
-from zerofx.passes.start_times import chain_of
-from zerofx.timeline import predict
-from zerofx.verify import verify
+from zerofx import StepError
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.cost.traffic import moved_bytes
+from zerofx.hardware import NOMINAL
+from zerofx.ir import ops
+from zerofx.ir.graph import aliases, is_kept_on_host, placeholders, program_order
+from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters
+from zerofx.passes.schedule.start_times import chain_of
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from tests.programs import (
     run_passes,
 )
 from zerofx import StepError
-from zerofx.cost import live_bytes
-from zerofx.passes.gathers import GatherSpan
-from zerofx.passes.memory_budget import keep_gathered
+from zerofx.cost.program import live_bytes
+from zerofx.passes.memory.budget import keep_gathered
+from zerofx.passes.zero.gathers import GatherSpan
 
 DEEP = {"num_layers": 6, "width": 33}
 PLENTY = 10**9

@@ -26,11 +26,13 @@ from tests.programs import (
     rewritten_by_rank,
     run_passes,
 )
-from zerofx import StepError, ops
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
-from zerofx.figures import parse
-from zerofx.graph import (
+from zerofx import StepError
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.cost.traffic import moved_bytes
+from zerofx.hardware import parse
+from zerofx.ir import ops
+from zerofx.ir.graph import (
     aliases,
     hinted_bytes,
     is_backward,
@@ -39,11 +41,10 @@ from zerofx.graph import (
     slot_of,
     why_kept,
 )
-from zerofx.passes import offload_activations
-from zerofx.passes.activations import Activation, saved_activations
-from zerofx.passes.away_times import MOST_LEAVING, Lanes, fit, worth_it
-from zerofx.timeline import predict
-from zerofx.verify import verify
+from zerofx.passes.offload import offload_activations
+from zerofx.passes.offload.activations import Activation, saved_activations
+from zerofx.passes.offload.offload_schedule import MOST_LEAVING, Lanes, fit, worth_it
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

@@ -20,16 +20,17 @@ from tests.programs import (
     rewritten,
     rewritten_by_rank,
 )
-from zerofx import cost, ops
-from zerofx.account import wire_bytes
-from zerofx.codegen.whole_tensors import newton_schulz_flops
-from zerofx.cost import live_bytes
-from zerofx.figures import NOMINAL
-from zerofx.graph import provenance
-from zerofx.in_place import buckets_updated_in_place
-from zerofx.passes.owners import balanced
-from zerofx.schedule import schedule
-from zerofx.timeline import predict
+from zerofx.codegen.rewrite.whole_tensors import newton_schulz_flops
+from zerofx.cost import program
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.cost.traffic import wire_bytes
+from zerofx.hardware import NOMINAL
+from zerofx.ir import ops
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import provenance
+from zerofx.lower.in_place import buckets_updated_in_place
+from zerofx.passes.zero.whole_tensor_update import balanced
 
 STAGES = (1, 2, 3)
 
@@ -149,7 +150,7 @@ def test_plans_count_what_travels_and_what_owners_hold(monkeypatch):
     share = -(-(30 + 15) * 4 // 2)
     here = list(step.graph.nodes).index(node)
     alive = live_bytes(step.graph, 2, table=step.table)
-    monkeypatch.setattr(cost, "OWNER_TEMPORARIES", 0)
+    monkeypatch.setattr(program, "OWNER_TEMPORARIES", 0)
     without = live_bytes(step.graph, 2, table=step.table)
     assert alive[here] - without[here] == 3 * share
     assert alive[:here] + alive[here + 1 :] == without[:here] + without[here + 1 :]

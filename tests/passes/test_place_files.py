@@ -20,12 +20,12 @@ from tests.programs import (
     rewritten_by_rank,
     smallest_step,
 )
-from zerofx import ops
-from zerofx.cost import live_bytes
-from zerofx.figures import NOMINAL, of
-from zerofx.graph import program_order, uses_of_files
-from zerofx.timeline import predict
-from zerofx.verify import verify
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.hardware import NOMINAL, of
+from zerofx.ir import ops
+from zerofx.ir.graph import program_order, uses_of_files
+from zerofx.verify.verifier import verify
 
 IN_FILES = {**OFFLOADED, "offload_tier": "nvme", "offload_dir": "scratch"}
 

@@ -18,9 +18,9 @@ from tests.programs import (
     smallest_step,
 )
 from tests.test_activations import SLOW
-from zerofx import ops
-from zerofx.graph import program_order, released_at, uses_of_files
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.graph import program_order, released_at, uses_of_files
+from zerofx.verify.verifier import verify
 
 FILES = {"offload_tier": "nvme", "offload_dir": "scratch"}
 PARAMS = {**OFFLOADED, "offload": "params"}
@@ -35,7 +35,7 @@ def of(cases):
 
 @pytest.fixture(autouse=True)
 def small_values(monkeypatch):
-    monkeypatch.setattr("zerofx.passes.offload_activations.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("zerofx.passes.offload.offload_activations.SMALLEST_BYTES", 1)
 
 
 def test_shards_are_there_for_every_move_that_is_about_them():

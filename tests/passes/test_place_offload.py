@@ -20,14 +20,15 @@ from tests.programs import (
     rewritten_by_rank,
     smallest_step,
 )
-from zerofx import StepError, ops
-from zerofx.account import moved_bytes
-from zerofx.cost import live_bytes
-from zerofx.figures import NOMINAL, Figures
-from zerofx.graph import operands_of_updates, program_order, updates
-from zerofx.passes.place_offload import UPDATES_UNDER_WAY
-from zerofx.timeline import predict
-from zerofx.verify import verify
+from zerofx import StepError
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.cost.traffic import moved_bytes
+from zerofx.hardware import NOMINAL, Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import operands_of_updates, program_order, updates
+from zerofx.passes.offload.place_offload import UPDATES_UNDER_WAY
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

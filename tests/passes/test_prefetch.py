@@ -25,8 +25,9 @@ from tests.programs import (
     run_passes,
     smallest_step,
 )
-from zerofx import GraphError, ops
-from zerofx.graph import input_role, program_order
+from zerofx import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import input_role, program_order
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 

@@ -38,18 +38,19 @@ from tests.programs import (
     smallest_step,
 )
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx import GraphError, ops
-from zerofx.account import gathered_peak, wire_bytes
+from zerofx import GraphError
 from zerofx.backend import zero
-from zerofx.cost import live_bytes
-from zerofx.graph import program_order, provenance, value_bytes
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import gathered_peak, wire_bytes
+from zerofx.ir import ops
+from zerofx.ir.graph import program_order, provenance, value_bytes
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.runtime.communication import Communicator, default_group
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.peer_memory import PeerMemory
-from zerofx.runtime.update import OptimizerRunner
-from zerofx.verify import verify
+from zerofx.runtime.comm.communication import Communicator, default_group
+from zerofx.runtime.comm.peer_memory import PeerMemory
+from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from tests.programs import (
     rewritten,
     run_passes,
 )
-from zerofx.graph import is_backward, program_order, provenance, role
+from zerofx.ir.graph import is_backward, program_order, provenance, role
 
 aten = torch.ops.aten
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from tests.programs import assert_same_numerics, capture, execute, rewritten, rewritten_by_rank
-from zerofx import StepError, ops
-from zerofx.cost import live_bytes
-from zerofx.graph import resident
+from zerofx import StepError
+from zerofx.cost.program import live_bytes
+from zerofx.ir import ops
+from zerofx.ir.graph import resident
 
 OFFLOADED = {"offload": "optimizer", "update_in_backward": True, "bucket": True}
 WIDTH = 16

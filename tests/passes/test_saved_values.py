@@ -29,8 +29,9 @@ from tests.programs import (
     rewritten,
     run_passes,
 )
-from zerofx.cost import live_bytes
-from zerofx.graph import (
+from zerofx.cost.program import live_bytes
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import (
     aliased_inputs,
     input_role,
     is_backward,
@@ -41,8 +42,7 @@ from zerofx.graph import (
     value_bytes,
     why_kept,
 )
-from zerofx.passes.saved_values import LONGEST_CHAIN, _Network
-from zerofx.schedule import schedule
+from zerofx.passes.memory.saved_values import LONGEST_CHAIN, _Network
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,9 @@ from tests.programs import (
     run_passes,
     smallest_step,
 )
-from zerofx import GraphError, ops
-from zerofx.graph import gradient_outputs, input_role, placeholders
+from zerofx import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import gradient_outputs, input_role, placeholders
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 

@@ -25,13 +25,14 @@ from tests.programs import (
     rewritten_by_rank,
     run_passes,
 )
-from zerofx import StepError, ops
-from zerofx.cost import live_bytes, seconds
-from zerofx.figures import parse
-from zerofx.graph import program_order, provenance
-from zerofx.passes.start_times import MARGIN, start_within_budget
-from zerofx.schedule import schedule
-from zerofx.timeline import predict
+from zerofx import StepError
+from zerofx.cost.program import live_bytes, seconds
+from zerofx.cost.timeline import predict
+from zerofx.hardware import parse
+from zerofx.ir import ops
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import program_order, provenance
+from zerofx.passes.schedule.start_times import MARGIN, start_within_budget
 
 COMPUTE = "flops_per_s=1e9 memory_bytes_per_s=1e9"
 SLOW = f"latency_s=1e-6 bytes_per_s=1e8 {COMPUTE}"

@@ -16,9 +16,10 @@ from tests.programs import (
     nodes_of,
     rewritten,
 )
-from zerofx import GraphError, ops
-from zerofx.graph import is_backward, program_order, role
-from zerofx.verify import verify
+from zerofx import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import is_backward, program_order, role
+from zerofx.verify.verifier import verify
 
 STAGES = (0, 1, 2, 3)
 FACTS = frozenset({"averaged_gradients"})

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from tests.planted.bugs import Bug, layout, roots, stand_in
-from zerofx import ops
-from zerofx.graph import aliased_inputs, is_random, memory_of, mutated_inputs
-from zerofx.plan import ParameterTable
+from zerofx.ir import ops
+from zerofx.ir.graph import aliased_inputs, is_random, memory_of, mutated_inputs
+from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from tests.programs import Captured, mlp_step
 from tests.test_dumped_programs import EVERYTHING, language_step, two_optimizers_step
-from zerofx.passes import offload_activations
+from zerofx.passes.offload import offload_activations
 
 SLOW = "latency_s=1e-4 bytes_per_s=1e9 flops_per_s=1e6 memory_bytes_per_s=1e6 copy_bytes_per_s=1e8"
 """Compute so slow that all copies of a small step hide behind it."""

@@ -19,8 +19,8 @@ from tests import models
 from tests.planted.bugs import bugs
 from tests.planted.steps import SLOW
 from tests.ranks import Ranks
-from zerofx import program
-from zerofx.passes import offload_activations
+from zerofx.compiler import program
+from zerofx.passes.offload import offload_activations
 from zerofx.passes.pipeline import PIPELINE
 
 LOSS = r"loss ([-+.\w]+)"

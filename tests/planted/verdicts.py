@@ -11,14 +11,15 @@ from torch import fx
 from tests.planted.bugs import Bug, bugs
 from tests.planted.equivalents import why_equivalent
 from tests.programs import Captured, clone, context_of
-from zerofx import GraphError, traced
-from zerofx.graph import copied
-from zerofx.observed import ObservedProgram
-from zerofx.optimizer_facts import describe
+from zerofx import GraphError
+from zerofx.capture import substitutes
+from zerofx.ir.graph import copied
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
-from zerofx.validate import Observation, Validator
-from zerofx.verify import verify
+from zerofx.replay.replayed import ObservedProgram
+from zerofx.replay.validate import Observation, Validator
+from zerofx.report.optimizers import describe
+from zerofx.verify.verifier import verify
 
 LAST = "earlier ones, at the end"
 """What bugs are planted in that earlier passes' nodes have in the last program."""
@@ -56,7 +57,7 @@ def verdicts(
     """
     program = clone(step)
     names = {id(t): info.name for t, info in zip(step.tensors, program.table, strict=True)}
-    described = {h: describe(traced.optimizer_of(h), names) for h in step.optimizers}
+    described = {h: describe(substitutes.optimizer_of(h), names) for h in step.optimizers}
     ctx = context_of(program, **options)
     planter = _Planter(Validator(program.gm, ctx, PIPELINE, described))
     run_pipeline(program.gm, ctx, PIPELINE, planter.keep)

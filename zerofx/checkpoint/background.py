@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerofx.checkpoint.contents import bound_parameters
 from zerofx.checkpoint.meeting import Ranks
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.runtime.parameters.registry import REGISTRY
 
 logger = logging.getLogger("zerofx")
 

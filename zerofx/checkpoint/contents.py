@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.pieces import Changes, FlatPiece
 from zerofx.checkpoint.rng import rng_state
 from zerofx.checkpoint.values import encode
-from zerofx.codegen.storage import widened, widened_dtypes
+from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
-from zerofx.plan import shard_numel, storage_order
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.filed_shards import ShardReader
-from zerofx.runtime.filed_states import Reader
-from zerofx.runtime.flat import ordinary_tensors
-from zerofx.runtime.guarded import GuardedState
-from zerofx.runtime.late_states import LateState
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.ir.parameters import shard_numel, storage_order
+from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.lazy_states import LateState
+from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.file_shards import ShardReader
+from zerofx.runtime.storage.file_states import Reader
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
 FROZEN = "frozen"

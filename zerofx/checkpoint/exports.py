@@ -23,7 +23,7 @@ from zerofx.checkpoint.meeting import Ranks
 from zerofx.checkpoint.paths import as_path
 from zerofx.checkpoint.pieces import FlatPiece, view_of
 from zerofx.checkpoint.targets import Target
-from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.versions import __version__
 
 logger = logging.getLogger("zerofx")

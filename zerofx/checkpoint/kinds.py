@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from zerofx import compat
-from zerofx.codegen.shadow import shadow_of
-from zerofx.codegen.storage import ADDED
+from zerofx.codegen.rewrite.storage import ADDED
+from zerofx.codegen.trace.shadow import shadow_of
 
 HOW_NOT_WHAT = frozenset("foreach fused capturable differentiable maximize".split())
 """Hyperparameters that say how an update is computed, which another torch's may lack or have."""

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from zerofx import compat
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
 from zerofx.options import environment
-from zerofx.runtime.agreement import rendezvous
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.communication import Communicator, default_group
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.whole import join
+from zerofx.runtime.access import join
+from zerofx.runtime.comm.agreement import rendezvous
+from zerofx.runtime.comm.communication import Communicator, default_group
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
 
 Result = TypeVar("Result")
 

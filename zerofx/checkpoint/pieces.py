@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zerofx import compat
 from zerofx.checkpoint.boxes import Box, boxes_of
-from zerofx.runtime.snapshots import Snapshot
+from zerofx.runtime.parameters.snapshots import Snapshot
 
 
 @dataclass(frozen=True)

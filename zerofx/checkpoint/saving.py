@@ -39,8 +39,8 @@ from zerofx.checkpoint.paths import as_list, as_path, check_extra, check_model
 from zerofx.checkpoint.pieces import FlatPiece
 from zerofx.checkpoint.reading import unpickled
 from zerofx.checkpoint.values import Encoded
-from zerofx.runtime.flat import ordinary_tensors
-from zerofx.runtime.snapshots import Snapshot
+from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.parameters.snapshots import Snapshot
 from zerofx.versions import __version__
 
 

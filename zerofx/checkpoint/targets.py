@@ -13,11 +13,11 @@ import torch
 from zerofx.checkpoint.boxes import Box, boxes_of
 from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
-from zerofx.plan import storage_order
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.flat import ordinary_tensors
-from zerofx.runtime.late_states import LateState, SavedState, standing_for
-from zerofx.runtime.parameters import REGISTRY
+from zerofx.ir.parameters import storage_order
+from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.lazy_states import LateState, SavedState, standing_for
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 class Source(Protocol):

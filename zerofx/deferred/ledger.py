@@ -15,7 +15,7 @@ from torch import Tensor
 from zerofx import compat
 from zerofx.deferred import replay
 from zerofx.deferred.tape import Constant, Memory, Operand, Source, Write
-from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import ordinary_tensors
 
 
 class Ledger:

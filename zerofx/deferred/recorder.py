@@ -13,7 +13,7 @@ from zerofx.deferred.draws import Draw, default_generator, draw_seed
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Drawn, Operand, Write, leaves, replaced
 from zerofx.errors import StepError
-from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import ordinary_tensors
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.deferred.tape import Constant, Drawn, Memory, Operand, Write, needed_for, replaced
-from zerofx.runtime.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import ordinary_tensors
 
 
 def replay(targets: Sequence[Memory], storages: Mapping[Memory, torch.UntypedStorage]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerofx.deferred.draws import Draw
 from zerofx.errors import StepError
-from zerofx.plan import storage_order
+from zerofx.ir.parameters import storage_order
 
 _COPIED_BYTES = 1024 * 1024
 """Tensors that a recorded operation reads are copied up to here; larger ones are referred to."""

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
-from zerofx import ops
-from zerofx.effects import updated_on_host
-from zerofx.graph import hinted_bytes, staging_bytes
-from zerofx.plan import ParameterInfo
-from zerofx.runtime.filed_bucket import words_for
-from zerofx.runtime.moves import Mover
-from zerofx.runtime.optimizer_steps import OptimizerSteps
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.program_files import ProgramFiles
+from zerofx.ir import ops
+from zerofx.ir.effects import updated_on_host
+from zerofx.ir.graph import hinted_bytes, staging_bytes
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.file_operators import ProgramFiles
+from zerofx.runtime.optimizer.steps import OptimizerSteps
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.file_bucket import words_for
 
 
 def host_needs(

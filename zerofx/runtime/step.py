@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zerofx import effects, ops
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
-from zerofx.graph import (
+from zerofx.ir import effects, ops
+from zerofx.ir.graph import (
     gradient_outputs,
     input_role,
     placeholders,
@@ -24,22 +24,22 @@ from zerofx.graph import (
     uses_of_files,
     written_gradients,
 )
-from zerofx.runtime.bound import BoundParameter
-from zerofx.runtime.buckets import Buckets
-from zerofx.runtime.carried import Key
-from zerofx.runtime.communication import Communicator
-from zerofx.runtime.device_updates import DeviceUpdates
-from zerofx.runtime.first_values import read_by_all
-from zerofx.runtime.flat import in_memory_of_its_own, without_base
+from zerofx.runtime.access import attach_optimizer, confirm_writes, join
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
-from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.late_states import check_states
-from zerofx.runtime.optimizer_steps import OptimizerSteps
-from zerofx.runtime.parameters import REGISTRY
-from zerofx.runtime.program_files import ProgramFiles
-from zerofx.runtime.snapshots import SNAPSHOTS
-from zerofx.runtime.step_setup import DeviceSetup, HostSetup, Trained
-from zerofx.runtime.whole import attach_optimizer, confirm_writes, join
+from zerofx.runtime.memory.flat import in_memory_of_its_own, without_base
+from zerofx.runtime.optimizer.device import DeviceUpdates
+from zerofx.runtime.optimizer.host import HostUpdates
+from zerofx.runtime.optimizer.lazy_states import check_states
+from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
+from zerofx.runtime.optimizer.steps import OptimizerSteps
+from zerofx.runtime.parameters.buckets import Buckets
+from zerofx.runtime.parameters.cross_step_gathers import Key
+from zerofx.runtime.parameters.first_values import read_by_all
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 
 
 class StepRuntime:

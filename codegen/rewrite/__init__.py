@@ -1,0 +1,1 @@
+"""Rewrites of a traced update: storage, gradients, flat shards, whole tensors."""

@@ -1,0 +1,199 @@
+"""What a step does to a gradient before its update reads it, done by the update's own kernel.
+
+Clipping by a norm multiplies every gradient by one number, unscaling by another; both are element
+by element, as the update is.  Here such work is a small graph of its own, and is put in front of
+an update's graph: the gradient is then read once, and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.codegen.operations import rule_of
+from zerofx.codegen.rewrite.elementwise import operator_names
+from zerofx.codegen.rewrite.rounding import round_to
+from zerofx.codegen.trace.functions import example
+from zerofx.codegen.trace.trace import Update
+
+aten = torch.ops.aten
+
+_LOW = (torch.bfloat16, torch.float16)
+
+# These take a number in the precision that they compute in, whatever the elements' dtype is.
+_ARITHMETIC = {"mul", "div", "add", "sub"}
+# These round it to the elements' dtype first.
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_OTHERS = {
+    *("neg", "abs", "sign", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
+    *("isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or"),
+    *("where", "masked_fill", "_to_copy", "clone"),
+}
+
+
+# What an operation says about its result's memory, which it has none of in a kernel.
+_OF_MEMORY = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
+
+
+def may_be_work(node: fx.Node) -> bool:
+    """Whether an operation on a flat gradient, 0-dim tensors and constants may be such work.
+
+    Every operand that is not 0-dim has the result's shape and device, and every tensor is known
+    by its ``meta["val"]``.
+    """
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(value, Tensor):
+        return False
+    name, _ = operator_names(target)
+    if name not in _ARITHMETIC | _COMPARISONS | _OTHERS or rule_of(target) is None:
+        return False
+    if node.kwargs.get("rounding_mode") is not None or value.dim() != 1:
+        return False
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    if not all(isinstance(operand, Tensor) for operand in operands):
+        return False
+    if any(operand.device != value.device for operand in operands):
+        return False
+    elements = [operand for operand in operands if operand.dim()]
+    if not elements or any(tuple(item.shape) != tuple(value.shape) for item in elements):
+        return False
+    if not any(item.dtype in _LOW for item in (value, *elements)) or name in _ARITHMETIC:
+        return True
+    same = all(item.dtype in (elements[0].dtype, torch.bool) for item in operands)
+    return same and name not in _COMPARISONS
+
+
+@dataclass(frozen=True, eq=False)
+class GradientWork:
+    """Elementwise work on a gradient: call it with the gradient and its 0-dim coefficients.
+
+    ``graph_module`` has these as inputs, in that order, and returns the new gradient, which is in
+    ``dtype``.  Each node says in ``meta["val"]`` which dtype it has.
+    """
+
+    graph_module: fx.GraphModule
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, nodes: list[fx.Node], gradient: fx.Node) -> tuple[GradientWork, list[fx.Node]]:
+        """The work that a program's nodes do, and the program's coefficients for it.
+
+        ``nodes`` are in the program's order, and ``may_be_work``; the last one gives the result.
+        """
+        graph = fx.Graph()
+        copies = {gradient: graph.placeholder("gradient")}
+        inputs = (operand for node in nodes for operand in node.all_input_nodes)
+        inside = {gradient, *nodes}
+        coefficients = list(dict.fromkeys(item for item in inputs if item not in inside))
+        for place, node in enumerate(coefficients):
+            copies[node] = graph.placeholder(f"coefficient_{place}" if place else "coefficient")
+        for node in (gradient, *coefficients):
+            copies[node].meta["val"] = _example_of(node)
+        for node in nodes:
+            kept = {name: node.kwargs[name] for name in node.kwargs if name not in _OF_MEMORY}
+            args, kwargs = fx.node.map_arg((node.args, kept), copies.__getitem__)
+            copies[node] = graph.call_function(node.target, args, kwargs)
+            trace = node.meta.get("stack_trace")
+            copies[node].meta = {"val": _example_of(node), "stack_trace": trace}
+        graph.output(copies[nodes[-1]])
+        return cls(fx.GraphModule({}, graph), nodes[-1].meta["val"].dtype), coefficients
+
+    def __call__(self, gradient: Tensor, *coefficients: Tensor) -> Tensor:
+        """Run it operator by operator.  Shapes: flat [n]; each 0-dim."""
+        return self.graph_module(gradient, *coefficients)
+
+    @cached_property
+    def computation(self) -> tuple:
+        """All that it does: equal work is the same."""
+        return (
+            self.graph_module.code,
+            *(node.meta["val"].dtype for node in self.graph_module.graph.nodes if node.meta),
+        )
+
+    def before(self, update: Update, parameter_dtype: torch.dtype) -> Update:
+        """Put this in front of an update, which then takes the gradient as this takes it.
+
+        Before::
+
+            lerp_ = lerp_(exp_avg, gradient, a);  ...
+
+        After, for clipping a bfloat16 gradient::
+
+            to = cast(gradient, float32);  mul = mul(to, coefficient)
+            round_to = round_to(mul, bfloat16);  to_1 = cast(round_to, bfloat16)
+            lerp_ = lerp_(exp_avg, to_1, a);  ...
+
+        Whatever is rounded between two operations of the step is rounded here.  Coefficients are
+        the last inputs.
+        """
+        graph = fx.Graph()
+        old = list(update.graph_module.graph.nodes)
+        inputs = [node for node in old if node.op == "placeholder"]
+        env = {node: graph.node_copy(node) for node in inputs}
+        own, *coefficients = self._inputs
+        env[own] = env[inputs[1]]
+        env[own].meta = dict(own.meta)
+        for node in coefficients:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+        expected = update.gradient_dtype or parameter_dtype
+        env[inputs[1]] = self._emit(graph, env, expected)
+        for node in old:
+            if node.op != "placeholder":
+                env[node] = graph.node_copy(node, env.__getitem__)
+        gm = fx.GraphModule(update.graph_module, graph)
+        first = len(inputs)
+        return replace(
+            update,
+            graph_module=gm,
+            gradient_dtype=own.meta["val"].dtype,
+            clones_gradient=False,  # what the update reads is nobody's memory
+            coefficients=tuple(range(first, first + len(coefficients))),
+        )
+
+    @property
+    def _inputs(self) -> list[fx.Node]:
+        return [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+
+    def _emit(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], expected: torch.dtype) -> fx.Node:
+        """Write the work into a graph; bfloat16 and float16 are computed, and held, in float32."""
+
+        def call(like: fx.Node, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+            node = graph.call_function(target, args, kwargs)
+            examples = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+            value = target(*examples[0], **examples[1])
+            node.meta = like.meta | {"val": value, "source_name": "grad"}
+            return node
+
+        def cast(like: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+            if value.meta["val"].dtype == dtype:
+                return value
+            return call(like, aten._to_copy.default, value, dtype=dtype)
+
+        def held(node: fx.Node) -> fx.Node:
+            value = env[node].meta["val"]
+            is_low = value.dim() and value.dtype in _LOW
+            return cast(node, env[node], torch.float32) if is_low else env[node]
+
+        *nodes, output = (n for n in self.graph_module.graph.nodes if n.op != "placeholder")
+        for node in nodes:
+            dtype = node.meta["val"].dtype
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), held)
+            if dtype in _LOW:
+                if "dtype" in kwargs:
+                    kwargs = {**kwargs, "dtype": torch.float32}
+                wide = cast(node, call(node, node.target, *args, **kwargs), torch.float32)
+                env[node] = call(node, round_to, wide, dtype)
+            else:
+                env[node] = call(node, node.target, *args, **kwargs)
+        return cast(output, env[output.args[0]], expected)
+
+
+def _example_of(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return example(value.dim(), value.dtype)

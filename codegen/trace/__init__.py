@@ -1,0 +1,1 @@
+"""Tracing one parameter's update from the optimizer's own Python ``step``."""

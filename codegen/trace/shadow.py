@@ -1,0 +1,49 @@
+"""A copy of an optimizer over other parameters, on which its own step can be tried."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerofx.codegen.trace.arguments import group_values
+
+Place = tuple[int, int]
+"""A parameter group's number, and a place in it."""
+
+
+def shadow_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[Place, torch.nn.Parameter]
+) -> Any:
+    """A copy with these parameters and no states, of only the groups that have members.
+
+    Numbers of a group that are its own are kept; learning rates that are floats are made to
+    differ, so that a step which reads another group's shows itself.
+    """
+    shadow: Any = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if name in ("state", "param_groups", "step"):
+            continue
+        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        shadow.__dict__[name] = {} if is_hooks else own_copy(value)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = [p for (owner, _), p in parameters.items() if owner == number]
+        if members:
+            values = {name: own_copy(value) for name, value in group_values(group).items()}
+            if isinstance(values.get("lr"), float):
+                values["lr"] *= 1 + number / 8
+            shadow.param_groups.append({"params": members, **values})
+    return shadow
+
+
+def own_copy(value: Any) -> Any:
+    """A deep copy, or the value itself where it has none."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value

@@ -1,0 +1,1 @@
+"""An update's kernel in Triton: its source, its expressions, its launch."""

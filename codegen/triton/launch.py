@@ -1,0 +1,325 @@
+"""Build, tune and launch the Triton kernel of a pointwise program.
+
+For shards on CUDA; with ``TRITON_INTERPRET=1`` in the environment Triton runs it on the CPU, for
+tests.  Nothing here waits for the device: what a step has to tell the kernel goes there in one
+copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program
+from zerofx.codegen.triton.source import CHUNK, kernel_name, triton_source
+
+ALIGNMENT = 16
+"""Bytes: where every stream of a segment starts at a multiple of it, accesses are as wide."""
+
+# BLOCK and warps.  8 elements a thread are one access of a bf16 stream and two of an fp32 one.
+_CONFIGURATIONS = ((1024, 4), (2048, 8), (2048, 4), (4096, 8), (4096, 16))
+
+# Of eight-bit codes they are 8 bytes, 256 for a warp.  More elements, or more than 8 warps, would
+# take more registers than there are: two moments are encoded with what the step needs at hand.
+_CONFIGURATIONS_OF_CODES = ((1024, 4), (2048, 8))
+
+# The interpreter's time goes by blocks, so it gets no empty ones.
+_INTERPRETED_BLOCK = 1024
+
+_TUNED_ON_ELEMENTS = 1 << 22
+"""What a configuration is timed on: more than what a GPU's cache holds of AdamW's streams."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous piece of every stream, in the program's order, and its numbers.
+
+    Shapes: the first stream is flat [n], the others too, or [ceil(n / 256)] if per block.
+    A number is a Python number or a 0-dim tensor; one on the device stays there.
+    """
+
+    streams: Sequence[Tensor]
+    numbers: Sequence[Any]
+
+
+class TritonKernel:
+    """The kernel of one program; ``launch`` updates any number of segments with it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.source = triton_source(program)
+        self.function = load_kernel(self.source, kernel_name(program))
+        self._tuned: dict[torch.device, Callable[..., int]] = {}
+        self._chunks: dict[tuple, Tensor] = {}
+        self._partials: dict[torch.device, Tensor] = {}
+
+    def launch(
+        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        """Update the segments in place; ``device_numbers`` are 0-dim, in the program's order.
+
+        One launch for the segments whose streams are all aligned, another for the rest.  Returns
+        the sum of all gradients' squares, 0-dim, if the program gives it.
+
+        Raises: ValueError if a stream is not flat memory of the program's dtype, all of one
+        length and on one device.
+        """
+        for segment in segments:
+            self._check(segment)
+        there = [segment for segment in segments if segment.streams[0].numel()]
+        groups = _by_alignment(self.program, there)
+        sums = [
+            self._launch(group, device_numbers, alignment)
+            for group, alignment in zip(groups, (ALIGNMENT, 1), strict=True)
+            if group
+        ]
+        if self.program.squares is None or not segments:
+            return None
+        squares = [squares for squares in sums if squares is not None]
+        if not squares:
+            return torch.zeros((), device=segments[0].streams[0].device)
+        return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+
+    def _launch(
+        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor], alignment: int
+    ) -> Tensor | None:
+        device = segments[0].streams[0].device
+        chunk = CHUNK if _on_gpu(device) else _INTERPRETED_BLOCK
+        lengths = [segment.streams[0].numel() for segment in segments]
+        chunks = [-(-length // chunk) for length in lengths]
+        table, numbers = self._tables(segments, chunks, chunk)
+        elements = sum(chunks[:-1]) * chunk + lengths[-1]
+        partials = self._room_for_partials(elements, device)
+        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        blocks = self._run(device)((*places, *device_numbers), elements, alignment)
+        return partials[0][:blocks].sum() if partials else None
+
+    def _room_for_partials(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Where blocks write what they sum, if they do: the same memory for every launch."""
+        if self.program.squares is None:
+            return ()
+        count = -(-elements // ELEMENTS_PER_PARTIAL)
+        if device not in self._partials or len(self._partials[device]) < count:
+            self._partials[device] = torch.empty(count, device=device)
+        return (self._partials[device],)
+
+    def _tables(
+        self, segments: Sequence[Segment], chunks: Sequence[int], chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of the segments and of their numbers, on the device."""
+        device = segments[0].streams[0].device
+        starts = [0]
+        for count in chunks:
+            starts.append(starts[-1] + count * chunk)
+        rows = [
+            (start, segment.streams[0].numel(), *(stream.data_ptr() for stream in segment.streams))
+            for start, segment in zip(starts, segments, strict=False)
+        ]
+        size = len(rows) * len(rows[0])
+        size += size % 2  # the numbers start at a multiple of 16 bytes, as Triton likes pointers
+        count = len(self.program.numbers)
+        host = torch.empty(size + len(rows) * count, dtype=torch.int64, pin_memory=_on_gpu(device))
+        host[: len(rows) * len(rows[0])] = torch.tensor(rows).view(-1)
+        there = [
+            (place, index, number)
+            for place, segment in enumerate(segments)
+            for index, number in enumerate(segment.numbers)
+            if isinstance(number, Tensor) and number.device.type != "cpu"
+        ]
+        elsewhere = {(place, index) for place, index, _ in there}
+        host[size:].view(torch.float64).copy_(
+            torch.tensor(
+                [
+                    0.0 if (place, index) in elsewhere else float(number)
+                    for place, segment in enumerate(segments)
+                    for index, number in enumerate(segment.numbers)
+                ],
+                dtype=torch.float64,
+            )
+        )
+        both = host.to(device, non_blocking=True)
+        table, numbers = both[:size], both[size:].view(torch.float64)
+        for place, index, number in there:
+            numbers[place * count + index].copy_(number)
+        return table, numbers
+
+    def _segment_of_chunk(self, chunks: Sequence[int], device: torch.device) -> Tensor:
+        key = (*chunks, device)
+        if key not in self._chunks:
+            if len(self._chunks) >= 64:
+                self._chunks.clear()  # lengths that change at every step; not worth keeping
+            counts = torch.tensor(chunks)
+            owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
+            self._chunks[key] = owners.to(device)
+        return self._chunks[key]
+
+    def _check(self, segment: Segment) -> None:
+        first = segment.streams[0]
+        for stream, tensor in zip(self.program.streams, segment.streams, strict=True):
+            alike = tensor.dtype == stream.dtype and tensor.device == first.device
+            length = stream.length(first.numel())
+            shape = (length,) if stream.is_per_block else first.shape
+            if not alike or tensor.shape != shape or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.program.optimizer}'s kernel updates '{stream.name}' as contiguous "
+                    f"{stream.dtype}[{length}] on {first.device}, and was given "
+                    f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()} on "
+                    f"{tensor.device}. Give every stream of a segment as one flat piece of memory."
+                )
+
+    def _run(self, device: torch.device) -> Callable[..., int]:
+        """What launches the kernel, and returns in how many blocks."""
+        if device not in self._tuned:
+            self._tuned[device] = self._tune(device) if _on_gpu(device) else self._interpret
+        return self._tuned[device]
+
+    def _interpret(self, arguments: tuple, elements: int, alignment: int) -> int:
+        block = _INTERPRETED_BLOCK
+        blocks = -(-elements // block)
+        self.function[(blocks,)](*arguments, BLOCK=block, CHUNK=block, ALIGNMENT=alignment)
+        return blocks
+
+    def _tune(self, device: torch.device) -> Callable[..., int]:
+        """Time the configurations on scratch memory, or read from disk which was the fastest.
+
+        On scratch: the kernel writes in place, and a step must not be done many times.
+        """
+        import triton
+
+        configurations = [
+            triton.Config({"BLOCK": block}, num_warps=warps)
+            for block, warps in configurations_of(self.program)
+        ]
+        tuned = triton.autotune(configurations, key=[], cache_results=True)(self.function)
+
+        def run(arguments: tuple, elements: int, alignment: int) -> int:
+            grids = []  # of each configuration that is timed, and last of the one that is chosen
+
+            def grid(meta: dict[str, Any]) -> tuple[int]:
+                grids.append(triton.cdiv(elements, meta["BLOCK"]))
+                return (grids[-1],)
+
+            with torch.cuda.device(device):
+                tuned[grid](*arguments, CHUNK=CHUNK, ALIGNMENT=alignment)
+            return grids[-1]
+
+        streams = [
+            torch.zeros(stream.length(_TUNED_ON_ELEMENTS), dtype=stream.dtype, device=device)
+            for stream in self.program.streams
+        ]
+        scratch = Segment(streams, [0.5] * len(self.program.numbers))
+        chunks = [_TUNED_ON_ELEMENTS // CHUNK]
+        table, numbers = self._tables([scratch], chunks, CHUNK)
+        device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
+        partials = self._room_for_partials(_TUNED_ON_ELEMENTS, device)
+        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        arguments = (*places, *device_numbers)
+        run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
+        return run
+
+
+class TritonUpdate:
+    """Stands for a traced update's graph: give it as the ``run`` of an ``Update``."""
+
+    def __init__(self, kernel: TritonKernel) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        *values: Any,
+        copy: Tensor | None = None,
+        device_numbers: Sequence[Tensor] = (),
+        launches: Launches | None = None,
+    ) -> list[Any]:
+        """Run the update in place, as the traced graph would; return the results it returns.
+
+        ``device_numbers`` are those of the program that are no inputs of the update.  With
+        ``launches`` it runs when they do, and the results are not to be read before; the sum of
+        squares is among theirs.
+        """
+        program = self.kernel.program
+        kept, numbers = program.host(values)
+        tensors: dict[str, Tensor] = {}
+        for stream in program.streams:
+            if stream.kind == "copy" and copy is not None:
+                tensors[stream.name] = copy
+            elif stream.name in program.inputs:
+                tensors[stream.name] = values[program.inputs[stream.name]]
+            else:
+                tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
+        segment = Segment(list(tensors.values()), numbers)
+        coefficients = (values[position] for position in program.coefficients)
+        device_numbers = (*coefficients, *device_numbers)
+        squares = None
+        if launches is None:
+            squares = self.kernel.launch([segment], device_numbers)
+        else:
+            launches.add(self.kernel, segment, device_numbers)
+        sources: dict[str, Any] = {"number": kept, "stream": tensors, "squares": {None: squares}}
+        return [sources[kind][where] for kind, where in program.results]
+
+
+class Launches:
+    """Updates that wait to be launched together: one launch for each kernel among them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple, tuple[TritonKernel, Sequence[Tensor], list[Segment]]] = {}
+
+    def add(self, kernel: TritonKernel, segment: Segment, device_numbers: Sequence[Tensor]) -> None:
+        """Let a segment wait for ``run``."""
+        key = (id(kernel), *map(id, device_numbers), segment.streams[0].device)
+        waiting = self._waiting.setdefault(key, (kernel, device_numbers, []))
+        waiting[2].append(segment)
+
+    def run(self) -> list[Tensor]:
+        """Launch what waits; return the sums of squares, of each kernel that gives one."""
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        sums = (kernel.launch(segments, numbers) for kernel, numbers, segments in waiting)
+        return [squares for squares in sums if squares is not None]
+
+
+@functools.cache
+def load_kernel(source: str, name: str) -> Any:
+    """The kernel of a generated module.
+
+    The module has no file: Triton and debuggers read its source through ``linecache``.  Triton
+    keeps what it compiles on disk, by the text.
+    """
+    filename = f"<zerofx {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    names: dict[str, Any] = {"__name__": f"zerofx.generated.{name}"}
+    exec(compile(source, filename, "exec"), names)  # noqa: S102 - our own text
+    return names[name]
+
+
+def configurations_of(program: Program) -> Sequence[tuple[int, int]]:
+    """The elements and warps of a block that a program is timed with."""
+    has_codes = any(stream.is_per_block for stream in program.streams)
+    return _CONFIGURATIONS_OF_CODES if has_codes else _CONFIGURATIONS
+
+
+def _by_alignment(
+    program: Program, segments: Sequence[Segment]
+) -> tuple[list[Segment], list[Segment]]:
+    """The segments whose streams all start at multiples of ALIGNMENT, and the others.
+
+    But for streams per block: there are few of their entries, and each is read by itself.
+    """
+    groups: tuple[list[Segment], list[Segment]] = ([], [])
+    places = [i for i, stream in enumerate(program.streams) if not stream.is_per_block]
+    for segment in segments:
+        is_aligned = all(segment.streams[i].data_ptr() % ALIGNMENT == 0 for i in places)
+        groups[not is_aligned].append(segment)
+    return groups
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

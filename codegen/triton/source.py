@@ -1,0 +1,362 @@
+"""Triton source of a pointwise program, as a person would write it.
+
+One launch updates any number of segments: contiguous pieces of parameter, gradient and states,
+each with numbers (a parameter group's hyperparameters) of its own.  The kernel's arguments are
+
+- ``segments``: int64[segments, 2 + streams], a row per segment: where it starts in the grid (a
+  multiple of CHUNK elements), its length in elements, the address of each stream;
+- ``segment_of_chunk``: int32[chunks], which segment each CHUNK elements of the grid belong to;
+- ``numbers``: float64[segments, numbers];
+- ``partials``, if the program sums the gradient's squares: float32, one for each program of the
+  grid, which writes the sum of its block there;
+- the device numbers of the program, each a pointer to one element.
+
+A program of the grid does BLOCK elements; BLOCK divides CHUNK.  Elements are counted from the
+block's start in 32 bits, block starts in 64.  A block that is full has no mask, and accesses of
+16 bytes (8 of eight-bit codes) where the streams start at multiples of ALIGNMENT = 16 bytes; a
+segment's last block goes element by element.  The 256 elements that share a scale are called a
+part there: a block is a whole number of them, and so a scale belongs to one program of the grid.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zerofx.codegen.numbers import unique
+from zerofx.codegen.operations import NumberOperand, Value
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, FOUND_INF, Program, Stream
+from zerofx.codegen.rewrite.rounding import BLOCK as SHARED
+from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions, is_bool
+
+CHUNK = 8192
+"""Elements per entry of ``segment_of_chunk``: the largest block there may be."""
+
+_WIDTH = 92
+
+# Operations; more of them are no longer read at a glance.
+_LARGEST_INLINED = 3
+
+
+def triton_source(program: Program) -> str:
+    """The source of a module whose function ``kernel_name(program)`` is the kernel."""
+    return _Writer(program).module()
+
+
+def kernel_name(program: Program) -> str:
+    """``adamw`` for AdamW."""
+    return re.sub(r"\W+", "_", program.optimizer).lower().lstrip("_0123456789") or "update"
+
+
+CONSTANTS = ("BLOCK", "CHUNK", "ALIGNMENT")
+
+
+def kernel_arguments(program: Program) -> tuple[str, ...]:
+    """The kernel's arguments in order, without its constants."""
+    partials = ["partials"] * (program.squares is not None)
+    device = (f"{number.name}_ptr" for number in program.device_numbers)
+    return ("segments", "segment_of_chunk", "numbers", *partials, *device)
+
+
+@dataclass
+class _Statement:
+    """An assignment of one value, with those written inside of it."""
+
+    value: Value
+    name: str = ""
+    reads: list[Value] = field(default_factory=list)
+
+
+class _Writer:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.kernel = kernel_name(program)
+        self.loads = [stream for stream in program.streams if stream.load is not None]
+        self.stores = [stream for stream in program.streams if stream.store is not None]
+        self.numbers = _number_names(program)
+        taken = {*self.numbers.values(), *_RESERVED, self.kernel, f"{self.kernel}_block"}
+        self.pointers = {
+            stream.name: unique(f"{stream.name}_ptr", taken) for stream in program.streams
+        }
+        self.written = Expressions(self.numbers, self._inlined())
+        self.names = self.written.names
+        self.statements = self._statements()
+        self._name_values(taken | set(self.pointers.values()))
+        self.places = ["lane", "mask"]
+        if any(stream.is_per_block for stream in program.streams):
+            self.places += ["part", "part_mask"]
+        counts = any(value.operation == "index" for value in program.values)
+        self.inputs = [*self.pointers.values(), *self.numbers.values(), *(["begin"] * counts)]
+
+    def module(self) -> str:
+        block, kernel = self._block(), self._kernel()
+        functions = (FUNCTIONS[name] for name in ("stream", *self.written.functions))
+        return "\n\n".join([self._header(), *functions, block, kernel])
+
+    # What is written inline, and what in a statement of its own.
+
+    def _inlined(self) -> set[Value]:
+        """One statement per source line where that can be: a value read once is written there."""
+        uses: dict[Value, list[Value]] = {}
+        for value in self.program.values:
+            for operand in value.values:
+                uses.setdefault(operand, []).append(value)
+        stored = [stream.store for stream in self.stores]
+        inlined: set[Value] = set()
+        sizes: dict[Value, int] = {}
+        for value in self.program.values:
+            sizes[value] = 1 + sum(sizes[operand] for operand in value.values if operand in inlined)
+            users = uses.get(value, [])
+            if value.operation == "load" or value in stored or len(users) != 1:
+                continue
+            is_of_line = (value.line, value.note) == (users[0].line, users[0].note)
+            if (is_of_line and sizes[value] <= _LARGEST_INLINED) or value.operation == "cast":
+                inlined.add(value)
+        return inlined
+
+    def _statements(self) -> list[_Statement]:
+        return [
+            _Statement(value, reads=list(self._leaves(value)))
+            for value in self.program.values
+            if value.operation != "load" and value not in self.written.inlined
+        ]
+
+    def _leaves(self, value: Value) -> Iterable[Value]:
+        for operand in value.values:
+            if operand in self.written.inlined:
+                yield from self._leaves(operand)
+            else:
+                yield operand
+
+    def _name_values(self, taken: set[str]) -> None:
+        """Give values the optimizer's names; a name goes on to the next value when it is free."""
+        last_use: dict[Value, int] = {}
+        for position, statement in enumerate(self.statements):
+            for value in statement.reads:
+                last_use[value] = position
+        end = len(self.statements)
+        for stream in self.stores:
+            assert stream.store is not None
+            last_use[stream.store] = end
+        if self.program.squares is not None:
+            last_use[self.program.squares] = end
+        for stream in self.loads:
+            assert stream.load is not None
+            self.names[stream.load] = unique(stream.name, taken)
+            taken.add(self.names[stream.load])
+        # The result of a function goes by its name, but what is stored by that of its memory.
+        results = [s for s in self.stores if s.store and s.store.note and s.kind != "copy"]
+        stored = {stream.store: stream.name for stream in results}
+        for position, statement in enumerate(self.statements):
+            value = statement.value
+            busy = {
+                name for other, name in self.names.items() if last_use.get(other, -1) > position
+            }
+            ended = set(self.names.values()) - busy
+            wanted = stored.get(value) or value.name or "value"
+            name = unique(wanted, (taken - ended) | busy)
+            statement.name = self.names[value] = name
+
+    # The module's parts.
+
+    def _header(self) -> str:
+        program = self.program
+        lines = [
+            f'"""{program.optimizer}\'s update of flat shards, in one pass over memory.',
+            "",
+            "Made by zerofx.codegen from the optimizer's own step.  An element moves"
+            f" {program.bytes_per_element:g} bytes:",
+            "",
+        ]
+        for stream in program.streams:
+            ways = [
+                way
+                for way, there in (("read", stream.load), ("written", stream.store))
+                if there is not None
+            ]
+            dtype = DTYPES[stream.dtype].removeprefix("tl.")
+            shared = f", one for {stream.elements_per_entry}" * stream.is_per_block
+            lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}{shared}")
+        if program.squares is not None:
+            lines.append(f"    partials: float32, written, one for {ELEMENTS_PER_PARTIAL} or more")
+        if program.numbers:
+            lines += ["", "The host computes once a step, for each segment:", ""]
+            lines += [
+                f"    {number.name}" + f" = {number.formula}" * (number.formula != number.name)
+                for number in program.numbers
+            ]
+        lines += ['"""', "", "import triton", "import triton.language as tl", ""]
+        return "\n".join(lines)
+
+    def _block(self) -> str:
+        program, lines = self.program, []
+        lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
+        parts = ", ``part`` its parts of 256" if "part" in self.places else ""
+        summary = f"Update one block; ``lane`` counts its elements{parts}{self._skipping()}."
+        if program.squares is None:
+            lines.append(f'    """{summary}"""')
+        else:
+            returned = "Returns the sum of its gradient's squares."
+            lines += [f'    """{summary}', "", f"    {returned}", '    """']
+        for stream in self.loads:
+            assert stream.load is not None
+            place, mask = _place(stream)
+            text = f"tl.load({self.pointers[stream.name]} + {place}, {mask})"
+            if stream.dtype is torch.bool:
+                text = f"{text} != 0"
+            elif stream.dtype != stream.load.dtype:
+                text = f"{text}.to({DTYPES[stream.load.dtype]})"
+            lines.append(f"    {self.names[stream.load]} = {text}")
+        lines.append("")
+        said = ""
+        for statement in self.statements:
+            comment = _comment(statement.value.line) or statement.value.note
+            if comment and comment != said:
+                lines.append(f"    # {comment}")
+            said = comment
+            text, _ = self.written.operation(statement.value)
+            lines.append(f"    {statement.name} = {text}")
+        lines.append("")
+        if program.skips:
+            for mask in self.places[1::2]:
+                kept = _KEPT[mask]
+                lines.append(f"    {kept} = tl.where({self.numbers[_FOUND]}, False, {mask})")
+        for stream in self.stores:
+            lines.append(f"    {self._store(stream)}")
+        if program.squares is not None:
+            lines.append(f"    return {self.names[program.squares]}")
+        return "\n".join(["@triton.jit", *lines, ""])
+
+    def _skipping(self) -> str:
+        return "; if ``found_inf`` is set, nothing changes" if self.program.skips else ""
+
+    def _store(self, stream: Stream) -> str:
+        assert stream.store is not None
+        text = self.names[stream.store]
+        stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
+        if stored != stream.store.dtype:
+            text = f"{text}.to({DTYPES[stored]})"
+        place, mask = _place(stream)
+        if self.program.skips and stream.kind != "copy":
+            mask = _KEPT[mask]
+        return f"tl.store({self.pointers[stream.name]} + {place}, {text}, {mask})"
+
+    def _kernel(self) -> str:
+        program, width = self.program, 2 + len(self.program.streams)
+        constants = [f"{name}: tl.constexpr" for name in CONSTANTS]
+        lines = _call("def ", self.kernel, [*kernel_arguments(program), *constants], ":")
+        lines += [
+            '    """Update BLOCK elements of one segment."""',
+            "    first = tl.program_id(0).to(tl.int64) * BLOCK",
+            "    segment = tl.load(segment_of_chunk + first // CHUNK)",
+            f"    row = segments + segment * {width}",
+            "    begin = first - tl.multiple_of(tl.load(row), CHUNK)",
+            "    rest = tl.load(row + 1) - begin",
+        ]
+        for position, stream in enumerate(program.streams, 2):
+            stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
+            start, alignment = "begin", "ALIGNMENT"
+            if stream.is_per_block:  # whatever is shared starts anywhere among other segments'
+                start = f"begin // {stream.elements_per_entry}"
+                alignment = str(stream.dtype.itemsize)
+            place = f"row + {position}, {start}, {DTYPES[stored]}, {alignment}"
+            lines.append(f"    {self.pointers[stream.name]} = stream({place})")
+        if program.numbers:
+            lines.append(f"    numbers += segment * {len(program.numbers)}")
+        places = {number: place for place, number in enumerate(program.numbers)}
+        for operand, name in self.numbers.items():
+            if operand.number in places:
+                source = f"tl.load(numbers + {places[operand.number]})"
+            else:
+                source = f"tl.load({operand.number.name}_ptr)"
+            convert = " != 0" if is_bool(operand) else f".to({DTYPES[operand.dtype]})"
+            lines.append(f"    {name} = {source}{convert}")
+        full, last = ["lane", "lane < BLOCK"], ["lane", "lane < rest"]
+        lines.append("    lane = tl.arange(0, BLOCK)")
+        if "part" in self.places:
+            lines.append(f"    part = tl.arange(0, BLOCK // {SHARED})")
+            full += ["part", f"part < BLOCK // {SHARED}"]
+            last += ["part", f"part * {SHARED} < rest"]
+        result = "partial = " if program.squares is not None else ""
+        for condition, elements in (("if rest >= BLOCK:", full), ("else:", last)):
+            lines.append(f"    {condition}")
+            call = _call(result, f"{self.kernel}_block", [*self.inputs, *elements], "")
+            lines += [f"        {line}" for line in call]
+        if program.squares is not None:
+            lines.append("    tl.store(partials + tl.program_id(0), partial)")
+        return "\n".join(["@triton.jit", *lines, ""])
+
+
+def _place(stream: Stream) -> tuple[str, str]:
+    """Where in a block a stream is, and for which of its entries it is there."""
+    return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
+
+
+# The masks of what is written in a step that may be skipped.
+_KEPT = {"mask": "kept", "part_mask": "part_kept"}
+
+_FOUND = NumberOperand(FOUND_INF, torch.bool)
+
+# Names that the kernel has for itself.
+_RESERVED = (
+    *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
+    *("lane", "mask", "kept", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
+    *("part", "part_mask", "part_kept"),
+    *("partials", "partial"),
+    *FUNCTIONS,
+)
+
+
+def _number_names(program: Program) -> dict[NumberOperand, str]:
+    """A name for each number and dtype that elements are combined with, in the table's order."""
+    used = {
+        operand
+        for value in program.values
+        for operand in value.operands
+        if isinstance(operand, NumberOperand)
+    }
+    if program.skips:
+        used.add(_FOUND)
+    names: dict[NumberOperand, str] = {}
+    streams = {stream.name for stream in program.streams}
+    for number in (*program.numbers, *program.device_numbers):
+        for operand in sorted(
+            (operand for operand in used if operand.number == number), key=lambda o: str(o.dtype)
+        ):
+            taken = {*names.values(), *_RESERVED, *streams, kernel_name(program)}
+            names[operand] = unique(number.name, taken)
+    return names
+
+
+def _call(prefix: str, function: str, arguments: Sequence[str], suffix: str) -> list[str]:
+    """A call or signature, in as many lines as it takes."""
+    line = f"{prefix}{function}({', '.join(arguments)}){suffix}"
+    if len(line) <= _WIDTH:
+        return [line]
+    inside = [""]
+    for argument in arguments:
+        if inside[-1] and len(inside[-1]) + len(argument) > _WIDTH - 8:
+            inside.append("")
+        inside[-1] += f"{argument}, "
+    wrapped = [f"    {part.rstrip()}" for part in inside]
+    return [f"{prefix}{function}(", *wrapped, f"){suffix}"]
+
+
+def _comment(line: str) -> str:
+    """``adam.py:414: step_t += 1`` for a ``file:line`` of the optimizer."""
+    if not line:
+        return ""
+    filename, _, number = line.rpartition(":")
+    text = ""
+    for i in range(int(number), int(number) + 6):
+        text = f"{text} {linecache.getline(filename, i).strip()}".strip()
+        if text.count("(") <= text.count(")"):
+            break
+    text = re.sub(r"\s+", " ", text.partition("  #")[0])
+    shown = f"{Path(filename).name}:{number}: {text}"
+    return shown if len(shown) <= 94 else f"{shown[:91]}..."

@@ -1,0 +1,119 @@
+"""Compute again in backward what is not worth keeping, or what forward was told to drop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import fx
+
+from zerofx import compat
+from zerofx.ir.graph import Builder, erase_unused, mark_kept
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.memory.saved_values import SavedValues, backward_calls, nbytes
+
+
+def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Repeat forward's nodes where backward reads them, just before their first reader.
+
+    Before::
+
+        gelu = gelu(mm);  y = mul(gelu, up);  z = mm(y, w2);  ...
+        d_w2 = mm(dz.t(), y);  dy = mm(dz, w2.t());  d_up = mul(dy, gelu)
+
+    After (``gelu`` is computed again from ``mm``, which its own gradient needs anyway)::
+
+        gelu = gelu(mm);  y = mul(gelu, up);  z = mm(y, w2);  ...
+        d_w2 = mm(dz.t(), y);  dy = mm(dz, w2.t());  gelu_1 = gelu(mm);  d_up = mul(dy, gelu_1)
+
+    In one flat graph the values saved for backward are plain edges.  Repeated are those that
+    ``torch.utils.checkpoint`` drops, whatever they cost; and where Inductor fuses them with
+    their readers, so that they cost next to nothing, those that ``SavedValues`` chooses.  Each
+    call of backward repeats anew.  Random draws are never repeated: the second would differ.
+    """
+    builder = Builder(gm, "recompute")
+    checkpointed = compat.checkpointed_nodes(gm)
+    num_checkpointed = 0
+    for backward in backward_calls(gm.graph):
+        num_checkpointed += _repeat(builder, backward, checkpointed, lambda _: "checkpointed")
+    counts = {
+        "checkpointed": len(checkpointed),
+        "recomputed": num_checkpointed,
+    }
+    if ctx.options.lowering == "inductor":
+        counts |= _repeat_what_is_cheap(gm, builder)
+    return counts
+
+
+def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int]:
+    calls = backward_calls(gm.graph)
+    values = SavedValues(gm.graph)
+    choices = [values.choose(backward) for backward in calls]
+    num_repeated = 0
+    kept: dict[fx.Node, str] = {}
+    dropped: dict[fx.Node, None] = {}
+    for backward, choice in zip(calls, choices, strict=True):
+        read = dict.fromkeys(s for node in backward for s in node.all_input_nodes)
+        dropped |= dict.fromkeys(node for node in read if node in choice.repeated)
+        kept |= choice.kept
+        num_repeated += _repeat(builder, backward, choice.repeated, _why_repeated)
+    equals = values.equals(kept)
+    for node, same in equals.items():
+        node.replace_all_uses_with(same)
+        del kept[node]
+    erase_unused(gm.graph, [*dropped, *equals])
+    for node, reason in kept.items():
+        mark_kept(node, f"{nbytes(node) / 1e6:.3g} MB, {reason}")
+    return {
+        "recomputed because cheap": num_repeated,
+        "merged": len(equals),
+        "kept": len(kept),
+        "bytes kept": sum(map(nbytes, kept)),
+    }
+
+
+def _why_repeated(node: fx.Node) -> str:
+    return f"{node.name} is not kept"
+
+
+def _repeat(
+    builder: Builder,
+    backward: list[fx.Node],
+    chosen: Collection[fx.Node],
+    reason: Callable[[fx.Node], str],
+) -> int:
+    """Give one backward its own copies of the chosen nodes that it reads; return how many."""
+    repeated: dict[fx.Node, fx.Node] = {}
+
+    def repeat(node: fx.Node, before: fx.Node) -> fx.Node:
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if current in repeated:
+                pending.pop()
+                continue
+            missing = [
+                source
+                for source in current.all_input_nodes
+                if source in chosen and source not in repeated
+            ]
+            if missing:
+                pending.extend(missing)
+                continue
+            with builder.graph.inserting_before(before):
+                duplicate = builder.copy(
+                    current,
+                    lambda source: repeated.get(source, source),
+                    role="recompute",
+                    parameter=-1,
+                    reason=reason(current),
+                )
+            duplicate.meta["autograd_backward"] = True
+            repeated[current] = duplicate
+            pending.pop()
+        return repeated[node]
+
+    for node in backward:
+        for source in list(node.all_input_nodes):
+            if source in chosen:
+                node.replace_input_with(source, repeat(source, node))
+    return len(repeated)

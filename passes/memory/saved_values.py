@@ -1,0 +1,490 @@
+"""Which forward values a backward keeps and which it computes again: a minimum cut in bytes."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliased_inputs,
+    input_role,
+    is_backward,
+    mutated_inputs,
+    program_order,
+)
+
+aten = torch.ops.aten
+
+LONGEST_CHAIN = 32
+"""At most this many operators in a row are repeated: all their results are alive at once."""
+
+
+def _packets(names: str) -> frozenset[object]:
+    """The aten operators with these names, of those that this version of torch has."""
+    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
+
+
+# Besides those that torch tags as pointwise.
+_CHEAP = _packets(
+    "_to_copy arange fill full full_like glu hardsigmoid hardswish leaky_relu log_sigmoid_forward"
+    " masked_fill new_full new_ones new_zeros ones ones_like rsub scalar_tensor tril triu where"
+    " zeros zeros_like"
+)
+# Of several results, of which only the first is large.  The others are kept.
+_NORMS = _packets(
+    "_batch_norm_with_update_functional _fused_rms_norm _native_batch_norm_legit_functional"
+    " native_group_norm native_layer_norm"
+)
+# What Inductor fuses with pointwise operators, so that their results need no memory of their own.
+_FUSED = _packets(
+    "_fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax"
+    " _softmax_backward_data batch_norm_backward cat elu_backward glu_backward"
+    " hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward"
+    " log_sigmoid_backward mish_backward native_batch_norm_backward native_dropout"
+    " native_group_norm_backward native_layer_norm_backward nll_loss_backward nll_loss_forward"
+    " select_backward slice_backward softplus_backward"
+)
+
+_ALL_CHEAP = _CHEAP | _NORMS
+_ALL_FUSED = _CHEAP | _NORMS | _FUSED
+
+
+def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The stretches of backward, one or more for each call of it."""
+    calls: list[list[fx.Node]] = []
+    inside = False
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_backward(node):
+            if not inside:
+                calls.append([])
+            calls[-1].append(node)
+        inside = is_backward(node)
+    return calls
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one backward computes again, and why it keeps each of the values that it keeps."""
+
+    repeated: frozenset[fx.Node]
+    kept: dict[fx.Node, str]
+
+
+class SavedValues:
+    """Decides, for each backward of a program, what it keeps of forward.
+
+    The rules are those of torch's own partitioner: only what Inductor fuses into its readers is
+    computed again, and never what a matrix product of backward reads (it would have to be
+    written to memory anyway), a reduction or a random draw.  Of what these allow, the choice
+    keeps the fewest bytes, and among equals repeats the least: it is unique.
+
+    A value all of whose sources backward holds anyway is repeated whatever its size.  Only such
+    a value may read a parameter, and only one that backward reads anyway: so which gathers a
+    program has, and in which order, never depends on sizes, which may differ between ranks.
+
+    Source: functorch's min-cut partitioner (``torch/_functorch/partitioners.py``).
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.order = program_order(graph)
+        self.parameters: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.number: dict[fx.Node, int] = {}  # equal for what computes the same
+        self.known: dict[object, int] = {}
+        self.level: dict[fx.Node, int] = {}
+        self.first_write: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            self._note(node)
+
+    def _note(self, node: fx.Node) -> None:
+        sources = node.all_input_nodes
+        if node.op == "placeholder":
+            if input_role(node).kind in ("parameter", "gradient"):
+                self.parameters[node] = frozenset({node})
+        elif sources and all(source in self.parameters for source in sources):
+            self.parameters[node] = self.parameters_of(sources)
+        self.number[node] = self._computation(node)
+        self.level[node] = self.reading_level(node) + (not is_fused(node))
+        for source in mutated_inputs(node):
+            self.first_write.setdefault(_base(source), self.order[node])
+
+    def _computation(self, node: fx.Node) -> int:
+        key: object = node
+        if _is_repeatable(node) and not any(s in self.parameters for s in node.all_input_nodes):
+            arguments = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda source: f"%{self.number[source]}"
+            )
+            key = (node.target, repr(arguments))
+        return self.known.setdefault(key, len(self.known))
+
+    def parameters_of(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        """The parameters among ``nodes``, and those that some of them are computed from alone."""
+        return frozenset().union(*(self.parameters.get(node, ()) for node in nodes))
+
+    def reading_level(self, node: fx.Node) -> int:
+        """How many operators that nothing fuses with come before a node, on the longest path."""
+        return max((self.level[source] for source in node.all_input_nodes), default=0)
+
+    def choose(self, backward: list[fx.Node]) -> Choice:
+        """What the backward made of these nodes, in program order, keeps and repeats."""
+        return _Backward(self, backward).choose()
+
+    def equals(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Those of ``nodes`` that compute the same as an earlier one of them -> that one.
+
+        Left out is what reads parameters, or is handed to the caller or written to.
+        """
+        first: dict[int, fx.Node] = {}
+        found: dict[fx.Node, fx.Node] = {}
+        for node in sorted(nodes, key=self.order.__getitem__):
+            same = first.setdefault(self.number[node], node)
+            if same is not node and not any(map(_hands_on, _readers(node))):
+                found[node] = same
+        return found
+
+
+class _Backward:
+    """One backward: what it reads of forward, and what that can be computed from.
+
+    Values ``at_hand`` are in memory during backward whatever is chosen; those that are ``free``
+    are repeated from nothing else.
+    """
+
+    def __init__(self, program: SavedValues, nodes: list[fx.Node]):
+        self.program = program
+        self.nodes = set(nodes)
+        self.first, self.last = program.order[nodes[0]], program.order[nodes[-1]]
+        self.wanted: dict[fx.Node, None] = {}
+        self.parameters: frozenset[fx.Node] = frozenset()
+        for node in nodes:
+            outside = [source for source in node.all_input_nodes if source not in self.nodes]
+            self.wanted.update(dict.fromkeys(s for s in outside if s not in program.parameters))
+            self.parameters |= program.parameters_of(outside)
+        self.reasons: dict[fx.Node, str] = {}
+        self.at_hand: set[fx.Node] = set()
+        self.free: set[fx.Node] = set()
+        self.with_parameters: set[fx.Node] = set()
+
+    def choose(self) -> Choice:
+        cone = self._cone()
+        kept: dict[fx.Node, str] = {}
+        network = _Network()
+        chain: dict[fx.Node, int] = {}
+        for node in cone:
+            chain[node] = 1 + max((chain.get(s, 0) for s in node.all_input_nodes), default=0)
+            reason = self._why_kept(node, chain[node])
+            if reason:
+                chain[node] = 0
+                if not _is_large(node) or self._is_held(node):
+                    self.at_hand.add(node)
+                    if _is_large(node):
+                        kept[node] = reason
+                else:
+                    network.add(node, _price(node))
+            elif self._comes_free(node):
+                self.free.add(node)
+            else:
+                sources = [s for s in node.all_input_nodes if not self._costs_nothing(s)]
+                network.add(node, _price(node), sources)
+        for node in self.wanted:
+            if not self._costs_nothing(node):
+                network.want(node)
+        cut, beyond = network.minimum_cut()
+        for node in cut:
+            is_source = bool(self._why_kept(node, chain[node]))
+            kept[node] = "smaller than what comes of it" if is_source else "as small as its sources"
+        repeated: set[fx.Node] = set()
+        for node in cone:
+            if node in self.free or node in beyond:
+                if not _is_view(node) or not repeated.isdisjoint(node.all_input_nodes):
+                    repeated.add(node)
+        return Choice(frozenset(repeated), kept)
+
+    def _cone(self) -> list[fx.Node]:
+        """What is wanted and all that it may be computed from, in program order."""
+        found = dict(self.wanted)
+        pending = list(found)
+        while pending:
+            node = pending.pop()
+            if self._why_never_repeated(node):
+                continue
+            for source in node.all_input_nodes:
+                if source not in found and source not in self.program.parameters:
+                    found[source] = None
+                    pending.append(source)
+        return sorted(found, key=self.program.order.__getitem__)
+
+    def _why_kept(self, node: fx.Node, chain: int) -> str:
+        """Why a value is kept if backward needs it; an empty string if there is a choice."""
+        reason = self._why_never_repeated(node)
+        if not reason and chain > LONGEST_CHAIN:
+            reason = "the end of a long chain"
+        if not reason and self._needs_parameters(node):
+            if not self._comes_free(node) or not self._has_parameters(node):
+                return "reads a parameter"
+            self.with_parameters.add(node)
+        return reason
+
+    def _why_never_repeated(self, node: fx.Node) -> str:
+        if node not in self.reasons:
+            self.reasons[node] = self._find_reason(node)
+        return self.reasons[node]
+
+    def _find_reason(self, node: fx.Node) -> str:
+        if node.op != "call_function":
+            return "an input"
+        if is_backward(node):
+            return "computed in backward"
+        if compat.is_kept_by_policy(node):
+            return "a checkpoint's policy"
+        if compat.draws_randomly(node.args[0] if node.target is operator.getitem else node):
+            return "a random draw"
+        if not _is_repeatable(node):
+            return "a reduction" if _is_reduction(node) else "costly to compute"
+        writes, end = self.program.first_write, self.last
+        if any(writes.get(_base(source), end) < end for source in node.all_input_nodes):
+            return "computed from what is overwritten"
+        if _is_view(node):
+            return ""
+        readers = list(_readers(node))
+        if any(self._is_later(reader) for reader in readers):
+            return "read again after backward"
+        if any(reader in self.nodes and not is_fused(reader) for reader in readers):
+            return "read by what nothing fuses with"
+        levels = {
+            self.program.reading_level(reader) for reader in readers if not is_backward(reader)
+        }
+        # As a residual stream: it would be computed from its beginning.
+        if len(levels) > 1 and self.program.level[node] > 0:
+            return "read on both sides of what nothing fuses with"
+        return ""
+
+    def _is_later(self, reader: fx.Node) -> bool:
+        return reader not in self.nodes and self.program.order[reader] > self.first
+
+    def _is_held(self, node: fx.Node) -> bool:
+        """Whether a value that is not repeated is in memory during backward anyway."""
+        return node in self.wanted or any(
+            reader in self.nodes or self._is_later(reader) for reader in _readers(node)
+        )
+
+    def _costs_nothing(self, node: fx.Node) -> bool:
+        return node in self.at_hand or node in self.free or node in self.program.parameters
+
+    def _comes_free(self, node: fx.Node) -> bool:
+        return all(map(self._costs_nothing, node.all_input_nodes))
+
+    def _needs_parameters(self, node: fx.Node) -> bool:
+        return any(
+            source in self.program.parameters or source in self.with_parameters
+            for source in node.all_input_nodes
+        )
+
+    def _has_parameters(self, node: fx.Node) -> bool:
+        """Whether backward reads the parameters that a node reads.
+
+        A bias need not be read, if a weight beside it is: they travel together.
+        """
+        wanted = self.program.parameters_of(node.all_input_nodes)
+        missing = wanted - self.parameters
+        return not missing or (
+            missing != wanted and all(parameter.meta["val"].dim() == 1 for parameter in missing)
+        )
+
+
+class _Network:
+    """Values as pipes as wide as they have bytes, from what is never repeated to what is wanted.
+
+    The pipes of a minimum cut are the values to keep: all that is wanted can be computed from
+    them, and no other such values have fewer bytes.  Of several minimum cuts it is the one
+    nearest to what is wanted, whatever the order of additions.
+    """
+
+    def __init__(self) -> None:
+        self.width: dict[fx.Node, int] = {}
+        self.sources: dict[fx.Node, list[fx.Node] | None] = {}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self.wanted: list[fx.Node] = []
+        self.flow: Counter[fx.Node | tuple[fx.Node, fx.Node]] = Counter()
+
+    def add(self, node: fx.Node, width: int, sources: list[fx.Node] | None = None) -> None:
+        """Add a value; without ``sources``, one that is never repeated."""
+        self.width[node] = width
+        self.sources[node] = sources
+        self.readers[node] = []
+        for source in sources or ():
+            self.readers[source].append(node)
+
+    def want(self, node: fx.Node) -> None:
+        self.wanted.append(node)
+
+    def minimum_cut(self) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The values to keep, and those that are to be repeated from them."""
+        for node in self.wanted:
+            while path := self._search([node])[0]:
+                self._augment(path)
+        _, reached = self._search(self.wanted)
+        cut = [
+            node for node in self.width if (node, _OUT) in reached and (node, _IN) not in reached
+        ]
+        return cut, {node for node in self.width if (node, _IN) in reached}
+
+    def _search(self, ends: list[fx.Node]) -> tuple[list[_Vertex], dict[_Vertex, _Vertex | None]]:
+        """A path on which more can flow to one of ``ends``, if any, and all that was reached."""
+        towards: dict[_Vertex, _Vertex | None] = {(node, _OUT): None for node in ends}
+        pending = list(towards)
+        for vertex in pending:
+            node, side = vertex
+            if side == _OUT:
+                before = [(reader, _IN) for reader in self.readers[node] if self.flow[node, reader]]
+                if self.flow[node] < self.width[node]:
+                    before.append((node, _IN))
+            else:
+                sources = self.sources[node]
+                if sources is None:
+                    return self._path(vertex, towards), towards
+                before = [(source, _OUT) for source in sources]
+                if self.flow[node]:
+                    before.append((node, _OUT))
+            for previous in before:
+                if previous not in towards:
+                    towards[previous] = vertex
+                    pending.append(previous)
+        return [], towards
+
+    def _path(self, vertex: _Vertex, towards: dict[_Vertex, _Vertex | None]) -> list[_Vertex]:
+        path = [vertex]
+        while (following := towards[path[-1]]) is not None:
+            path.append(following)
+        return path
+
+    def _augment(self, path: list[_Vertex]) -> None:
+        steps = list(pairwise(path))
+        amount = min(self._room(*step) for step in steps)
+        for (node, side), (other, _) in steps:
+            if node is other:
+                self.flow[node] += amount if side == _IN else -amount
+            elif side == _OUT:
+                self.flow[node, other] += amount
+            else:
+                self.flow[other, node] -= amount
+
+    def _room(self, start: _Vertex, stop: _Vertex) -> int:
+        (node, side), (other, _) = start, stop
+        if node is other:
+            return self.width[node] - self.flow[node] if side == _IN else self.flow[node]
+        return _UNLIMITED if side == _OUT else self.flow[other, node]
+
+
+_IN, _OUT = 0, 1
+_Vertex = tuple[fx.Node, int]
+_UNLIMITED = 2**63
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or ops.is_ours(node.target) or mutated_inputs(node):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
+    return len(aliased_inputs(node)) == 1
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while _is_view(node):
+        (node,) = aliased_inputs(node)
+    return node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those who read a value or a view of it."""
+    pending = list(node.users)
+    while pending:
+        reader = pending.pop()
+        if _is_view(reader):
+            pending.extend(reader.users)
+        else:
+            yield reader
+
+
+def _hands_on(reader: fx.Node) -> bool:
+    return reader.op == "output" or bool(mutated_inputs(reader))
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_reduction(node.args[0])
+    return _packet(node) in _NORMS or torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether Inductor can compute a node in the kernel of its readers or sources."""
+    if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+        return True
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
+        return True
+    return _packet(node) in _ALL_FUSED or _becomes_pointwise(node)
+
+
+def _becomes_pointwise(node: fx.Node) -> bool:
+    """Whether Inductor makes a pointwise operator of a node: as of rotary embeddings' angles."""
+    if _packet(node) in (aten.mm, aten.bmm):
+        return node.args[0].meta["val"].shape[-1] == 1
+    return _packet(node) is aten.cat and len(set(node.args[0])) == 1
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether repeating a node costs next to nothing in a kernel that reads its result."""
+    if node.op != "call_function" or compat.draws_randomly(node):
+        return False
+    if node.target is operator.getitem:
+        source, index = node.args
+        return _is_view(node) or (_packet(source) in _NORMS and index == 0)
+    if not isinstance(node.target, torch._ops.OpOverload) or mutated_inputs(node):
+        return False
+    if _is_view(node):
+        return True
+    if torch.Tag.pointwise not in node.target.tags and _packet(node) not in _ALL_CHEAP:
+        if not _becomes_pointwise(node):
+            return False
+    devices = {s.meta["val"].device for s in (node, *node.all_input_nodes) if _is_tensor(s)}
+    return len(devices) <= 1
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether the program allocates memory for a value, and not a number's."""
+    return node.op == "call_function" and _is_tensor(node)
+
+
+def _price(node: fx.Node) -> int:
+    """Bytes that keeping a value costs; no limit for what must not be kept itself.
+
+    A view would keep all that it is a view of, and a tuple is no value.
+    """
+    value = node.meta.get("val")
+    if _is_view(node) or not isinstance(value, torch.Tensor):
+        return _UNLIMITED
+    return nbytes(node)
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a tensor, of the size that it had when captured.  Units: bytes."""
+    value = node.meta["val"]
+    return compat.size_hint(value.numel()) * value.dtype.itemsize

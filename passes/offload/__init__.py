@@ -1,0 +1,1 @@
+"""Passes that move states, shards and saved values to host memory and files."""

@@ -1,0 +1,229 @@
+"""What forward saves for backward, and where the program may be parted to move it away."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from zerofx.cost.program import seconds
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliased_inputs,
+    aliases,
+    hinted_bytes,
+    input_role,
+    is_backward,
+    memory_of,
+    mutated_inputs,
+    program_order,
+)
+from zerofx.passes.base import PassContext
+from zerofx.passes.memory.saved_values import is_fused
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A value that nobody reads from ``leaves`` to ``returns``, and backward reads from there on.
+
+    Both are positions: in front of the program's node of that number.  ``readers`` are those from
+    ``returns`` on, of the value or of a view of it.
+    """
+
+    value: fx.Node
+    nbytes: int
+    leaves: int
+    returns: int
+    readers: tuple[fx.Node, ...]
+
+
+def saved_activations(graph: fx.Graph, device: torch.device) -> list[Activation]:
+    """Find what could leave the device between forward and backward, in program order.
+
+    Of memory that an operator of forward makes for one value: no input, parameter, gathered buffer
+    or view.  Left out is what only parameters are computed into (it can be had from them again),
+    what is written to, and what the step returns: that stays on the device.  Sizes are those that
+    there were when the step was captured.
+    """
+    order = program_order(graph)
+    of_parameters: set[fx.Node] = set()
+    found = []
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "placeholder":
+            if input_role(node).kind in ("parameter", "gradient"):
+                of_parameters.add(node)
+        elif sources and all(source in of_parameters for source in sources):
+            of_parameters.add(node)
+        elif _makes_a_value(node, device):
+            activation = _between_its_readers(node, order)
+            if activation is not None:
+                found.append(activation)
+    return found
+
+
+def _makes_a_value(node: fx.Node, device: torch.device) -> bool:
+    value = node.meta.get("val")
+    if node.op != "call_function" or is_backward(node) or not isinstance(value, torch.Tensor):
+        return False
+    maker = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(maker.target, torch._ops.OpOverload) or ops.is_ours(maker.target):
+        return False
+    if mutated_inputs(maker) or memory_of(node) - {node, maker} or aliased_inputs(maker):
+        return False
+    return value.layout is torch.strided and value.device == device and hinted_bytes(node) > 0
+
+
+def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation | None:
+    """Where in the program nobody reads a value before backward does; None if it has to stay."""
+    views = aliases(node)
+    if not all(view is node or _can_be_taken_again(view) for view in views):
+        return None
+    readers = sorted({user for view in views for user in view.users} - views)
+    if any(reader.op == "output" or reader.target in _HOLDING for reader in readers):
+        return None
+    if any(not views.isdisjoint(mutated_inputs(reader)) for reader in readers):
+        return None
+    first = next((order[reader] for reader in readers if is_backward(reader)), None)
+    if first is None:
+        return None
+    before = [_done_with(reader, order) for reader in readers if order[reader] < first]
+    if node.target is operator.getitem:  # the tuple of all results holds them too
+        before += [order[part] for part in node.args[0].users]
+    leaves = max([order[node], *before]) + 1
+    late = tuple(reader for reader in readers if order[reader] >= first)
+    return Activation(node, hinted_bytes(node), leaves, first, late) if leaves < first else None
+
+
+_HOLDING = (ops.free, ops.carry)
+
+
+def _can_be_taken_again(view: fx.Node) -> bool:
+    """Whether a view can be taken of a copy, wherever that lies in memory."""
+    if mutated_inputs(view) or ops.is_ours(view.target) or len(view.all_input_nodes) == 0:
+        return False
+    tensors = [s for s in view.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
+    return len(tensors) <= 1 and view.target is not aten.as_strided.default
+
+
+def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
+    """When a reader needs its operands no more: what is started reads them until its wait."""
+    if reader.target in ops.STARTS or ops.is_move(reader.target):
+        return max(_done_with(user, order) for user in reader.users)
+    return order[reader]
+
+
+def clock(graph: fx.Graph, ctx: PassContext) -> list[float]:
+    """When each node begins if nobody ever waits, and when the last one ends.  Units: seconds.
+
+    Time that ranks wait for one another is none to count on: ``prefetch`` may have it hidden.
+    """
+    spent = (seconds(node, ctx.figures, ctx.table) for node in graph.nodes)
+    return list(itertools.accumulate(spent, initial=0.0))
+
+
+def where_to_cut(
+    nodes: Sequence[fx.Node],
+    activations: Sequence[Activation],
+    times: Sequence[float],
+    patience_s: Callable[[Activation], float],
+) -> tuple[list[int], list[Activation]]:
+    """Positions at which moves cost compiled compute little, and activations brought to them.
+
+    A move parts the compute that Inductor makes one region of.  So it stands where a region ends
+    anyway, if there is such a place within an activation's ``patience_s``, or else where all that
+    is alive is in memory in any case: made or read by what nothing fuses with, or saved for
+    backward.  Which places these are depends on what is computed around them, and equal layers
+    have equal ones: they are still compiled once.
+    """
+    ends = _ends_of_regions(nodes)
+    free = sorted({*_unfused_positions(nodes), *ends})
+    cuts, kept = set(ends), []
+    for activation in activations:
+        leaves, returns = activation.leaves, activation.returns
+        patience = patience_s(activation)
+        at_end, at_free = bisect_left(ends, leaves), bisect_left(free, leaves)
+        first = free[at_free] if at_free < len(free) else returns
+        if at_end < len(ends) and times[ends[at_end]] <= times[leaves] + patience:
+            first = ends[at_end]
+        at_end, at_free = bisect_right(ends, returns) - 1, bisect_right(free, returns) - 1
+        last = free[at_free] if at_free >= 0 else leaves
+        if at_end >= 0 and times[ends[at_end]] >= times[returns] - patience:
+            last = ends[at_end]
+        if first < last:
+            cuts |= {first, last}
+            kept.append(replace(activation, leaves=first, returns=last))
+    return sorted(cuts), kept
+
+
+def _ends_of_regions(nodes: Sequence[fx.Node]) -> list[int]:
+    """Where compute is parted from something else, and not within a run of such.
+
+    Updates that follow one another are to stay neighbours: they run as one.
+    """
+    solid = [_is_compute(node) for node in nodes if not _passes_on(node)]
+    ends, seen = [], 0
+    for position, node in enumerate(nodes):
+        if 0 < seen < len(solid) and solid[seen - 1] != solid[seen]:
+            ends.append(position)
+        seen += not _passes_on(node)
+    return ends
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Whether a node only looks at memory, or cuts a shard out of it for an update."""
+    if node.target in (operator.getitem, ops.take_shard) or node.op == "get_attr":
+        return True
+    return _is_compute(node) and bool(aliased_inputs(node))
+
+
+def _is_compute(node: fx.Node) -> bool:
+    is_call = node.op == "call_function"
+    return is_call and not ops.is_ours(node.target) and not mutated_inputs(node)
+
+
+def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
+    """Where compute can be parted without writing to memory what stays out of it otherwise."""
+    order = {node: position for position, node in enumerate(nodes)}
+    changes = [0] * (len(nodes) + 1)
+    for position, node in enumerate(nodes):
+        if not _is_compute(node) or node.target is operator.getitem or aliased_inputs(node):
+            continue
+        readers = _readers(node)
+        if readers and not _is_in_memory(node, readers):
+            changes[position + 1] += 1
+            changes[max(order[reader] for reader in readers) + 1] -= 1
+    inside = 0
+    for position, change in enumerate(changes):
+        inside += change
+        if not inside:
+            yield position
+
+
+def _is_in_memory(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
+    """Whether a result is written to memory even if all compute around it is one region."""
+    return not is_fused(node) or any(
+        not _is_compute(reader)
+        or not is_fused(reader)
+        or (is_backward(reader) and not is_backward(node))
+        for reader in readers
+    )
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Those who read a result, one of several, or a view of it."""
+    pending, found = list(node.users), []
+    while pending:
+        reader = pending.pop()
+        if reader.target is operator.getitem or (_is_compute(reader) and aliased_inputs(reader)):
+            pending.extend(reader.users)
+        else:
+            found.append(reader)
+    return found

@@ -1,0 +1,288 @@
+"""Move what forward saves for backward to host memory, while nobody reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.errors import BudgetError
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    aliased_inputs,
+    aliases,
+    erase_unused,
+    hinted_bytes,
+    mark_kept,
+    program_order,
+    provenance,
+    resident,
+    slot_of,
+    staged_until,
+    value_bytes,
+    why_kept,
+)
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.offload.activations import (
+    Activation,
+    clock,
+    saved_activations,
+    where_to_cut,
+)
+from zerofx.passes.offload.offload_schedule import Lanes, Trip, fit, worth_it
+from zerofx.passes.schedule.start_times import MARGIN
+
+SMALLEST_BYTES = 2**18
+"""What is smaller takes a copy engine about as long to begin with as to copy: 10 us."""
+
+
+def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Start each value out behind its last reader of forward, and back before backward's first.
+
+    Before::
+
+        h = mm(x, w);  y = gelu(h);  ...  z = mm(...);  ...
+        dz = ...;  ...;  dh = gelu_backward(dy, h)
+
+    After::
+
+        h = mm(x, w);  y = gelu(h);  h_to_host = zerofx.offload_start(h, 0);  ...
+        z = mm(...);  h_on_host = zerofx.wait_move(h_to_host);  ...
+        dz = ...;  h_to_device = zerofx.reload_start(h_on_host, "cuda");  ...
+        h_1 = zerofx.wait_move(h_to_device);  dh = gelu_backward(dy, h_1)
+
+    With ``wait_move`` the value's memory on the device is free.  Each way is a lane that carries
+    one copy at a time, and each copy is given ``MARGIN`` times the time that it takes: it is
+    waited for where it is predicted to be done.  Without a ``memory_budget`` all leave that have
+    at least ``SMALLEST_BYTES`` and travel hidden behind compute; with one as many as it takes,
+    those first that lie idle longest.  What is computed again in backward is not saved, and no
+    candidate: ``recompute`` chooses first.  Views of a value are taken again of what comes back.
+    Staging buffers in host memory are numbered, and used again once what was in them is back.
+    With ``offload_tier="nvme"`` ``place_files`` has them in files meanwhile: a copy then takes as
+    long as the slower of the two ways.
+    Source: vDNN, Rhu et al. 2016; SSDTrain, Wu et al. 2024.
+
+    Raises: BudgetError if the program does not fit its budget with all away that can be.
+    """
+    device = ctx.table.parameters[0].device if len(ctx.table) else None
+    activations = [] if device is None else saved_activations(gm.graph, device)
+    budget = _budget(gm.graph, ctx)
+    nodes = list(gm.graph.nodes)
+    trips = _planned(gm.graph, nodes, activations, ctx)
+    _place(gm, ctx, nodes, trips)
+    if budget is not None:
+        alive = _alive(gm.graph, ctx)
+        if max(alive) > budget:
+            raise _does_not_fit(budget, max(alive), trips)
+    num_slots = _assign_slots(gm.graph, of_one_size=ctx.options.offload_tier == "nvme")
+    if ctx.options.stage == 0 or not ctx.options.prefetch:
+        _explain(gm.graph, ctx)
+    return {
+        "activations": len(trips),
+        "bytes": sum(trip.nbytes for trip in trips),
+        "staging buffers": num_slots,
+    }
+
+
+def _budget(graph: fx.Graph, ctx: PassContext) -> int | None:
+    """What a step may allocate besides what of ``offload``'s other targets stays on the device."""
+    there = resident(graph)
+    if ctx.options.memory_budget is None or there is None:
+        return ctx.options.memory_budget
+    return ctx.options.memory_budget - there.nbytes
+
+
+def _planned(
+    graph: fx.Graph, nodes: Sequence[fx.Node], activations: list[Activation], ctx: PassContext
+) -> list[Trip]:
+    """Which activations leave, where each is gone and where it comes back."""
+
+    slowest = ctx.figures.copy_bytes_per_s
+    if ctx.options.offload_tier == "nvme":
+        slowest = min(slowest, ctx.figures.file_bytes_per_s)
+
+    def copy_s(nbytes: int) -> float:
+        return MARGIN * nbytes / slowest
+
+    budget = _budget(graph, ctx)
+    if not activations:
+        return []
+    times = clock(graph, ctx)
+    large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
+    if ctx.options.lowering == "inductor":
+        cuts, activations = where_to_cut(
+            nodes, activations, times, lambda activation: copy_s(activation.nbytes)
+        )
+        large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
+    else:
+        cuts = list(range(len(nodes)))
+    order = program_order(graph)
+    arriving = [
+        (order[wait], hinted_bytes(start))
+        for start in nodes
+        if start.target is ops.to_device_start
+        for wait in start.users
+    ]
+    lanes = Lanes(times, cuts, copy_s, arriving)
+    if budget is None:
+        return worth_it(lanes, large)
+    alive = _alive(graph, ctx)
+    if max(alive) <= budget:
+        return []
+    ahead = _one_gather_ahead(nodes, ctx)
+    for candidates, target in ((large, budget - ahead), (large, budget), (activations, budget)):
+        found = fit(lanes, candidates, alive, target)
+        if found.peak <= target:
+            return found.trips
+    raise _does_not_fit(budget, found.peak, found.trips)
+
+
+def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> BudgetError:
+    away = sum(trip.nbytes for trip in trips)
+    return BudgetError(
+        f"memory_budget is {budget} bytes, and this step allocates {peak} on this rank with "
+        f"{len(trips)} activations of {away} bytes in host memory and nothing kept gathered: give "
+        "it that much, or a smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+    )
+
+
+def _one_gather_ahead(nodes: Sequence[fx.Node], ctx: PassContext) -> int:
+    """Room for ``prefetch`` to start a gather while another one is in use."""
+    if ctx.options.stage < 3 or not ctx.options.prefetch:
+        return 0
+    gathers = [value_bytes(node) for node in nodes if node.target is ops.all_gather_start]
+    return max(gathers, default=0)
+
+
+def _alive(graph: fx.Graph, ctx: PassContext) -> list[int]:
+    """Bytes on the device at each node, with room for what passes to come will start earlier."""
+    sockets = not ctx.options.peer_memory
+    alive = live_bytes(graph, ctx.world_size, sockets=sockets, table=ctx.table)
+    nodes = list(graph.nodes)
+    gathers = [node for node in nodes if node.target is ops.all_gather_start]
+    updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
+    if not gathers or not updates or ctx.world_size == 1:
+        return alive
+    if ctx.options.stage < 3 and ctx.options.prefetch:  # new values, gathered behind each update
+        extra, stretches = 2 * max(map(value_bytes, gathers)), [range(updates[0], len(alive))]
+    elif ctx.options.stage == 3 and ctx.options.prefetch_across_steps:
+        reduced = max(at for at, node in enumerate(nodes) if node.target is ops.wait)
+        extra = value_bytes(gathers[0])
+        stretches = [range(nodes.index(gathers[0])), range(reduced, len(alive))]
+    else:
+        return alive
+    for stretch in stretches:
+        for position in stretch:
+            alive[position] += extra
+    return alive
+
+
+def _place(
+    gm: fx.GraphModule, ctx: PassContext, nodes: Sequence[fx.Node], trips: Sequence[Trip]
+) -> None:
+    """Insert the moves: at one position first what starts, for its wait may stand there too."""
+    builder = Builder(gm, "offload_activations", ctx.table)
+    legs: list[tuple[int, int, int]] = []
+    for number, trip in enumerate(trips):
+        activation = trip.activation
+        stops = (activation.leaves, trip.gone, trip.back, activation.returns)
+        legs += [(position, leg, number) for leg, position in enumerate(stops)]
+    moved: dict[int, fx.Node] = {trip: trips[trip].activation.value for trip in range(len(trips))}
+    for position, leg, number in sorted(legs):
+        activation = trips[number].activation
+        value, last = activation.value, moved[number]
+        late = activation.readers[0]
+        with gm.graph.inserting_before(nodes[position]):
+            if leg == 0:
+                why = f"{activation.nbytes / 1e6:.3g} MB"
+                node = builder.call(
+                    ops.offload_start, last, -1, role="to_host", like=value, reason=why
+                )
+            elif leg == 1:
+                node = builder.call(ops.wait_move, last, role="on_host", like=value)
+            elif leg == 2:
+                device = value.meta["val"].device
+                node = builder.call(ops.reload_start, last, device, role="to_device", like=late)
+            else:
+                node = builder.call(ops.wait_move, last, role="reloaded", like=late)
+        node._rename(f"{value.name}_{_NAMES[leg]}")
+        moved[number] = node
+    for number, trip in enumerate(trips):
+        _read_what_came_back(builder, trip.activation, moved[number])
+        if reason := why_kept(trip.activation.value):
+            mark_kept(trip.activation.value, f"{reason}; in host memory")
+
+
+_NAMES = ("to_host", "on_host", "to_device", "again")
+
+
+def _read_what_came_back(builder: Builder, activation: Activation, reloaded: fx.Node) -> None:
+    """Have backward's readers read the copy, and views of it where they read views."""
+    again = {activation.value: reloaded}
+    replaced: dict[fx.Node, None] = {}
+
+    def renewed(source: fx.Node, reader: fx.Node) -> fx.Node:
+        if source not in again:
+            for base in aliased_inputs(source):
+                renewed(base, reader)
+            with builder.graph.inserting_before(reader):
+                again[source] = builder.copy(
+                    source, lambda node: again.get(node, node), role="view", parameter=-1
+                )
+            again[source].meta["autograd_backward"] = True
+            replaced[source] = None
+        return again[source]
+
+    views = aliases(activation.value)
+    for reader in activation.readers:
+        for source in list(reader.all_input_nodes):
+            if source in views:
+                reader.replace_input_with(source, renewed(source, reader))
+    erase_unused(builder.graph, replaced)
+
+
+def _assign_slots(graph: fx.Graph, of_one_size: bool) -> int:
+    """Number the staging buffers behind those there are: each a value's until that is back.
+
+    A free one as large as the value, or the one that has to grow least.  With ``of_one_size`` only
+    values of equal sizes share one, which is written to a file and read as a whole.  Return how
+    many.
+    """
+    order = program_order(graph)
+    starts = [node for node in graph.nodes if node.target in ops.TO_HOST]
+    first = max((slot_of(start) for start in starts), default=-1) + 1
+    free_from: list[int] = []
+    sizes: list[int] = []
+    for start in starts:
+        if start.target is not ops.offload_start:
+            continue
+        begins, ends, nbytes = order[start], staged_until(start, order), hinted_bytes(start)
+        free = [slot for slot, position in enumerate(free_from) if position < begins]
+        if of_one_size:
+            free = [slot for slot in free if sizes[slot] == nbytes]
+        if free:
+            fitting = [slot for slot in free if sizes[slot] >= nbytes]
+            slot = (
+                min(fitting, key=sizes.__getitem__) if fitting else max(free, key=sizes.__getitem__)
+            )
+            free_from[slot], sizes[slot] = ends, max(sizes[slot], nbytes)
+        else:
+            slot = len(free_from)
+            free_from.append(ends)
+            sizes.append(nbytes)
+        start.update_arg(1, first + slot)
+    return len(free_from)
+
+
+def _explain(graph: fx.Graph, ctx: PassContext) -> None:
+    """Note with each move what it is predicted to take: ``prefetch``, which does, will not run."""
+    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
+    for start, transfer in transfers.items():
+        origin = provenance(start)
+        if start.target in ops.ACTIVATION_MOVES and origin is not None:
+            reason = "; ".join(filter(None, [origin.reason, str(transfer)]))
+            start.meta["zerofx"] = replace(origin, reason=reason)

@@ -1,0 +1,236 @@
+"""Keep in files what host memory does not hold: read before it is used there, let go after it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zerofx.codegen.rewrite.storage import Precision
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    bucket_of,
+    hinted_bytes,
+    is_kept_on_host,
+    memory_of,
+    placeholders,
+    program_order,
+    released_at,
+    shard_of,
+    uses_of_files,
+)
+from zerofx.ir.parameters import ParameterInfo, shard_numel
+from zerofx.passes.base import Counts, PassContext
+
+MOMENTS = 2
+"""What AdamW keeps of each element, beside a master."""
+
+BUCKETS_AHEAD = 4
+"""How many of the largest bucket plans take host memory to have room for, if nobody has said."""
+
+
+def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Have what updates and moves use in host memory while they do, and in files else.
+
+    Before::
+
+        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
+        ...
+        h_to_device = zerofx.reload_start(h_on_host, "cuda");  h_1 = zerofx.wait_move(h_to_device)
+        ...
+        up = zerofx.to_device_start([p, q], [0, 1], "cuda")   # of shards that are on the host
+        w = zerofx.wait_move(up)
+        ...
+        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
+        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        ...
+        s = zerofx.wait_update(update)
+
+    After::
+
+        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
+        h_in_file = zerofx.value_to_file(h_on_host)
+        ...
+        h_there = zerofx.wait_file(zerofx.value_from_file_start(h_in_file))
+        h_to_device = zerofx.reload_start(h_there, "cuda");  h_1 = zerofx.wait_move(h_to_device)
+        zerofx.drop_value(h_there)
+        ...
+        there = zerofx.wait_file(zerofx.shards_from_file_start([0, 1], 4096))
+        up = zerofx.to_device_start([p, q], [0, 1], "cuda")
+        w = zerofx.wait_move(up);  zerofx.shards_to_file(there, [0, 1], False)
+        ...
+        states = zerofx.states_from_file_start(1, [2], 8192)
+        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
+        there = zerofx.wait_file(states)
+        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        ...
+        s = zerofx.wait_update(update);  zerofx.states_to_file(there, 1, [2])
+
+    Reads start in the order of their waits, each as soon as what is used up to it fits
+    ``offload_cache_bytes`` (or ``BUCKETS_AHEAD`` of the largest), and what is written to the same
+    place has been let go of.  The runtime goes by the order alone: it reads as far ahead as its
+    memory really goes.  What it writes, and when, follows from that order too.
+    Source: ZeRO-Infinity, Rajbhandari et al. 2021.
+    """
+    filing = _Filing(gm, ctx)
+    counts = {
+        "buckets of states": filing.file_states() if "optimizer" in ctx.options.offload else 0,
+        "uses of shards": filing.file_shards() if ctx.filed_parameters else 0,
+        "activations": filing.file_values() if "activations" in ctx.options.offload else 0,
+    }
+    filing.start_ahead(ctx.options.offload_cache_bytes)
+    return counts
+
+
+class _Filing:
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        self.graph, self.table = gm.graph, ctx.table
+        self.precision = Precision.of(ctx.options)
+        self.filed = ctx.filed_parameters
+        self.builder = Builder(gm, "place_files", ctx.table)
+
+    def file_states(self) -> int:
+        """Read states for each group of updates on the host; count the groups."""
+        updates = [node for node in self.graph.nodes if node.target in ops.HOST_UPDATES]
+        for update in updates:
+            _, _, optimizer, indices, *_ = update.args
+            nbytes = sum(assumed_state_bytes(self.table[i], self.precision) for i in indices)
+            origin = self._origin(update, indices)
+            with self.graph.inserting_before(update):
+                start = self.builder.call(
+                    ops.states_from_file_start,
+                    optimizer,
+                    indices,
+                    nbytes,
+                    role="states_from_file",
+                    **origin,
+                )
+                there = self.builder.call(ops.wait_file, start, role="states", **origin)
+            (wait,) = update.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(
+                    ops.states_to_file, there, optimizer, indices, role="states_to_file", **origin
+                )
+        return len(updates)
+
+    def file_shards(self) -> int:
+        """Read shards for each move and update that is about them there; count these."""
+        uses = [node for node in self.graph.nodes if _uses_filed_shards(node, self.filed)]
+        for use in uses:
+            indices = [index for index in _parameters_of(use) if index in self.filed]
+            nbytes = sum(_shared_bytes(self.table[index]) for index in indices)
+            origin = self._origin(use, indices)
+            with self.graph.inserting_before(use):
+                start = self.builder.call(
+                    ops.shards_from_file_start, indices, nbytes, role="shards_from_file", **origin
+                )
+                there = self.builder.call(ops.wait_file, start, role="shards", **origin)
+            changes = use.target in (ops.store_start, *ops.HOST_UPDATES)
+            (wait,) = use.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(
+                    ops.shards_to_file, there, indices, changes, role="shards_to_file", **origin
+                )
+        return len(uses)
+
+    def file_values(self) -> int:
+        """Let go of each activation on the host, and read it before it returns; count them."""
+        reloads = [node for node in self.graph.nodes if node.target is ops.reload_start]
+        for reload in reloads:
+            on_host = reload.args[0]
+            with self.graph.inserting_after(on_host):
+                filed = self.builder.call(ops.value_to_file, on_host, role="to_file", like=on_host)
+            with self.graph.inserting_before(reload):
+                start = self.builder.call(
+                    ops.value_from_file_start, filed, role="from_file", like=reload
+                )
+                there = self.builder.call(ops.wait_file, start, role="value", like=reload)
+            reload.args = (there, *reload.args[1:])
+            (wait,) = reload.users
+            with self.graph.inserting_after(wait):
+                self.builder.call(ops.drop_value, there, role="drop_value", like=reload)
+        return len(reloads)
+
+    def start_ahead(self, cache_bytes: int | None) -> None:
+        """Start each read as early as host memory has room for it, in the order of their waits."""
+        uses = uses_of_files(self.graph)
+        sizes = [hinted_bytes(use) for use in uses]
+        room = cache_bytes or BUCKETS_AHEAD * max(sizes, default=0)
+        order = program_order(self.graph)
+        behind = max(placeholders(self.graph), key=order.__getitem__, default=None)
+        let_go: dict[object, fx.Node] = {}  # by what it is of, the last node that has
+        nodes = list(self.graph.nodes)
+        gone: list[int] = []  # where what is no longer there has been let go of, sorted
+        last_start, num_gone, held = None, 0, 0
+        for position, use in enumerate(uses):
+            held += sizes[position]
+            while held > room and num_gone < position:
+                held -= sizes[num_gone]
+                insort(gone, order[released_at(uses[num_gone])])
+                num_gone += 1
+            if use.target is ops.wait_file:
+                (start,) = use.args
+                earlier = bisect_left(gone, order[use])
+                needs = [nodes[gone[earlier - 1]]] if earlier else []
+                parts = (let_go[part] for part in _parts_of(start) if part in let_go)
+                needs += [release for release in parts if order[release] < order[use]]
+                needs += [*start.all_input_nodes, *([behind] if behind else [])]
+                latest = max(needs, key=order.__getitem__)
+                if last_start is not None and latest is behind:
+                    last_start.append(start)
+                else:
+                    latest.append(start)
+                behind, last_start = latest, start
+                let_go.update(dict.fromkeys(_parts_of(start), released_at(use)))
+
+    def _origin(self, like: fx.Node, indices: Sequence[int]) -> dict:
+        if bucket_of(like) >= 0:
+            return {"like": like, "bucket": bucket_of(like)}
+        return {"like": like, "parameter": indices[0]}
+
+
+def _parts_of(start: fx.Node) -> list[object]:
+    """What a read is of, that an earlier use may have changed."""
+    if start.target is ops.shards_from_file_start:
+        return list(start.args[0])
+    if start.target is ops.states_from_file_start:
+        return [(start.args[0], index) for index in start.args[1]]
+    return []
+
+
+def _uses_filed_shards(node: fx.Node, filed: frozenset[int]) -> bool:
+    """Whether a node reads or writes shards on the host that are in files else."""
+    if not (node.target in ops.MOVES or node.target in ops.HOST_UPDATES):
+        return False
+    return not filed.isdisjoint(_parameters_of(node))
+
+
+def _parameters_of(use: fx.Node) -> list[int]:
+    """Whose shards on the host a use is about, in the table's order."""
+    found = {
+        shard_of(source)
+        for operand in use.all_input_nodes
+        if is_kept_on_host(operand)
+        for source in memory_of(operand)
+        if source.op == "placeholder"
+    }
+    return sorted(found)
+
+
+def _shared_bytes(info: ParameterInfo) -> int:
+    """Bytes of an equal share of a parameter: ranks plan alike."""
+    return shard_numel(info.numel, info.world_size) * info.dtype.itemsize
+
+
+def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
+    """Bytes of AdamW's states of an equal share of a parameter: ranks plan alike.
+
+    Nobody knows what an optimizer keeps before its update has been traced.
+    """
+    per_element = MOMENTS * precision.moment_storage(info.dtype, info.numel).itemsize
+    if precision.keeps_master(info.dtype):
+        per_element += torch.float32.itemsize
+    return shard_numel(info.numel, info.world_size) * per_element

@@ -1,0 +1,371 @@
+"""Keep optimizer states and parameters in host memory: what is needed elsewhere travels."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.cost.program import live_bytes
+from zerofx.errors import StepError
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    is_kept_on_host,
+    is_owned,
+    memory_of,
+    program_order,
+    resident,
+    set_resident,
+    staged_until,
+    writers,
+)
+from zerofx.ir.parameters import Resident
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.memory.budget import check_fits, with_moves
+from zerofx.passes.memory.residency import stay_on_device
+from zerofx.passes.offload.delay import check_can_be_delayed
+from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters
+
+aten = torch.ops.aten
+
+UPDATES_UNDER_WAY = 2
+"""How many buckets' updates have started and are not waited for: the host is never idle then."""
+
+
+def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Run every update in host memory, and move what it reads there and what it writes back.
+
+    Before::
+
+        zerofx.update(p, g, 1, 0);  zerofx.update(q, h, 1, 1)    # of one bucket
+        dx = mm(dy, w);  ...;  zerofx.update(r, i, 1, 2)         # of the next one
+
+    After::
+
+        values = zerofx.to_host_start([p, q], [0, 1], 0)
+        grads = zerofx.to_host_start([g, h], [0, 1], 1)
+        update = zerofx.update_on_host_start(values, grads, 1, [0, 1])
+        dx = mm(dy, w);  ...
+        ...                                                      # the next one starts
+        zerofx.wait_move(values);  zerofx.wait_move(grads)
+        ...
+        back = zerofx.to_device_start([zerofx.wait_update(update)], [0, 1], "cuda")
+        ...
+        new = zerofx.wait_move(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
+
+    A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
+    host memory too, where one kernel takes them.  It is updated when it has arrived, beside
+    backward and behind the updates before it.  What has left is waited for when the next bucket
+    has started to, as its gradients' memory is free then; an update when so many more have started
+    that ``UPDATES_UNDER_WAY`` would be exceeded, or its new values are read.  So at most two
+    buckets are on their way out and one on its way back, however deep the model is.  Where
+    parameters are kept on the host too, values neither leave nor come back: what moves then,
+    ``place_parameters`` says.  Staging buffers in host memory are numbered, and used again once
+    what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    With ``delayed_update`` the program is the same: at run time ``wait_update`` gives what the call
+    before has made, and this call's update goes on into the next one.
+    With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
+    Source: ZeRO-Offload, Ren et al. 2021.
+
+    Raises: StepError for updates that need whole tensors.
+    """
+    keep_on_host(gm, ctx)
+    there = resident(gm.graph)
+    if there is None:
+        there = _fitting(gm.graph, ctx)
+        set_resident(gm.graph, there)
+    updates = [
+        node
+        for node in gm.graph.nodes
+        if "optimizer" in ctx.options.offload
+        and node.target is ops.update
+        and node.args[2:4] not in there.states
+    ]
+    for update in updates:
+        if is_owned(update):
+            raise StepError(
+                f"parameter {ctx.table[update.args[3]].name!r} is updated as a whole tensor by the "
+                "rank that owns it (Muon), and options={'offload': 'optimizer'} moves updates that "
+                "are elementwise. Leave offload out, or train it with another optimizer."
+            )
+    if ctx.options.delayed_update:
+        check_can_be_delayed(gm.graph, updates, ctx.table)
+    groups = _groups(gm.graph, updates, ctx)
+    for group in groups:
+        with gm.graph.inserting_before(group.updates[-1]):
+            group.ready = gm.graph.call_function(_mark)
+    _find_readers(groups, gm.graph.output_node())
+    moving = _Moving(gm, ctx)
+    for number, group in enumerate(groups):
+        moving.begin(group)
+        following = groups[number + 1].ready if number + 1 < len(groups) else None
+        moving.settle_before(following)
+    for group in groups:
+        gm.graph.erase_node(group.ready)
+    num_slots = _assign_slots(gm.graph)
+    brought = place_parameters(gm, ctx)
+    moves = len([node for node in gm.graph.nodes if node.target in ops.MOVES])
+    return {"moves": moves, "updates": len(updates), "staging buffers": num_slots, **brought}
+
+
+def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
+    """What fits ``memory_budget`` where nothing is gathered within it; nothing without one."""
+    budget = ctx.options.memory_budget
+    if budget is None:
+        return Resident()
+    alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
+    least = check_fits(max(with_moves(graph, program_order(graph), alive, ctx)), ctx)
+    return stay_on_device(graph, ctx, budget - least)
+
+
+def _mark() -> None:
+    """Stands in the program where a group's gradients are all there; gone after the pass."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Updates of one bucket that move together.
+
+    ``ready`` stands where all their gradients are there, ``needed`` is the first node that reads
+    what they have made.  ``targets`` are what they updated, ``values`` and ``gradients`` the moves
+    to the host, ``updating`` the update there, ``back`` the move to the device; ``origin`` is the
+    provenance of all these.
+    """
+
+    updates: list[fx.Node] = field(default_factory=list)
+    ready: Any = None
+    needed: Any = None
+    targets: list[fx.Node] = field(default_factory=list)
+    values: Any = None
+    gradients: Any = None
+    updating: Any = None
+    back: Any = None
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        return [update.args[3] for update in self.updates]
+
+
+def _groups(graph: fx.Graph, updates: list[fx.Node], ctx: PassContext) -> list[_Group]:
+    """Sort updates into groups, in the order in which their gradients are complete.
+
+    All of a group wait for the last one's gradient, so nobody may read what one of them has made
+    or write to what one reads before that.
+    """
+    order = program_order(graph)
+    groups: list[_Group] = []
+    opened: dict[tuple, _Group] = {}
+    for update in updates:
+        values, gradient, optimizer, index, *rest = update.args
+        dtypes = tuple(operand.meta["val"].dtype for operand in (values, gradient))
+        key = (ctx.table[index].place.bucket, optimizer, tuple(rest), dtypes)
+        group = opened.get(key)
+        if group is None or not _may_wait_for(group, update, order):
+            group = opened[key] = _Group()
+            groups.append(group)
+        group.updates.append(update)
+    return sorted(groups, key=lambda group: order[group.updates[-1]])
+
+
+def _may_wait_for(group: _Group, update: fx.Node, order: dict[fx.Node, int]) -> bool:
+    here = order[update]
+    for member in group.updates:
+        if member.args[3] == update.args[3] or any(order[user] < here for user in member.users):
+            return False
+        for operand in member.args[:2]:
+            changes = writers(operand) - {member}
+            if any(order[member] < order[writer] < here for writer in changes):
+                return False
+    return True
+
+
+def _find_readers(groups: Sequence[_Group], output: fx.Node) -> None:
+    """Note who needs what each group makes: for another group's update, where that begins."""
+    ready = {update: group.ready for group in groups for update in group.updates}
+    for group in groups:
+        readers = {user for update in group.updates for user in update.users}
+        group.needed = min([ready.get(reader, reader) for reader in readers] + [output])
+
+
+class _Moving:
+    """The groups under way, first in first out: on their way to the host, there, and back."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        self.graph, self.table = gm.graph, ctx.table
+        self.builder = Builder(gm, "place_offload", ctx.table)
+        # Of states in files, host memory has to hold those of two buckets.
+        self.most_under_way = 2 if ctx.options.offload_tier == "nvme" else UPDATES_UNDER_WAY + 1
+        self.leaving: list[_Group] = []
+        self.updating: list[_Group] = []
+        self.returning: list[_Group] = []
+
+    def begin(self, group: _Group) -> None:
+        """Start moving a group to the host and updating it; wait for who has left before it."""
+        group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
+        group.targets = [update.args[0] for update in group.updates]
+        first = self.table[group.indices[0]]
+        group.origin = {"like": group.updates[-1]}
+        if first.shares_bucket:
+            group.origin["bucket"] = first.place.bucket
+        else:
+            group.origin["parameter"] = first.index
+        while len(self.updating) >= self.most_under_way:
+            self._send_back(group.ready)
+        with self.graph.inserting_before(group.ready):
+            if not all(map(is_kept_on_host, group.targets)):
+                group.values = self._to_host(group, group.targets, "values_to_host")
+            gradients = [update.args[1] for update in group.updates]
+            group.gradients = self._to_host(group, gradients, "gradients_to_host")
+            _, _, optimizer, _, *found_inf = group.updates[0].args
+            is_kept = group.values is None
+            group.updating = self.builder.call(
+                ops.update_kept_start if is_kept else ops.update_on_host_start,
+                group.targets if is_kept else group.values,
+                group.gradients,
+                optimizer,
+                group.indices,
+                *found_inf,
+                role="update",
+                **group.origin,
+            )
+        self.leaving.append(group)
+        self.updating.append(group)
+        while len(self.leaving) > 1:
+            self._leave(group.ready)
+        while len(self.updating) > UPDATES_UNDER_WAY:
+            self._send_back(group.ready)
+
+    def _to_host(self, group: _Group, pieces: list[fx.Node], role: str) -> fx.Node:
+        unassigned = -1
+        return self.builder.call(
+            ops.to_host_start, pieces, group.indices, unassigned, role=role, **group.origin
+        )
+
+    def settle_before(self, here: fx.Node | None) -> None:
+        """Have back on the device, where it is needed, what is needed up to ``here`` or at all."""
+        while under_way := self.returning + self.updating:
+            due = min(under_way, key=lambda group: group.needed)
+            if here is not None and here < due.needed:
+                return
+            while due in self.updating:
+                self._send_back(due.needed)
+            while due in self.returning:
+                self._land(due.needed)
+
+    def _leave(self, here: fx.Node) -> None:
+        """Wait until the oldest group that is leaving has left."""
+        group = self.leaving.pop(0)
+        with self.graph.inserting_before(here):
+            if group.values is not None:
+                self._wait(ops.wait_move, group.values, group, "values_on_host")
+            self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
+
+    def _send_back(self, here: fx.Node) -> None:
+        """Wait for the oldest update; land what has come back, then send its new values back."""
+        group = self.updating.pop(0)
+        while group in self.leaving:
+            self._leave(here)
+        if group.values is None:
+            self._keep(group, here)
+            return
+        with self.graph.inserting_before(here):
+            updated = self._wait(ops.wait_update, group.updating, group, "updated_on_host")
+        while self.returning:
+            self._land(here)
+        with self.graph.inserting_before(here):
+            group.back = self.builder.call(
+                ops.to_device_start,
+                [updated],
+                group.indices,
+                self.table[group.indices[0]].device,
+                role="values_to_device",
+                **group.origin,
+            )
+        self.returning.append(group)
+
+    def _land(self, here: fx.Node) -> None:
+        """Wait for what is back longest, and have its readers read it.
+
+        What was memory that outlives the program is written to, as the update did.
+        """
+        group = self.returning.pop(0)
+        with self.graph.inserting_before(here):
+            arrived = self._wait(ops.wait_move, group.back, group, "updated_value")
+            pieces = self._pieces(arrived, group, "updated_value")
+            for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
+                renewed = piece
+                if any(source.op == "placeholder" for source in memory_of(target)):
+                    renewed = self.builder.call(
+                        aten.copy_.default,
+                        target,
+                        piece,
+                        role="store",
+                        parameter=update.args[3],
+                        like=update,
+                    )
+                update.replace_all_uses_with(renewed)
+                for other in (*self.updating, *self.returning):
+                    other.targets = [renewed if t is update else t for t in other.targets]
+        for update in group.updates:
+            self.graph.erase_node(update)
+
+    def _keep(self, group: _Group, here: fx.Node) -> None:
+        """Wait for an update of shards that are kept on the host: who reads them now reads it."""
+        with self.graph.inserting_before(here):
+            updated = self._wait(ops.wait_store, group.updating, group, "updated_on_host")
+            for position, update in enumerate(group.updates):
+                renewed = self.builder.call(
+                    operator.getitem,
+                    updated,
+                    position,
+                    role="updated_value",
+                    parameter=update.args[3],
+                    like=update,
+                )
+                update.replace_all_uses_with(renewed)
+                for other in (*self.leaving, *self.updating, *self.returning):
+                    other.targets = [renewed if t is update else t for t in other.targets]
+        for update in group.updates:
+            self.graph.erase_node(update)
+
+    def _wait(self, target: Any, start: fx.Node, group: _Group, role: str) -> fx.Node:
+        return self.builder.call(target, start, role=role, **group.origin)
+
+    def _pieces(self, arrived: fx.Node, group: _Group, role: str) -> list[fx.Node]:
+        """Take apart what has arrived."""
+        pieces, position = [], 0
+        for index in group.indices:
+            length = self.table[index].shard_numel
+            piece = self.builder.call(
+                aten.slice.Tensor,
+                arrived,
+                0,
+                position,
+                position + length,
+                role=role,
+                parameter=index,
+                like=group.origin["like"],
+            )
+            pieces.append(piece)
+            position += length
+        return pieces
+
+
+def _assign_slots(graph: fx.Graph) -> int:
+    """Number the staging buffers: none is written to before it has been read.  Count them."""
+    order = program_order(graph)
+    free_from: list[int] = []
+    for start in graph.nodes:
+        if start.target is ops.to_host_start:
+            begins, ends = order[start], staged_until(start, order)
+            free = [slot for slot, position in enumerate(free_from) if position < begins]
+            slot = free[0] if free else len(free_from)
+            free_from[slot : slot + 1] = [ends]
+            start.update_arg(2, slot)
+    return len(free_from)

@@ -1,0 +1,1 @@
+"""Passes that decide when communication starts and updates run."""

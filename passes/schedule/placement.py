@@ -1,0 +1,67 @@
+"""Where communication stands in the program: as early as its data, a bounded number in flight."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import is_backward, mutated_inputs, role
+from zerofx.passes.memory.saved_values import is_fused
+
+
+def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Let each ``wait`` follow the next start: one transfer overlaps compute at a time.
+
+    A started reduction keeps its whole input alive until its wait, so waits must not pile up
+    at the end of backward.  ``pairs`` are (start, wait); a wait that is read before the next
+    start is moved no later than its first reader.
+    """
+    pairs = sorted(pairs)
+    for _, wait in pairs:
+        _sink_ranges(wait)
+    for (_, wait), (following, _) in itertools.pairwise(pairs):
+        # Not two flat buckets at once: wait before the next one is filled.
+        filled = following.args[0] if following.args[0].target is ops.flatten_bucket else following
+        min([filled, *wait.users]).prepend(wait)  # nodes compare by program order
+    if pairs:
+        start, wait = pairs[-1]
+        start.append(wait)  # nothing left to overlap with
+
+
+def hoist(node: fx.Node) -> None:
+    """Move a node to just after the last of its operands."""
+    operands = node.all_input_nodes
+    if not operands:
+        return
+    anchor = max(operands)
+    if anchor.op == "placeholder":
+        return
+    anchor.append(node)
+
+
+def sink_past_fused(node: fx.Node) -> None:
+    """Move a node of backward behind what Inductor fuses with what stands before it.
+
+    Between the two it would part regions, and a region cannot write its results into what another
+    has made: the gradient of a gated product would take one activation more.
+    """
+    anchor = node
+    while _is_in_region(anchor.next) and node not in anchor.next.all_input_nodes:
+        anchor = anchor.next
+    if anchor is not node:
+        anchor.append(node)
+
+
+def _is_in_region(node: fx.Node) -> bool:
+    is_compute = node.op == "call_function" and not ops.is_ours(node.target)
+    return is_compute and is_backward(node) and not mutated_inputs(node) and is_fused(node)
+
+
+def _sink_ranges(wait: fx.Node) -> None:
+    """Take the ranges of a bucket's result only where they are read."""
+    for part in [user for user in wait.users if role(user) == "reduced_gradient"]:
+        if part.users:
+            min(part.users).prepend(part)

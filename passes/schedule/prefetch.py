@@ -1,0 +1,161 @@
+"""Start each gather while the one before it is being used."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerofx.cost.timeline import predict
+from zerofx.ir import ops
+from zerofx.ir.graph import aliases, provenance
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.schedule.move_times import start_moves_ahead
+from zerofx.passes.schedule.start_times import ENOUGH, chain_of, start_within_budget
+
+aten = torch.ops.aten
+
+
+def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Move the start of each all-gather up, to just after the previous one's wait or further.
+
+    Before::
+
+        a = zerofx.wait(zerofx.all_gather_start(p, 2));  y = mm(x, a)
+        b = zerofx.wait(zerofx.all_gather_start(q, 2));  z = mm(y, b)
+
+    After::
+
+        a = zerofx.wait(zerofx.all_gather_start(p, 2));  start = zerofx.all_gather_start(q, 2)
+        y = mm(x, a)
+        b = zerofx.wait(start);  z = mm(y, b)
+
+    What comes from the host for a gather starts one gather earlier still (move_times.py).
+    At most one gather is in flight ahead of the parameter in use, unless a ``memory_budget`` says
+    how much may be: then each starts as late as hides it (start_times.py).  At stages 1
+    and 2, where all that is gathered is parameters' new values, each starts behind its update,
+    travels while backward goes on, and is written where the next one starts.  Before::
+
+        u = zerofx.update(s, g, 1, 0);  dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
+        copy_(p, zerofx.wait(zerofx.all_gather_start(u, 2)))
+        copy_(q, zerofx.wait(zerofx.all_gather_start(v, 2)))
+
+    After::
+
+        u = zerofx.update(s, g, 1, 0);  start = zerofx.all_gather_start(u, 2)
+        dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
+        a = zerofx.wait(start);  start_1 = zerofx.all_gather_start(v, 2);  copy_(p, a)
+        copy_(q, zerofx.wait(start_1))
+    """
+    waits = [
+        node
+        for node in gm.graph.nodes
+        if node.target is ops.wait and node.args[0].target is ops.all_gather_start
+    ]
+    budget = ctx.options.memory_budget if ctx.options.stage == 3 else None
+    if all(map(_is_only_written, waits)):
+        moved = _start_behind_updates(waits)
+        why = dict.fromkeys(waits, "as soon as it can be")
+    elif budget is None:
+        moved = _start_one_ahead(waits, ctx.world_size)
+        why = {wait: "one gather ahead" for wait in waits[1:]}
+    elif ctx.figures.overlaps:
+        why = start_within_budget(gm.graph, ctx, waits, budget)
+        moved = sum(wait.prev is not wait.args[0] for wait in waits)
+    else:
+        moved, why = 0, dict.fromkeys(waits, "where it is waited for, as it is read only then")
+    if waits and ctx.host_parameters:
+        start_moves_ahead(gm.graph, ctx, waits)
+    _explain(gm.graph, ctx, why)
+    return {"prefetched": moved}
+
+
+def _start_one_ahead(waits: list[fx.Node], world_size: int) -> int:
+    """Start each gather behind the arrival of the one before; return how many.
+
+    In a world of one nothing is gathered, and what comes from the host is waited for where it
+    is used.
+    """
+    moved = 0
+    for previous, wait in itertools.pairwise(waits):
+        chain = chain_of(wait)
+        if world_size == 1 and chain[-1].target in ops.MOVES:
+            continue
+        anchor = max(previous, *chain[-1].all_input_nodes)
+        if not anchor < chain[-1]:
+            continue
+        for node in chain:
+            anchor.append(node)
+        moved += 1
+    return moved
+
+
+def _explain(graph: fx.Graph, ctx: PassContext, why: dict[fx.Node, str]) -> None:
+    """Note with each collective what it is predicted to take, and why a gather starts there."""
+    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
+    starts = {wait.args[0]: reason for wait, reason in why.items()}
+    for start, transfer in transfers.items():
+        origin = provenance(start)
+        if origin is None:
+            continue
+        words = [origin.reason, str(transfer)]
+        if start in starts:
+            late = starts[start] == ENOUGH and not transfer.is_hidden
+            words.append(f"starts {'behind transfers that are late' if late else starts[start]}")
+        start.meta["zerofx"] = replace(origin, reason="; ".join(filter(None, words)))
+
+
+def _is_only_written(wait: fx.Node) -> bool:
+    """Whether what is gathered is only copied into inputs, and freed."""
+    views = aliases(wait)
+    users = {user for view in views for user in view.users}
+    return all(user in views or user.target is ops.free or _writes_an_input(user) for user in users)
+
+
+def _writes_an_input(node: fx.Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"
+
+
+def _start_behind_updates(waits: list[fx.Node]) -> int:
+    """Start each gather once its input is there, and write the one before; return how many."""
+    ready = {wait: max(chain_of(wait)[-1].all_input_nodes) for wait in waits}
+    started: fx.Node | None = None
+    previous: fx.Node | None = None
+    for wait in sorted(waits, key=ready.__getitem__):
+        here = ready[wait] if started is None else max(ready[wait], started)
+        ahead = [] if previous is None else [previous]
+        for node in (*ahead, *reversed(chain_of(wait))):
+            here.append(node)
+            here = node
+        started = here
+        if previous is not None:
+            _write_behind(previous, started)
+        previous = wait
+    return len(waits)
+
+
+def _write_behind(wait: fx.Node, anchor: fx.Node) -> None:
+    """Move what follows a gather's wait behind ``anchor`` and the last reader of old values."""
+    views = aliases(wait)
+    rest = sorted({user for view in views for user in view.users})
+    for write in rest:
+        if write.target is aten.copy_.default:
+            anchor = max([anchor, *_readers(write.args[0])])
+    for node in rest:
+        anchor.append(node)
+        anchor = node
+
+
+def _readers(parameter: fx.Node) -> list[fx.Node]:
+    """Who reads an input before it is written to; a collective does until its wait."""
+    memory = aliases(parameter)
+    readers = {
+        user
+        for alias in memory
+        for user in alias.users
+        if user.op != "output" and not (_writes_an_input(user) and user.args[0] in memory)
+    }
+    waits = {user for reader in readers if reader.target in ops.STARTS for user in reader.users}
+    return [*readers, *waits]

@@ -1,0 +1,101 @@
+"""Update parameters as soon as their gradients are there, while backward goes on."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import aliased_inputs, is_owned, is_random, mutated_inputs
+from zerofx.passes.base import Counts, PassContext
+
+
+def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Move each update up to where its gradient and all readers of the old value allow.
+
+    Before::
+
+        g = zerofx.wait(...);  relu_backward = ...;  h = zerofx.wait(...)
+        zerofx.update(p, g, 1, 0);  zerofx.update(q, h, 1, 1)
+
+    After::
+
+        g = zerofx.wait(...);  zerofx.update(p, g, 1, 0);  relu_backward = ...
+        h = zerofx.wait(...);  zerofx.update(q, h, 1, 1)
+
+    The gradient is gone after it, so gradients never all exist at once.  Where something global
+    stands between, such as clipping by the norm of all gradients, updates stay behind it.
+    Source: LOMO, Lv et al. 2023.
+    """
+    moved = 0
+    for update in [node for node in gm.graph.nodes if node.target is ops.update]:
+        if is_owned(update):
+            continue  # it follows what all ranks compute together
+        operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
+        cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
+        for operand in operands:
+            _hoist(operand)
+        before = [operand for operand in operands if operand not in cuts]
+        before += [value for cut in cuts for value in cut.all_input_nodes]  # what a step decays
+        before = [node for node in before if node.op != "placeholder"]
+        anchor = max([*before, *_last_reader(update)], default=None)  # now that these have moved
+        if anchor is None or not anchor < update:
+            continue
+        if anchor.next not in (update, *cuts):
+            moved += 1
+        for node in (*cuts, update):
+            anchor.append(node)
+            anchor = node
+    return {"moved": moved}
+
+
+_STAYING = (*ops.STARTS, ops.wait, ops.free, ops.update, ops.on_owners)
+
+
+def _hoist(node: fx.Node) -> None:
+    """Move a node, and first what it is computed from, to just after the last of its operands.
+
+    Communication, writes and random draws stay where they are, and what reads no tensor too.
+    """
+    if node.op != "call_function" or node.target in _STAYING:
+        return
+    if mutated_inputs(node) or is_random(node) or not node.all_input_nodes:
+        return
+    for operand in node.all_input_nodes:
+        _hoist(operand)
+    anchor = max(node.all_input_nodes)
+    if anchor.op != "placeholder" and anchor.next is not node:
+        anchor.append(node)
+
+
+def _last_reader(update: fx.Node) -> list[fx.Node]:
+    """The last node that reads the value before the update, whole or as a shard; maybe none.
+
+    In a world of one, what has been gathered is the shard's own memory.
+    """
+    value = cut = update.args[0]
+    if cut.target is ops.take_shard:
+        value = cut.args[0]  # whose memory it may turn out to be: zerofx/lower/in_place.py
+    readers: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user in (update, cut) or user in readers or user.op == "output":
+                continue
+            if mutated_inputs(user):
+                continue  # a write, which follows the update
+            readers.add(user)
+            if _holds(user, node):
+                pending.append(user)
+    return [max(readers)] if readers else []
+
+
+def _holds(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a reader's result is still the old value: a view, a cast or a gathered copy."""
+    if user.target in (*ops.STARTS, ops.wait) or node in aliased_inputs(user):
+        return True
+    return user.meta.get("zerofx") is not None and user.meta["zerofx"].role in (
+        "gather_cast",
+        "hoisted_cast",
+        "pack",
+    )

@@ -1,0 +1,1 @@
+"""ZeRO itself: averaged gradients, buckets, and the passes that shard."""

@@ -1,0 +1,360 @@
+"""When a sharded value is needed whole: how many gathers, where each begins and is freed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    aliases,
+    bucket_of,
+    is_backward,
+    last_use,
+    parameter_of,
+    program_order,
+)
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.passes.base import PassContext
+from zerofx.passes.memory.budget import keep_within_budget
+
+aten = torch.ops.aten
+
+
+Use = tuple[fx.Node, fx.Node]
+"""A reader, and what it reads of the sharded value."""
+
+
+@dataclass(eq=False)
+class GatherSource:
+    """A flat shard and who needs its whole value.
+
+    ``uses`` are (reader, what it reads): the source itself or one of ``chain``, the views and
+    casts of it that are repeated on every gathered copy.  ``regather`` allows several gathers;
+    without it the whole value is gathered once and lives from its first reader to its last.
+    With ``cast_to`` the shard is cast before each gather.
+    """
+
+    node: fx.Node
+    parameter: ParameterInfo
+    shard: fx.Node
+    regather: bool = False
+    cast_to: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    uses: list[Use] = field(default_factory=list)
+    chain: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it travels."""
+        return self.cast_to or self.shard.meta["val"].dtype
+
+
+@dataclass(eq=False)
+class GatherUnit:
+    """Sources that travel together: shards of one bucket, or one source alone."""
+
+    sources: list[GatherSource]
+
+    @property
+    def regather(self) -> bool:
+        return self.sources[0].regather
+
+    @property
+    def nbytes(self) -> int:
+        info = self.sources[0].parameter
+        return info.place.shard_numel * info.world_size * self.sources[0].dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """What it gathers, and the dtype in which it travels: the same on all ranks."""
+        names = ", ".join(source.parameter.name for source in self.sources)
+        return f"{names} {self.sources[0].dtype}"
+
+    @cached_property
+    def owner(self) -> dict[Use, GatherSource]:
+        return {use: source for source in self.sources for use in source.uses}
+
+
+@dataclass
+class GatherSpan:
+    """Program positions of the first and last reader of one gathered copy."""
+
+    first: int
+    last: int
+    uses: list[Use]
+
+
+def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> list[GatherUnit]:
+    """Put sources of one bucket together, if all have their shards before anyone reads one."""
+    groups: dict[tuple, list[GatherSource]] = {}
+    for source in sources:
+        info = source.parameter
+        is_new_value = source.shard.target is ops.update
+        origin = source.shard.op if source.shard.op == "placeholder" else is_new_value
+        shared = info.place.bucket if info.shares_bucket else source
+        key = (shared, origin, source.regather, source.dtype, source.shard.meta["val"].dtype)
+        groups.setdefault(key, []).append(source)
+    units = []
+    for group in groups.values():
+        group.sort(key=lambda source: min(order[reader] for reader, _ in source.uses))
+        unit: list[GatherSource] = []
+        for source in group:
+            first = min(order[reader] for reader, _ in (unit or [source])[0].uses)
+            same_parameter = any(other.parameter is source.parameter for other in unit)
+            if unit and (same_parameter or order[source.shard] >= first):
+                units.append(GatherUnit(unit))
+                unit = []
+            unit.append(source)
+        units.append(GatherUnit(unit))
+    return units
+
+
+def plan_spans(
+    units: list[GatherUnit], order: dict[fx.Node, int], num_backwards: int
+) -> dict[GatherUnit, list[GatherSpan]]:
+    """Split each unit's readers into spans, each served by one gather.
+
+    A parameter is gathered for forward and again for backward, never kept in between, unless
+    nothing else would be gathered meanwhile (the last layer).  That leaves some parameters
+    with a gather to spare within the two that stage 3 pays for; it is spent where the whole
+    value would sit through most bytes of others (a tied embedding between its two ends).
+    """
+    regions = _regions(units, order)
+    spans = {}
+    for unit in units:
+        uses = sorted(unit.owner, key=lambda use: order[use[0]])
+        spans[unit] = _by_region(uses, order, regions) if unit.regather else _one(uses, order)
+    passing = [(span, unit) for unit, planned in spans.items() for span in planned]
+
+    def bytes_between(unit: GatherUnit, start: int, stop: int) -> int:
+        return sum(
+            other.nbytes
+            for span, other in passing
+            if other is not unit and start < span.first and span.last < stop
+        )
+
+    planned = {}
+    for unit, mine in spans.items():
+        if not unit.regather:
+            planned[unit] = mine
+            continue
+        allowed = max(len(mine), 2 * max(num_backwards, 1))
+        mine = _merge_idle(mine, lambda a, b, u=unit: bytes_between(u, a, b))
+        planned[unit] = _split_widest(
+            mine, order, allowed, lambda a, b, u=unit: bytes_between(u, a, b)
+        )
+    return planned
+
+
+def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
+    return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
+
+
+def _regions(units: list[GatherUnit], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Number the stretches of forward and backward that the readers of all sources lie in."""
+    readers = sorted({use[0] for unit in units for use in unit.owner}, key=order.__getitem__)
+    regions: dict[fx.Node, int] = {}
+    region = 0
+    for previous, reader in zip([None, *readers], readers, strict=False):
+        if previous is not None and is_backward(previous) != is_backward(reader):
+            region += 1
+        regions[reader] = region
+    return regions
+
+
+def _by_region(uses, order, regions) -> list[GatherSpan]:
+    spans = []
+    for _, group in itertools.groupby(uses, key=lambda use: regions[use[0]]):
+        spans += _one(list(group), order)
+    return spans
+
+
+def _merge_idle(spans: list[GatherSpan], bytes_between) -> list[GatherSpan]:
+    merged: list[GatherSpan] = []
+    for span in spans:
+        if merged and bytes_between(merged[-1].last, span.first) == 0:
+            merged[-1] = GatherSpan(merged[-1].first, span.last, merged[-1].uses + span.uses)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _split_widest(spans, order, allowed, bytes_between) -> list[GatherSpan]:
+    spans = list(spans)
+    while len(spans) < allowed:
+        widest, where = 0, None
+        for index, span in enumerate(spans):
+            for cut in range(1, len(span.uses)):
+                gap = bytes_between(order[span.uses[cut - 1][0]], order[span.uses[cut][0]])
+                if gap > widest:
+                    widest, where = gap, (index, cut)
+        if where is None:
+            return spans
+        index, cut = where
+        left, right = spans[index].uses[:cut], spans[index].uses[cut:]
+        spans[index : index + 1] = [*_one(left, order), *_one(right, order)]
+    return spans
+
+
+def insert_gathers(
+    builder: Builder, sources: list[GatherSource], ctx: PassContext
+) -> dict[str, int]:
+    """Gather, rebuild what readers read, free after the last of them; return counts."""
+    wanted = [source for source in sources if source.uses]
+    if not wanted:
+        return {"gathers": 0}
+    order = program_order(builder.graph)
+    units = group_sources(wanted, order)
+    spans = plan_spans(units, order, ctx.num_backwards)
+    kept = 0
+    if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
+        kept = keep_within_budget(builder.graph, wanted, spans, ctx)
+    gathered = []
+    for unit in units:
+        for number, span in enumerate(spans[unit]):
+            reason = _why_gathered(unit, span, number, ctx.options.memory_budget)
+            gathered.append(_gather(builder, unit, span, reason))
+    order = program_order(builder.graph)
+    for wait in gathered:
+        last = last_use(aliases(wait), order)
+        if last.op == "output":
+            continue  # the caller's now
+        with builder.graph.inserting_after(last):
+            builder.call(
+                ops.free,
+                wait,
+                role="free",
+                parameter=parameter_of(wait),
+                bucket=bucket_of(wait),
+                like=last,
+            )
+    return {"gathers": len(gathered), "kept from forward to backward": kept}
+
+
+def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int | None) -> str:
+    """In words of the dump: why here, and why it is not gathered once for all its readers."""
+    size = f"{unit.nbytes / 1e6:.3g} MB"
+    directions = {is_backward(reader) for reader, _ in span.uses}
+    readers = "forward and backward" if len(directions) > 1 else "backward"
+    readers = readers if True in directions else "forward"
+    if number:
+        limit = "no memory_budget is set" if budget is None else "it does not fit memory_budget"
+        return f"{size} again for {readers}: to keep it since its last gather, {limit}"
+    if len(directions) > 1 and unit.regather and budget is not None:
+        return f"{size} once for {readers}: it fits memory_budget, or nothing lies between"
+    return f"{size} for {readers}"
+
+
+def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -> fx.Node:
+    """Insert one gather before the span's first reader; return its ``wait``."""
+    graph, info = builder.graph, unit.sources[0].parameter
+    first_reader = span.uses[0][0]
+    origin = {"like": first_reader, **_served(unit)}
+    with graph.inserting_before(first_reader):
+        shard = pack_shards(builder, unit, **origin)
+        if unit.sources[0].cast_to is not None:
+            shard = builder.call(
+                aten._to_copy.default, shard, dtype=unit.sources[0].cast_to,
+                role="gather_cast", **origin,
+            )  # fmt: skip
+        start = builder.call(
+            ops.all_gather_start, shard, info.world_size, role="gather", reason=reason, **origin
+        )
+        wait = builder.call(ops.wait, start, role="gather", **origin)
+    rebuilt: dict[fx.Node, fx.Node] = {}
+    for reader, wanted in span.uses:
+        source = unit.owner[reader, wanted]
+        with graph.inserting_before(reader):
+            if source.node not in rebuilt:
+                rebuilt[source.node] = unflatten(
+                    builder,
+                    wait,
+                    source.parameter,
+                    source.shape or source.parameter.shape,
+                    like=reader,
+                    parameter=source.parameter.index,
+                )
+            reader.replace_input_with(wanted, _rebuild(builder, wanted, source, rebuilt, reader))
+    return wait
+
+
+def _served(unit: GatherUnit) -> dict[str, int]:
+    """The provenance of what serves a unit: its parameter, or its bucket."""
+    info = unit.sources[0].parameter
+    return {"bucket": info.place.bucket} if info.shares_bucket else {"parameter": info.index}
+
+
+def pack_shards(builder: Builder, unit: GatherUnit, **origin) -> fx.Node:
+    """This rank's shard of what the unit gathers: its one shard, or its bucket's."""
+    sources = sorted(unit.sources, key=lambda source: source.parameter.place.offset)
+    info = sources[0].parameter
+    if not info.shares_bucket:
+        return sources[0].shard
+    return builder.call(
+        ops.pack,
+        [source.shard for source in sources],
+        [source.parameter.index for source in sources],
+        info.place.shard_numel,
+        role="pack",
+        **origin,
+    )
+
+
+def _rebuild(
+    builder: Builder,
+    node: fx.Node,
+    source: GatherSource,
+    rebuilt: dict[fx.Node, fx.Node],
+    reader: fx.Node,
+) -> fx.Node:
+    """Repeat on the gathered copy the views and casts between the source and ``node``."""
+    if node in rebuilt:
+        return rebuilt[node]
+    for operand in node.all_input_nodes:
+        if operand in source.chain or operand is source.node:
+            _rebuild(builder, operand, source, rebuilt, reader)
+    rebuilt[node] = builder.copy(node, lambda operand: rebuilt.get(operand, operand))
+    if is_backward(reader):
+        rebuilt[node].meta["autograd_backward"] = True
+    return rebuilt[node]
+
+
+def unflatten(
+    builder: Builder, flat: fx.Node, info: ParameterInfo, shape: tuple[int, ...], **origin
+) -> fx.Node:
+    """View a gathered flat buffer as the whole tensor: cut, shape, undo the storage order."""
+    node = flat
+    start = info.place.offset
+    if flat.meta["val"].shape[0] != info.numel:
+        stop = start + info.numel
+        node = builder.call(aten.slice.Tensor, node, 0, start, stop, role="whole", **origin)
+    if info.is_contiguous or shape != info.shape:
+        return builder.call(aten.view.default, node, list(shape), role="whole", **origin)
+    permuted = [info.shape[dim] for dim in info.storage_order]
+    node = builder.call(aten.view.default, node, permuted, role="whole", **origin)
+    inverse = [info.storage_order.index(dim) for dim in range(len(info.shape))]
+    return builder.call(aten.permute.default, node, inverse, role="whole", **origin)
+
+
+def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, **origin) -> fx.Node:
+    """Lay a whole tensor out flat in storage order, padded for ``reduce_scatter``."""
+    node = whole
+    if not info.is_contiguous:
+        node = builder.call(
+            aten.permute.default, node, list(info.storage_order), role="flatten", **origin
+        )
+    value = node.meta["val"]
+    target = aten.view.default if value.is_contiguous() else aten.reshape.default
+    node = builder.call(target, node, [info.numel], role="flatten", **origin)
+    padding = info.place.extent - info.numel
+    if padding:
+        node = builder.call(
+            aten.constant_pad_nd.default, node, [0, padding], 0.0, role="flatten", **origin
+        )
+    return node

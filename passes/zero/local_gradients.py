@@ -1,0 +1,180 @@
+"""Gradients that stay each rank's own between calls: ``accumulate="local"``.
+
+Between calls ``p.grad`` then holds a value whose *mean over the ranks* is the gradient.  An
+average is such a value too, so whatever an earlier call has left can be added to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    aliased_inputs,
+    gradient_outputs,
+    input_role,
+    placeholders,
+    set_input_role,
+    unreduced_results,
+    written_gradients,
+)
+from zerofx.passes.base import PassContext
+from zerofx.passes.schedule.placement import hoist
+
+aten = torch.ops.aten
+
+
+def take_in_unreduced(graph: fx.Graph) -> int:
+    """Let gradients come in as this rank's own, like those of backward; return how many.
+
+    Before::
+
+        u = zerofx.optimizer_step([p], [gradient_p], 1)
+
+    After::
+
+        g = zerofx.gradient(gradient_p, 0);  u = zerofx.optimizer_step([p], [g], 1)
+    """
+    inputs = placeholders(graph, "gradient")
+    for node in inputs:
+        set_input_role(node, replace(input_role(node), unreduced=True))
+        if not any(_reads(user, node) for user in node.users):
+            continue
+        with graph.inserting_before(placeholders(graph)[-1].next):
+            marker = graph.call_function(ops.gradient, (node, input_role(node).parameter))
+        marker.meta = dict(node.meta)
+        del marker.meta["zerofx_input"]
+        node.replace_all_uses_with(marker, lambda user, node=node: _reads(user, node))
+    return len(inputs)
+
+
+def _reads(user: fx.Node, node: fx.Node) -> bool:
+    """Whether it is the value that is wanted, and not the place to write to or the object."""
+    if user.target is ops.gradient or user.op == "output":
+        return False
+    return user.target is not aten.copy_.default or user.args[0] is not node
+
+
+def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Let gradients that nobody reads leave as they are; return how many.
+
+    Before::
+
+        g = zerofx.gradient(add(gradient_p, mm), 0);  copy_(gradient_p, g)
+
+    After::
+
+        g = add_(gradient_p, mm)
+
+    What is written to a gradient that came in becomes a result of the program instead, one that
+    the runtime keeps: what came in is whole, and what replaces it may be a shard.
+    """
+    graph, builder = gm.graph, Builder(gm, "data_parallel", ctx.table)
+    output = graph.output_node()
+    slots = gradient_outputs(graph)
+    unreduced: dict[fx.Node, None] = {}
+    for marker in [node for node in graph.nodes if node.target is ops.gradient]:
+        local, parameter = marker.args
+        writes = [user for user in marker.users if _writes_gradient(user, parameter)]
+        is_result = output in marker.users and all(
+            slots.get(position) == parameter
+            for position, result in enumerate(output.args[0])
+            if result is marker
+        )
+        others = [user for user in marker.users if user not in writes and user is not output]
+        if others or (output in marker.users and not is_result) or not marker.users:
+            continue
+        marker.replace_all_uses_with(local)
+        graph.erase_node(marker)
+        for write in writes:
+            unreduced[_add_in_place(builder, write, parameter)] = None
+        if not writes:
+            unreduced[local] = None
+    _keep_what_is_written(graph, unreduced)
+    # Whole averages, of stages 0 and 1, are kept alike: the next call may add to them.
+    whole_averages = ctx.options.stage < 2
+    unreduced_results(graph).update(
+        position for position in slots if whole_averages or output.args[0][position] in unreduced
+    )
+    return len(unreduced)
+
+
+def _writes_gradient(node: fx.Node, parameter: int) -> bool:
+    if node.target is not aten.copy_.default or node.args[0].op != "placeholder":
+        return False
+    role = input_role(node.args[0])
+    return role.kind == "gradient" and role.parameter == parameter
+
+
+def _add_in_place(builder: Builder, write: fx.Node, parameter: int) -> fx.Node:
+    """``copy_(g, add(add(g, a), b))`` -> ``add_(add_(g, a), b)``; return the last write.
+
+    Each addend is gone once it has been added, as in eager torch.
+    """
+    into, source = write.args
+    chain = []
+    while _is_plain_sum(source):
+        chain.append(source)
+        source = source.args[0]
+    if source is not into or set(into.users) != {write, chain[-1] if chain else write}:
+        return write
+    total = into
+    for node in reversed(chain):
+        addend = node.args[1]
+        with builder.graph.inserting_before(node):
+            total = builder.call(
+                aten.add_.Tensor, total, addend, role="accumulate", parameter=parameter, like=node
+            )
+        _hoist_view(addend)
+        hoist(total)
+    write.replace_all_uses_with(total)
+    builder.graph.erase_node(write)
+    for node in chain:
+        builder.graph.erase_node(node)
+    return total
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and node.kwargs.get("alpha", 1) == 1
+        and all(isinstance(term, fx.Node) for term in node.args)
+        and len(node.users) == 1
+        and node.meta["val"].dtype == node.args[0].meta["val"].dtype
+        and node.meta["val"].shape == node.args[0].meta["val"].shape
+    )
+
+
+def _hoist_view(node: fx.Node) -> None:
+    """Move a view, and first what it is a view of, to just after that."""
+    if aliased_inputs(node):
+        _hoist_view(aliased_inputs(node)[0])
+        hoist(node)
+
+
+def _keep_what_is_written(graph: fx.Graph, unreduced: dict[fx.Node, None]) -> None:
+    """Make results of what the step writes to gradients that came in, but their sums.
+
+    Where the step then sets ``p.grad`` to another tensor, nobody can see what was written.
+    """
+    output = graph.output_node()
+    results = list(output.args[0])
+    slots, written = gradient_outputs(graph), written_gradients(graph)
+    for node in [n for n in graph.nodes if n.target is aten.copy_.default]:
+        into, source = node.args
+        if node in unreduced or into.op != "placeholder" or not input_role(into).unreduced:
+            continue
+        results = [into if result is node else result for result in results]
+        parameter = input_role(into).parameter
+        if not any(
+            slots[position] == parameter and results[position] is not into for position in slots
+        ):
+            written[len(results)] = parameter
+            results.append(source)
+        node.replace_all_uses_with(into)
+        graph.erase_node(node)
+    output.args = (tuple(results),)

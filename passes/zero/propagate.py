@@ -1,0 +1,444 @@
+"""Propagate shards through a program: what can be computed on a flat shard is, the rest gathers.
+
+The three ``shard_*`` passes each name some sources (a reduced gradient, a parameter) that are
+henceforth sharded, and share this walk over everything that reads them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.errors import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    Builder,
+    InputRole,
+    aliased_inputs,
+    aliases,
+    erase_unused,
+    gradient_outputs,
+    input_role,
+    memory_of,
+    mutated_inputs,
+    rank_varying,
+    set_input_role,
+    sharded_results,
+    source_line,
+    unreduced_results,
+    writers,
+    written_gradients,
+)
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.passes.base import PassContext
+from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
+from zerofx.passes.zero.gathers import GatherSource, insert_gathers
+from zerofx.passes.zero.reductions import PendingReductions, ReductionRule, rule_for
+from zerofx.passes.zero.whole_tensor_update import compute_on_owners
+
+aten = torch.ops.aten
+
+
+@dataclass
+class ShardedValue:
+    """A node whose whole value need not exist.
+
+    ``source`` is what its whole value can be rebuilt from, by gathering and repeating the
+    views and casts in between; None if its own shard has to be gathered.  ``shard`` is made
+    when first asked for; a value that cannot be one (a transpose) has ``can_shard`` False.
+    """
+
+    parameter: ParameterInfo
+    shape: tuple[int, ...]
+    source: GatherSource | None
+    shard: fx.Node | None = None
+    can_shard: bool = True
+
+
+class ShardPropagation:
+    """One walk over a program, from its sharded sources to all that reads them."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext, inserted_by: str):
+        self.gm = gm
+        self.graph = gm.graph
+        self.ctx = ctx
+        self.builder = Builder(gm, inserted_by, ctx.table)
+        self.pending = PendingReductions(self.builder)
+        self.values: dict[fx.Node, ShardedValue] = {}
+        self.sources: list[GatherSource] = []
+        # Results that an earlier pass has already turned into shards stay so.
+        self.sharded_results = sharded_results(gm.graph)
+        self.varying = rank_varying(gm.graph, ctx.world_size)
+        self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
+
+    def add_source(
+        self,
+        node: fx.Node,
+        parameter: int,
+        shard: fx.Node,
+        regather: bool = False,
+        cast_to: torch.dtype | None = None,
+    ) -> GatherSource:
+        """Declare that ``node`` is sharded, as the flat node ``shard`` (maybe ``node`` itself).
+
+        ``regather`` lets its whole value be freed between far-apart uses and gathered again;
+        ``cast_to`` says that ``node`` is the cast of ``shard``.
+        """
+        info = self.ctx.table[parameter]
+        source = GatherSource(node, info, shard, regather=regather, cast_to=cast_to)
+        self.sources.append(source)
+        self.values[node] = ShardedValue(
+            info, info.shape, source, shard if cast_to is None else None
+        )
+        return source
+
+    def shard_input(self, node: fx.Node, regather: bool = False) -> GatherSource:
+        """Let the program receive an input as this rank's flat shard."""
+        role = input_role(node)
+        info = self.ctx.table[role.parameter]
+        set_input_role(node, InputRole(role.kind, role.parameter, sharded=True))
+        with self.builder.fake_mode:
+            node.meta["val"] = node.meta["val"].new_empty(info.shard_numel)
+        node.meta.pop("tensor_meta", None)
+        return self.add_source(node, info.index, node, regather)
+
+    def run(self) -> dict[str, int]:
+        """Rewrite every reader of the sources; return counts."""
+        # What reads a whole value is decided by the program as it came: a node that an earlier
+        # pass gave a shard may come to read the very input that is one.
+        read_before = {node: tuple(node.all_input_nodes) for node in self.graph.nodes}
+        for node, inputs in read_before.items():
+            if node in self.values or node._erased:
+                continue
+            if any(source in self.pending.waiting for source in node.all_input_nodes):
+                self.pending.complete_before(node)
+            # An optimizer's step is lowered even if all it reads came in whole.
+            if node.target is ops.optimizer_step or any(s in self.values for s in inputs):
+                self._visit(node)
+        self._shard_gradient_results()
+        self.counts["collectives for norms"] = self.pending.collectives
+        self.counts |= insert_gathers(self.builder, self.sources, self.ctx)
+        kept = {source.node for source in self.sources}
+        stale = sorted(
+            (node for node in self.values if node not in kept and not node._erased), reverse=True
+        )
+        erase_unused(self.graph, [*stale, *(s.node for s in self.sources)])
+        return self.counts
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self._visit_output(node)
+        elif self._is_taken_shard(node):
+            node.replace_all_uses_with(self.shard_of(node.args[0]))
+            self.graph.erase_node(node)
+        elif node.target is ops.optimizer_step:
+            self._visit_optimizer_step(node)
+        elif mutated_inputs(node):
+            self._visit_write(node)
+        elif self._try_view(node) or self._try_elementwise(node) or self._try_reduction(node):
+            pass
+        else:
+            self._use_whole(node)
+
+    def _is_taken_shard(self, node: fx.Node) -> bool:
+        """Whether a node cuts from a whole value the very shard that there is of it now."""
+        if node.target is not ops.take_shard or node.args[0] not in self.values:
+            return False
+        value = self.values[node.args[0]]
+        return value.can_shard and value.parameter.lies_like(self.ctx.table[node.args[1]])
+
+    def _try_view(self, node: fx.Node) -> bool:
+        """Views of a source are rebuilt on each gathered copy; reshapes of a shard are free."""
+        bases = [base for base in aliased_inputs(node) if base in self.values]
+        if not bases:
+            return False
+        value = self.values[bases[0]]
+        same_order = is_reshape(node) and value.parameter.is_contiguous
+        unchanged = node.target in (aten.detach.default, aten.alias.default)
+        if value.source is None and not (value.can_shard and (same_order or unchanged)):
+            return False
+        result = node.meta.get("val")
+        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else value.shape
+        self.values[node] = ShardedValue(
+            value.parameter,
+            shape,
+            value.source,
+            can_shard=value.can_shard and (same_order or unchanged),
+        )
+        if value.source is not None:
+            value.source.chain.add(node)
+        return True
+
+    def _try_elementwise(self, node: fx.Node) -> bool:
+        """An elementwise node of shards is one itself, if its whole operands can be cut alike."""
+        if not is_elementwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        shape = tuple(node.meta["val"].shape)
+        sharded = [source for source in node.all_input_nodes if source in self.values]
+        first = self.values[sharded[0]]
+        for source in node.all_input_nodes:
+            if source in self.values:
+                value = self.values[source]
+                if not value.can_shard or value.shape != shape:
+                    return False
+                if not value.parameter.lies_like(first.parameter):
+                    return False
+            elif source in self.varying:
+                return False  # each rank's own number would scale its own shard
+            elif not is_scalar(source.meta["val"]) and tuple(source.meta["val"].shape) != shape:
+                return False
+        sources = {id(self.values[s].source): self.values[s].source for s in sharded}
+        only_numbers_else = all(
+            s in self.values or is_scalar(s.meta.get("val")) for s in node.all_input_nodes
+        )
+        rebuilt = next(iter(sources.values())) if len(sources) == 1 and only_numbers_else else None
+        if rebuilt is not None and not rebuilt.regather:
+            rebuilt = None  # its own shard is gathered: a gradient is not rebuilt from another
+        self.values[node] = ShardedValue(first.parameter, shape, rebuilt)
+        if rebuilt is not None:
+            rebuilt.chain.add(node)
+        return True
+
+    def _try_reduction(self, node: fx.Node) -> bool:
+        """A norm or sum of a gradient's shards: partial results, then one collective.
+
+        Reductions of parameters stay whole: they are part of forward, which gathers anyway.
+        """
+        value = self.values.get(node.args[0]) if node.args else None
+        if value is None or not value.can_shard:
+            return False
+        if value.source is not None and value.source.regather:
+            return False
+        rule = rule_for(node)
+        if rule is None:
+            return False
+        with self.graph.inserting_before(node):
+            shard = self.shard_of(node.args[0])
+            if _may_hold_padding(value.parameter, rule):
+                shard = self.builder.call(
+                    ops.mask_padding,
+                    shard,
+                    value.parameter.index,
+                    rule.identity,
+                    role="mask_padding",
+                    parameter=value.parameter.index,
+                    like=node,
+                )
+            partial = rule.partial(self.builder, node, shard)
+        self.pending.add(node, rule, partial)
+        return True
+
+    def _visit_write(self, node: fx.Node) -> None:
+        """``copy_`` into a sharded input writes its shard; any other write is of a whole value."""
+        target = node.args[0]
+        value = self.values.get(target)
+        if node.target is not aten.copy_.default or value is None or target.op != "placeholder":
+            self._use_whole(node)
+            return
+        with self.graph.inserting_before(node):
+            shard = self._shard_operand(node.args[1], value.parameter, node)
+        if _written_in_place(shard) is value.shard:
+            node.replace_all_uses_with(target)
+            self.graph.erase_node(node)
+            return
+        node.args = (value.shard, shard)
+        self.builder.refresh(node)
+        self.values[node] = ShardedValue(value.parameter, value.shape, None, node)
+
+    def _visit_optimizer_step(self, node: fx.Node) -> None:
+        """``optimizer_step`` over lists -> one in-place ``update`` of each parameter's shard."""
+        parameters, gradients, optimizer, found_inf, indices = node.args
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+
+        def shards_at(position: int) -> tuple[fx.Node, fx.Node]:
+            info = self.ctx.table[indices[position]]
+            value = self._shard_operand(parameters[position], info, node)
+            return value, self._shard_operand(gradients[position], info, node)
+
+        with self.graph.inserting_before(node):
+            owned = compute_on_owners(self.builder, self.ctx, node, shards_at)
+        if owned:
+            self.counts["owned"] = self.counts.get("owned", 0) + len(owned)
+        for position, index in enumerate(indices):
+            with self.graph.inserting_before(node):
+                value, gradient = owned[position] if position in owned else shards_at(position)
+                updated = self.builder.call(
+                    ops.update,
+                    value,
+                    gradient,
+                    optimizer,
+                    index,
+                    found_inf,
+                    role="update",
+                    parameter=index,
+                    like=node,
+                )
+            if position in results:
+                self.add_source(results[position], index, updated)
+            self.counts["updates"] = self.counts.get("updates", 0) + 1
+
+    def _visit_output(self, node: fx.Node) -> None:
+        """A gradient leaves the program as its shard at stages 2 and 3, all else whole.
+
+        One that replaces a gradient left unreduced before does so from stage 1 on.
+
+        A result that is an input stands for that input's object, whatever it holds.
+        """
+        slots = dict(written_gradients(self.graph))
+        if self.ctx.options.stage >= 2:
+            slots |= gradient_outputs(self.graph)
+        results = list(node.args[0])
+        whole: list[fx.Node] = []  # in order: every rank must gather them alike
+        for position, result in enumerate(results):
+            if result not in self.values:
+                continue
+            is_input = result.op == "placeholder" or result.target is aten.copy_.default
+            if is_input or (position in slots and self.values[result].can_shard):
+                with self.graph.inserting_before(node):
+                    results[position] = self.shard_of(result)
+                self.sharded_results.add(position)
+            else:
+                whole.append(result)
+        for result in dict.fromkeys(whole):
+            self._use_whole(node, only=result)
+        node.args = (tuple(results),)
+
+    def _shard_gradient_results(self) -> None:
+        """A gradient that is no one's shard (zeros, say) leaves as this rank's range of it."""
+        if self.ctx.options.stage < 2 or self.builder.inserted_by != "shard_gradients":
+            return
+        output = self.graph.output_node()
+        results = list(output.args[0])
+        slots = {**gradient_outputs(self.graph), **written_gradients(self.graph)}
+        done = self.sharded_results | unreduced_results(self.graph)
+        for position, index in slots.items():
+            if position in done or results[position].op == "placeholder":
+                continue
+            with self.graph.inserting_before(output):
+                info = self.ctx.table[index]
+                results[position] = self._shard_operand(results[position], info, output)
+                self.sharded_results.add(position)
+        output.args = (tuple(results),)
+
+    def _use_whole(self, node: fx.Node, only: fx.Node | None = None) -> None:
+        for source in node.all_input_nodes:
+            if source in self.values and (only is None or source is only):
+                value = self.values[source]
+                if self._is_rebuilt_too_late(source, node):
+                    self._gather_by_itself(source)
+                if value.source is None:
+                    value.source = GatherSource(source, value.parameter, self.shard_of(source))
+                    value.source.shape = value.shape
+                    self.sources.append(value.source)
+                value.source.uses.append((node, source))
+
+    def _is_rebuilt_too_late(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether a parameter is written to after ``node`` was computed from it, before ``reader``.
+
+        Nodes in between would then be repeated on a copy of new values.  Views see them rightly.
+        """
+        source = self.values[node].source
+        if source is None or source.node.op != "placeholder":
+            return False
+        pending, repeated = [node], set()
+        while pending:
+            found = pending.pop()
+            if found in source.chain and found not in repeated:
+                repeated.add(found)
+                pending += found.all_input_nodes
+        computed = [found for found in repeated if not aliased_inputs(found)]
+        return bool(computed) and any(
+            min(computed) < writer < reader for writer in writers(source.node)
+        )
+
+    def _gather_by_itself(self, node: fx.Node) -> None:
+        """Let a node, and what it is a view of, no longer be rebuilt from a parameter.
+
+        Before::
+
+            clone = clone(parameter);  update(shard, gradient);  output(clone(gather(shard)))
+
+        After::
+
+            on_shard = clone(shard);  update(shard, gradient);  output(gather(on_shard))
+        """
+        (base,) = [found for found in memory_of(node) if not aliased_inputs(found)]
+        value = self.values[base]
+        source = GatherSource(base, value.parameter, self.shard_of(base), shape=value.shape)
+        self.sources.append(source)
+        for view in aliases(base) & self.values.keys():
+            self.values[view].source = source
+            source.chain.add(view)
+        source.chain.discard(base)
+
+    def _shard_operand(self, operand: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
+        """The shard of an operand: its own, or this rank's range of a uniform whole value.
+
+        What is sharded like another parameter is gathered, and cut like this one.
+        """
+        value = self.values.get(operand)
+        if value is not None and not value.can_shard:
+            raise GraphError(
+                f"{operand.name} is a view of {info.name!r} that has no flat shard, and "
+                f"{reader.name} needs one. {source_line(reader)}"
+            )
+        if value is not None and value.parameter.lies_like(info):
+            return self.shard_of(operand)
+        shard = self.builder.call(
+            ops.take_shard,
+            operand,
+            info.index,
+            info.shard_numel,
+            role="take_shard",
+            parameter=info.index,
+            like=reader,
+        )
+        self._use_whole(shard)
+        return shard
+
+    def shard_of(self, node: fx.Node) -> fx.Node:
+        """The flat node that computes this rank's shard of ``node``, inserted where it stands."""
+        value = self.values[node]
+        if value.shard is not None:
+            return value.shard
+        if aliased_inputs(node) and (is_reshape(node) or node.target in _UNCHANGED):
+            value.shard = self.shard_of(node.args[0])
+            return value.shard
+        with self.graph.inserting_before(node):
+            substitutes = {
+                source: self.shard_of(source)
+                if source in self.values
+                else source
+                if is_scalar(source.meta.get("val"))
+                else self._shard_operand(source, value.parameter, node)
+                for source in node.all_input_nodes
+            }
+            value.shard = self.builder.copy(
+                node, substitutes.__getitem__, role="on_shard", parameter=value.parameter.index
+            )
+        # Layouts are those of the whole value: a flat shard has but one.
+        if "memory_format" in value.shard.kwargs:
+            value.shard.kwargs = {
+                k: v for k, v in value.shard.kwargs.items() if k != "memory_format"
+            }
+        self.counts["computed on shards"] += 1
+        return value.shard
+
+
+_UNCHANGED = (aten.detach.default, aten.alias.default)
+
+
+def _may_hold_padding(info: ParameterInfo, rule: ReductionRule) -> bool:
+    """The same on all ranks: whether some rank's shard has padding, or nothing to reduce."""
+    empty_counts = rule.reduction in ("max", "min") and info.shares_bucket
+    return info.place.extent != info.numel or empty_counts
+
+
+def _written_in_place(shard: fx.Node) -> fx.Node:
+    """The input that a chain of in-place updates has already written to."""
+    while shard.target is ops.update:
+        shard = shard.args[0]
+    return shard

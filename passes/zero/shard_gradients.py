@@ -1,0 +1,59 @@
+"""Stage 2: each rank keeps only its shard of every gradient."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import input_role, placeholders, role
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.schedule.placement import hoist, stagger_waits
+from zerofx.passes.zero.propagate import ShardPropagation
+from zerofx.passes.zero.shard_optimizer import scatter_gradients
+
+
+def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Reduce-scatter each gradient as soon as backward has it, and keep only the shard.
+
+    Before::
+
+        mm = ...;  relu_backward = ...
+        g = zerofx.wait(zerofx.reduce_scatter_start(flatten(mm), "mean", 2))
+
+    After::
+
+        mm = ...;  start = zerofx.reduce_scatter_start(flatten(mm), "mean", 2)
+        relu_backward = ...;  g = zerofx.wait(start)
+
+    Gradients that other functions left in ``p.grad`` come in, and go out, as shards, unless they
+    are unreduced.
+    Source: ZeRO, Rajbhandari et al. 2020, section 5.2.
+    """
+    propagation = ShardPropagation(gm, ctx, "shard_gradients")
+    for node in placeholders(gm.graph, "gradient"):
+        if not input_role(node).unreduced:
+            propagation.shard_input(node)
+    scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
+    counts = propagation.run()
+    pairs = _hoist_reductions(gm.graph)
+    stagger_waits(pairs)
+    return {"reduce-scatters": len(pairs), **counts}
+
+
+def _hoist_reductions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Start every reduce-scatter right after its gradient; return the (start, wait) pairs."""
+    pairs = []
+    for wait in [node for node in graph.nodes if node.target is ops.wait]:
+        start = wait.args[0]
+        if start.target is not ops.reduce_scatter_start:
+            continue
+        prepared: list[fx.Node] = []  # what stands between the gradients and the start
+        pending = [start]
+        while pending:
+            node = pending.pop()
+            prepared.append(node)
+            pending += [s for s in node.all_input_nodes if role(s) in ("flatten", "reduce_cast")]
+        for node in reversed(prepared):
+            hoist(node)
+        pairs.append((start, wait))
+    return pairs

@@ -1,0 +1,151 @@
+"""Stage 1: each rank keeps and updates its shard of the optimizer's states."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import parameter_of, role
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.schedule.placement import stagger_waits
+from zerofx.passes.zero.gathers import flatten
+from zerofx.passes.zero.propagate import ShardPropagation
+
+aten = torch.ops.aten
+
+
+def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Reduce-scatter the gradients of updated parameters; update shards; gather the result.
+
+    Before::
+
+        g = zerofx.wait(zerofx.all_reduce_start(mm, "mean"))
+        c = clip(g, norm(g))
+        new = zerofx.optimizer_step([p], [c], 1)[0]
+        copy_(p, new)
+
+    After::
+
+        g = zerofx.wait(zerofx.reduce_scatter_start(flatten(mm), "mean", 2))
+        c = clip(g, sqrt(all_reduce(norm(g) ** 2)))
+        s = zerofx.update(zerofx.take_shard(p, 0, n), c, 1, 0)
+        copy_(p, unflatten(zerofx.wait(zerofx.all_gather_start(s, 2))))
+
+    The whole local gradient lives until its first reader; stage 2 reduces it at once.
+    Source: ZeRO, Rajbhandari et al. 2020, section 5.1.
+    """
+    updated = {
+        index
+        for node in gm.graph.nodes
+        if node.target is ops.optimizer_step
+        for index in node.args[4]
+    }
+    propagation = ShardPropagation(gm, ctx, "shard_optimizer")
+    pairs = scatter_gradients(propagation, ctx, updated)
+    counts = propagation.run()
+    stagger_waits(pairs)
+    return {"reduce-scatters": len(pairs), **counts}
+
+
+def scatter_gradients(
+    propagation: ShardPropagation, ctx: PassContext, parameters: set[int]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Turn the all-reduces of these parameters' gradients into reduce-scatters, one per bucket.
+
+    Returns the new (start, wait) pairs, standing where an averaged gradient is first read.
+    """
+    waits = []
+    for wait in [node for node in propagation.graph.nodes if node.target is ops.wait]:
+        whole = wait.args[0]
+        if whole.target is not ops.all_reduce_start or role(whole) != "reduce_gradient":
+            continue
+        if parameter_of(whole) in parameters and wait.users:
+            waits.append(wait)
+    pairs = []
+    for group in _travelling_together(waits, ctx):
+        info = ctx.table[parameter_of(group[0])]
+        scatter = _scatter_bucket if info.shares_bucket else _scatter_alone
+        pairs.append(scatter(propagation, ctx, group))
+    return pairs
+
+
+def _travelling_together(waits: list[fx.Node], ctx: PassContext) -> list[list[fx.Node]]:
+    """Gradients of one bucket that are all there before anyone reads one; in program order."""
+    groups: list[list[fx.Node]] = []
+    open_groups: dict[tuple, list[fx.Node]] = {}
+    for wait in sorted(waits, key=lambda wait: min(wait.users)):
+        gradient = wait.args[0].args[0]
+        info = ctx.table[parameter_of(wait)]
+        key = (info.place.bucket, gradient.meta["val"].dtype, wait.args[0].args[1])
+        group = open_groups.get(key)
+        if group is not None:
+            seen = any(parameter_of(other) == info.index for other in group)
+            if seen or not gradient < min(min(other.users) for other in group):
+                group = None
+        if group is None:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(wait)
+    return groups
+
+
+def _scatter_alone(
+    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    (wait,) = group
+    builder, whole = propagation.builder, wait.args[0]
+    info = ctx.table[parameter_of(whole)]
+    origin = {"role": "reduce_gradient", "parameter": info.index, "like": whole}
+    with propagation.graph.inserting_before(min(wait.users)):
+        flat = flatten(builder, whole.args[0], info, parameter=info.index, like=whole)
+        start = builder.call(
+            ops.reduce_scatter_start, flat, whole.args[1], ctx.world_size, **origin
+        )
+        shard = builder.call(ops.wait, start, **origin)
+    propagation.add_source(wait, info.index, shard)
+    return start, shard
+
+
+def _scatter_bucket(
+    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """One reduce-scatter of several gradients; each is then a range of its result."""
+    builder = propagation.builder
+    members = sorted(group, key=lambda wait: ctx.table[parameter_of(wait)].place.offset)
+    infos = [ctx.table[parameter_of(wait)] for wait in members]
+    place = infos[0].place
+    last = max(wait.args[0].args[0] for wait in members)
+    origin = {"bucket": place.bucket, "like": last}
+    with propagation.graph.inserting_before(min(min(wait.users) for wait in members)):
+        flat = builder.call(
+            ops.flatten_bucket,
+            [wait.args[0].args[0] for wait in members],
+            [info.index for info in infos],
+            place.shard_numel * ctx.world_size,
+            role="flatten",
+            **origin,
+        )
+        start = builder.call(
+            ops.reduce_scatter_start,
+            flat,
+            members[0].args[0].args[1],
+            ctx.world_size,
+            role="reduce_gradient",
+            **origin,
+        )
+        reduced = builder.call(ops.wait, start, role="reduce_gradient", **origin)
+        for wait, info in zip(members, infos, strict=True):
+            position = info.position_in_shard
+            shard = builder.call(
+                aten.slice.Tensor,
+                reduced,
+                0,
+                position,
+                position + info.shard_numel,
+                role="reduced_gradient",
+                parameter=info.index,
+                like=wait,
+            )
+            propagation.add_source(wait, info.index, shard)
+    return start, reduced

@@ -1,0 +1,102 @@
+"""Put a captured program into the form that passes expect, without changing what it computes.
+
+Functionalisation leaves ``copy`` where the user wrote in place, and reads parameters only for
+their shape.  Passes would have to see through each.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zerofx.ir.graph import (
+    Builder,
+    aliased_inputs,
+    erase_unused,
+    input_role,
+    memory_of,
+    placeholders,
+)
+
+aten = torch.ops.aten
+
+
+def normalize(gm: fx.GraphModule) -> None:
+    """Rewrite in place: drop copies into fresh memory, no-ops and reads of a mere shape."""
+    _detach_shapes_from_parameters(gm)
+    _drop_copies(gm)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
+    """``empty_like(parameter)`` -> ``empty_strided(...)``: it reads no values."""
+    fills = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
+    builder = Builder(gm, "capture")
+    for parameter in placeholders(gm.graph, "parameter"):
+        for node in list(parameter.users):
+            if node.target not in (aten.empty_like.default, *fills):
+                continue
+            value = node.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            with gm.graph.inserting_before(node):
+                replacement = gm.graph.call_function(
+                    aten.empty_strided.default, (list(value.shape), list(value.stride())), options
+                )
+                replacement.meta = dict(node.meta)
+                builder.refresh(replacement)
+                if node.target in fills:
+                    replacement = gm.graph.call_function(
+                        aten.fill.Scalar, (replacement, fills[node.target])
+                    )
+            replacement.meta = dict(node.meta)
+            builder.refresh(replacement)
+            node.replace_all_uses_with(replacement)
+            gm.graph.erase_node(node)
+
+
+def _drop_copies(gm: fx.GraphModule) -> None:
+    """``copy(x, y)`` -> ``y`` where both have one dtype, shape and layout and x is unread."""
+    kept = {node for node in placeholders(gm.graph) if input_role(node).kind != "other"}
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.copy.default:
+            continue
+        into, source = node.args[0], node.args[1]
+        if not _same_layout(into.meta["val"], source.meta["val"]):
+            continue
+        if kept & memory_of(source):
+            continue  # a copy of a parameter or gradient must not become its alias
+        if into in kept and _is_view(source):
+            # The new value of a parameter, which will be updated in place: not a view of another.
+            node.target, node.args = aten.clone.default, (source,)
+            continue
+        node.replace_all_uses_with(source)
+        gm.graph.erase_node(node)
+        erase_unused(gm.graph, [into])
+    _drop_identity_writes(gm)
+
+
+def _drop_identity_writes(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] is node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        elif node.target is operator.getitem and not node.users:
+            gm.graph.erase_node(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])
+    return bool(aliased_inputs(node))
+
+
+def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.device == right.device
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+    )

@@ -1,0 +1,189 @@
+"""What Dynamo traces in place of ``Optimizer.step``, ``zero_grad`` and ``GradScaler``'s methods.
+
+torch breaks the graph at an optimizer's step and skips the scaler's file.  These functions say
+the same in plain Python: the update itself becomes one ``zerofx::optimizer_step``, which reads
+the optimizer's hyperparameters when the program runs, so that none is baked in or guarded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerofx.ir import ops
+
+_optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_next_handle = itertools.count(1)
+
+
+def handle_of(optimizer: torch.optim.Optimizer) -> int:
+    """The number that stands for ``optimizer`` in a program."""
+    return _handle_at(id(optimizer))
+
+
+@torch.compiler.assume_constant_result
+def _handle_at(address: int) -> int:
+    optimizer = _object_at(address)
+    if optimizer not in _handles:
+        handle = next(_next_handle)
+        _handles[optimizer] = handle
+        _optimizers[handle] = optimizer
+    return _handles[optimizer]
+
+
+def _object_at(address: int) -> Any:
+    """The living object with this ``id``: torch 2.11 gives constant functions no objects."""
+    return ctypes.cast(address, ctypes.py_object).value
+
+
+def known_optimizers() -> list[torch.optim.Optimizer]:
+    """Those that a compiled step has stepped, as long as they live."""
+    return list(_optimizers.values())
+
+
+def optimizer_of(handle: int) -> torch.optim.Optimizer:
+    """The optimizer behind a handle.  Raises: KeyError once it has been deleted."""
+    return _optimizers[handle]
+
+
+# ``self.__dict__["param_groups"]``: the attribute itself makes Dynamo guard every
+# hyperparameter and turn ``capturable`` on.
+def _parameters_with_gradients(optimizer):
+    parameters = []
+    for group in optimizer.__dict__["param_groups"]:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters.append(parameter)
+    return parameters
+
+
+def _update(optimizer, found_inf=None):
+    parameters = _parameters_with_gradients(optimizer)
+    gradients = [parameter.grad for parameter in parameters]
+    with torch.no_grad():
+        updated = ops.optimizer_step(parameters, gradients, handle_of(optimizer), found_inf)
+        for parameter, value in zip(parameters, updated, strict=True):
+            parameter.copy_(value)
+
+
+def step(self, closure=None):
+    """``Optimizer.step``."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    _update(self)
+    return loss
+
+
+def zero_grad(self, set_to_none=True):
+    """``Optimizer.zero_grad``."""
+    for group in self.__dict__["param_groups"]:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+
+def _prepare_scale(scaler):
+    return _prepare_scale_at(id(scaler))
+
+
+@torch.compiler.assume_constant_result
+def _prepare_scale_at(address: int) -> bool:
+    """Make the scale tensor that ``GradScaler`` would make at its first ``scale``."""
+    scaler = _object_at(address)
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    if "_zerofx_found_inf" not in scaler.__dict__:
+        scaler._zerofx_found_inf = {}
+    return True
+
+
+def scale(self, outputs):
+    """``GradScaler.scale``."""
+    if not self._enabled:
+        return outputs
+    _prepare_scale(self)
+    if isinstance(outputs, torch.Tensor):
+        return outputs * self._scale.to(outputs.device)
+    return type(outputs)(scale(self, output) for output in outputs)
+
+
+def unscale_(self, optimizer):
+    """``GradScaler.unscale_``: gradients are averages already, so found-inf agrees over ranks."""
+    if not self._enabled:
+        return
+    _prepare_scale(self)
+    handle = handle_of(optimizer)
+    if handle in self._zerofx_found_inf:
+        raise RuntimeError(
+            "unscale_() has already been called on this optimizer since the last update()."
+        )
+    parameters = _parameters_with_gradients(optimizer)
+    with torch.no_grad():
+        inverse = self._scale.double().reciprocal().float()
+        finite = []
+        for parameter in parameters:
+            finite.append(parameter.grad.isfinite().all())
+            parameter.grad.mul_(inverse.to(parameter.grad.device))
+        found_inf = torch.stack(finite).all().logical_not().float().reshape(1)
+    self._zerofx_found_inf[handle] = found_inf
+
+
+def scaler_step(self, optimizer, *args, **kwargs):
+    """``GradScaler.step``: the update is skipped where a gradient is not finite."""
+    if not self._enabled:
+        return optimizer.step(*args, **kwargs)
+    if "closure" in kwargs or args:
+        raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+    _prepare_scale(self)
+    handle = handle_of(optimizer)
+    if handle not in self._zerofx_found_inf:
+        unscale_(self, optimizer)
+    _update(optimizer, self._zerofx_found_inf[handle])
+    return None
+
+
+def update(self, new_scale=None):
+    """``GradScaler.update``."""
+    if not self._enabled:
+        return
+    with torch.no_grad():
+        if new_scale is not None:
+            if isinstance(new_scale, torch.Tensor):
+                self._scale.copy_(new_scale)
+            else:
+                self._scale.fill_(new_scale)
+        else:
+            found_inf = torch.zeros_like(self._scale).reshape(1)
+            for found in self._zerofx_found_inf.values():
+                found_inf = found_inf + found.to(found_inf.device)
+            torch.ops.aten._amp_update_scale_(
+                self._scale,
+                self._growth_tracker,
+                found_inf,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
+    self._zerofx_found_inf = {}
+
+
+SUBSTITUTES: dict[type, dict[str, Callable[..., Any]]] = {
+    torch.optim.Optimizer: {"step": step, "zero_grad": zero_grad},
+    torch.amp.GradScaler: {
+        "scale": scale,
+        "unscale_": unscale_,
+        "step": scaler_step,
+        "update": update,
+    },
+}

@@ -1,0 +1,22 @@
+"""The commands of ``python -m zerofx``, one module each.
+
+A module's ``add_to(subparsers)`` adds the command's parser, and sets its default ``run`` to a
+function of the parsed arguments that returns the exit status.  It raises CommandError for what
+the user should be told; it imports what is slow where that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zerofx.cli import bisect, diff, explain, run, timeline
+
+COMMANDS: tuple[Callable[[Any], None], ...] = (
+    run.add_to,
+    diff.add_to,
+    timeline.add_to,
+    explain.add_to,
+    bisect.add_to,
+)
+"""Each command's ``add_to``, in the order in which help lists them."""

@@ -1,0 +1,184 @@
+"""``python -m zerofx run``: run a dumped program again, on shapes alone or on random inputs."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+from zerofx import compat
+from zerofx.errors import CommandError
+from zerofx.options import environment
+from zerofx.replay.in_process_group import MOST_RANKS_IN_TURNS, alone, in_group, in_turns
+from zerofx.replay.random_run import Results, run_random
+from zerofx.report.python_text import value_text
+from zerofx.report.read import DumpedProgram, read
+from zerofx.runtime.comm.communication import default_group
+
+
+def add_to(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="run a dumped program again",
+        description="Run a dumped program: on shapes alone, or with --random on random tensors. "
+        "Under torchrun every process runs its rank's; otherwise one process runs all ranks', one "
+        "after the other, if their dumps lie beside this one.",
+    )
+    parser.add_argument("program", type=Path, help="rank0/<function>/<number>_<pass>.py")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--fake", action="store_true", help="on shapes alone (default)")
+    how.add_argument("--random", action="store_true", help="on random inputs")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
+    parser.add_argument(
+        "--sgd", action="store_true", help="update with plain SGD, whatever the optimizer was"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    program = read(chosen.program)
+    check_runs(program)
+    if not chosen.random:
+        outputs = run_fake(program)
+        print(f"{program.title} runs on shapes alone; what it returns:")
+        print(_table(outputs, program))
+        return 0
+    refuse_missing_devices(program)
+    group = default_group(environment())
+    if group is not None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != program.world_size:
+            raise CommandError(
+                f"{program.path} is for {program.world_size} ranks, and torchrun has started {size}"
+            )
+        mine = of_rank(program, rank)
+        results = run_random(mine, in_group(group), chosen.seed, chosen.sgd)
+        if mine is program:
+            _tell(program, results, f"rank {rank} of {size} processes", chosen)
+        return 0
+    programs = all_ranks(program)
+    if programs is None:
+        results = run_random(program, alone(program.world_size), chosen.seed, chosen.sgd)
+        how = f"rank {program.rank} alone: each of {program.world_size} ranks holds what it does"
+        _tell(program, results, how, chosen)
+        return 0
+    calls = [
+        lambda exchange, one=one: run_random(one, exchange, chosen.seed, chosen.sgd)
+        for one in programs
+    ]
+    everyone = in_turns(calls)
+    others = f" of {len(programs)}, which ran in turns" if len(programs) > 1 else ", the only one"
+    _tell(program, everyone[program.rank], f"rank {program.rank}{others}", chosen)
+    return 0
+
+
+def check_runs(program: DumpedProgram) -> None:
+    """Raises: CommandError for what the dump does not hold enough of, or is of another torch."""
+    if program.facts["OBSTACLES"]:
+        raise CommandError(
+            f"{program.path} can be read, but not run: {'; '.join(program.facts['OBSTACLES'])}"
+        )
+    version, here = (_minor(text) for text in (program.torch_version, torch.__version__))
+    if version != here:
+        raise CommandError(
+            f"{program.path} was dumped with torch {version}, and this is torch {here}, whose "
+            "operators may differ. Run it with that torch, or dump the step again."
+        )
+
+
+def refuse_missing_devices(program: DumpedProgram) -> None:
+    devices = {of["device"] for of in program.facts["INPUTS"].values() if "device" in of}
+    for device in sorted(devices):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise CommandError(
+                f"{program.path} is for {device}, which is not here: {error}. Without --random it "
+                "runs on shapes alone, which needs no device."
+            ) from error
+
+
+def all_ranks(program: DumpedProgram) -> list[DumpedProgram] | None:
+    """Every rank's dump of this program, from the folders beside its own; None if not all are."""
+    if program.world_size > MOST_RANKS_IN_TURNS:
+        return None
+    try:
+        return [of_rank(program, rank) for rank in range(program.world_size)]
+    except (OSError, CommandError):
+        return None
+
+
+def of_rank(program: DumpedProgram, rank: int) -> DumpedProgram:
+    """Another rank's dump of the same program.  Raises: CommandError, OSError if there is none."""
+    if rank == program.rank:
+        return program
+    path = program.path.absolute()
+    other = read(path.parents[2] / f"rank{rank}" / path.parent.name / path.name)
+    check_runs(other)
+    if (other.rank, other.world_size) != (rank, program.world_size):
+        raise CommandError(f"{other.path} is rank {other.rank}'s of {other.world_size}")
+    return other
+
+
+def run_fake(program: DumpedProgram) -> Any:
+    """Run the program on tensors without elements, through every operator's own idea of shapes."""
+    names = program.namespace()
+    with compat.fake_tensors():
+        inputs = [
+            torch.empty_strided(
+                of["shape"], of["stride"], dtype=getattr(torch, of["dtype"]), device=of["device"]
+            )
+            if "shape" in of
+            else of["value"]
+            for of in program.facts["INPUTS"].values()
+        ]
+        with torch.no_grad():
+            return names["program"](*inputs)
+
+
+def _tell(program: DumpedProgram, results: Results, how: str, chosen: argparse.Namespace) -> None:
+    print(f"{program.title} on random inputs of seed {chosen.seed}, {how}; what it returns:")
+    print(_table(results.returned, program))
+    if results.after:
+        print("\nand leaves behind:")
+        print(_table(results.after, program))
+    if chosen.sgd and program.facts["OPTIMIZERS"]:
+        print("\nPlain SGD has stood in for its optimizers.")
+
+
+def _table(values: Any, program: DumpedProgram) -> str:
+    """A line per tensor: shape, and of one with elements a checksum and its norm."""
+    named = dict(values) if isinstance(values, Mapping) else _named(values, program)
+    rows = []
+    for name, value in named.items():
+        row = [name, value_text(value) or "None"]
+        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+            row += [checksum(value), f"{value.detach().double().norm().item():.6g}"]
+        rows.append(row)
+    return tabulate(rows, headers=("", "", "checksum", "norm"), disable_numparse=True)
+
+
+def _named(values: Sequence[Any], program: DumpedProgram) -> dict[str, Any]:
+    gradients, sharded = program.facts["GRADIENTS"], program.facts["SHARDED_RESULTS"]
+    named = {}
+    for position, value in enumerate(values):
+        what = f" gradient of {gradients[position]}" if position in gradients else ""
+        shard = " (shard)" if position in sharded else ""
+        named[f"{position}{what}{shard}"] = value
+    return named
+
+
+def checksum(value: torch.Tensor) -> str:
+    """Of a tensor's elements, bit by bit, whatever its strides."""
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])

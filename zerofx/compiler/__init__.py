@@ -1,0 +1,1 @@
+"""One compiled program: capture, passes, agreement, lowering, first call."""

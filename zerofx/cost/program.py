@@ -1,0 +1,314 @@
+"""What a program costs before it runs: the bytes alive at each of its nodes, and their seconds."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from zerofx import compat
+from zerofx.hardware import Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import aliased_inputs, input_role, mutated_inputs, role
+from zerofx.ir.parameters import ParameterTable
+
+aten = torch.ops.aten
+
+UPDATE_TEMPORARIES = 2
+"""Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
+
+
+OWNER_TEMPORARIES = 3
+"""Tensors of an owner's share: what it receives, what it makes of it, and what it makes that in."""
+
+
+def live_bytes(
+    graph: fx.Graph,
+    world_size: int,
+    ignored: Collection[fx.Node] = (),
+    *,
+    early_updates: bool = False,
+    sockets: bool = False,
+    table: ParameterTable | None = None,
+    hinted: bool = False,
+) -> list[int]:
+    """Bytes that the program has allocated on the device and not freed while each node runs.
+
+    In program order; inputs (parameters, optimizer states, the batch) and constants are not
+    counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer
+    counts that a reduction on a CPU receives into.  In a world of one, collectives allocate
+    nothing.  Memory lives until the last reader of the last view of it; what one call carries to
+    the next is there from the program's start, and to its end.  ``ignored`` nodes count as views
+    of nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each
+    update counts as run where its gradient is there, as ``update_in_backward`` will have it.  With
+    a ``table`` it allocates what it does on the rank whose shard is largest, so that ranks that
+    plan with these bytes plan alike.  Symbolic sizes get guards, unless what is said is ``hinted``.
+    """
+    place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
+    if early_updates:
+        _move_updates_up(place)
+    nodes = sorted(graph.nodes, key=place.__getitem__)
+    changes = [0] * (len(nodes) + 1)
+    bytes_of = _hinted if hinted else _bytes_of
+    for made in _allocations(nodes, world_size, ignored, sockets, table, bytes_of):
+        changes[made.begin] += made.nbytes
+        changes[made.end + 1] -= made.nbytes
+    alive: list[int] = []
+    total = 0
+    for node, change in zip(nodes, changes, strict=False):
+        position, _ = place[node]
+        alive += [total] * (position - len(alive))  # where a node has gone, nothing happens
+        total += change
+        alive[position:] = [max([total, *alive[position:]])]
+    return alive
+
+
+class Allocation(NamedTuple):
+    """Bytes that are on the device from one position of a program to another, both included.
+
+    ``part`` is which of the node's results they hold; ``own`` says that they are no result, but
+    what the node allocates for itself.  Units: bytes; positions in the program's order.
+    """
+
+    node: fx.Node
+    part: int
+    begin: int
+    end: int
+    nbytes: int
+    own: bool = False
+
+
+def allocations(
+    graph: fx.Graph, world_size: int, *, sockets: bool = False
+) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
+    """What ``live_bytes`` counts, one by one; and which of it, as (node, part), a result lies in.
+
+    At any position, the bytes of those allocations that are alive there add up to it.  But no
+    guard is made of a symbolic size: this is for who looks at programs, and must not change them.
+    """
+    lies_in: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
+    nodes = list(graph.nodes)
+    return list(_allocations(nodes, world_size, (), sockets, None, _hinted, lies_in)), lies_in
+
+
+def _allocations(
+    nodes: Sequence[fx.Node],
+    world_size: int,
+    ignored: Collection[fx.Node],
+    sockets: bool,
+    table: ParameterTable | None,
+    bytes_of: Callable[[Any], int],
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]] | None = None,
+) -> Iterator[Allocation]:
+    """What is allocated while these nodes run one after the other; notes where results lie."""
+    order = {node: position for position, node in enumerate(nodes)}
+    skipped = set(ignored)
+    roots = {} if roots is None else roots
+    sizes: dict[tuple[fx.Node, int], int] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+    for node in nodes:
+        roots[node] = _roots(node, world_size, roots, sizes, skipped, bytes_of)
+        death = max((_done_with(user, order) for user in node.users), default=order[node])
+        for root in roots[node]:
+            last[root] = max(last.get(root, 0), death)
+    for (node, part), nbytes in sizes.items():
+        begin = 0 if node.target is ops.resume_gather else order[node]
+        yield Allocation(node, part, begin, last.get((node, part), order[node]), nbytes)
+    for node in nodes:
+        here = order[node]
+        if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
+            received = bytes_of(node.args[0].meta["val"])
+            if world_size > 1 and node.meta["val"].device.type == "cpu":
+                yield Allocation(node, 0, here, _done_with(node, order), received, own=True)
+        if node.target is ops.on_owners:
+            temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
+            yield Allocation(node, 0, here, here, temporary, own=True)
+        if node.target is ops.update:
+            value = node.args[0].meta["val"]
+            nbytes = bytes_of(value)
+            if table is not None and value.dim() == 1:
+                largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
+                nbytes = max(nbytes, largest)
+            yield Allocation(node, 0, here, here, UPDATE_TEMPORARIES * nbytes, own=True)
+
+
+def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
+    """Place each update, and what only it waits for, behind the last thing that these need."""
+
+    def move(node: fx.Node, turn: int) -> None:
+        stays = node.op != "call_function" or ops.is_ours(node.target) or mutated_inputs(node)
+        if place[node][1] or (stays and node.target is not ops.update) or not node.all_input_nodes:
+            return
+        for operand in node.all_input_nodes:
+            move(operand, turn)
+        place[node] = max(place[operand][0] for operand in node.all_input_nodes), turn
+
+    updates = [node for node in place if node.target is ops.update]
+    for turn, update in enumerate(updates, 1):
+        move(update, turn)
+
+
+def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
+    """When a reader needs its operands no more: a collective reads them until its wait."""
+    if reader.target is ops.carry:
+        return len(order) - 1
+    if reader.target in ops.STARTS or ops.is_move(reader.target):
+        return max(_done_with(user, order) for user in reader.users)
+    return order[reader]
+
+
+def _roots(
+    node: fx.Node,
+    world_size: int,
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]],
+    sizes: dict[tuple[fx.Node, int], int],
+    skipped: set[fx.Node],
+    bytes_of: Callable[[Any], int],
+) -> set[tuple[fx.Node, int]]:
+    """The allocations that a node's result lies in; notes the size of a new one."""
+    if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
+        return set()
+    if node.target is operator.getitem:
+        part = node.args
+        if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results
+            return {part}
+        return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
+    sources = aliased_inputs(node) or mutated_inputs(node)
+    if world_size == 1 and node.target in ops.STARTS:
+        sources = node.all_input_nodes
+    if sources:
+        return set().union(*(roots[source] for source in sources))
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    made = set()
+    for index, part in enumerate(parts):
+        if isinstance(part, torch.Tensor):
+            sizes[node, index] = bytes_of(part)
+            made.add((node, index))
+    return made
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of a tensor; a size that is a symbol gets a guard.
+
+    For a plan that fits a budget with these sizes may not with others.
+    """
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _hinted(value: Any) -> int:
+    """Bytes of a tensor as it was when captured: no guard is made of a symbolic size."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
+
+
+_ON_HOST = (*ops.TO_HOST, *ops.FROM_FILE, ops.value_to_file)
+
+UPDATE_STREAMS = 7
+"""What AdamW reads and writes: a gradient, and the value and both moments twice."""
+
+# torch counts these from 2.15 on.
+_COUNTED_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
+    """What a node computes for, by a roofline: its arithmetic or its memory, whichever is slower.
+
+    Nothing for views and for communication, which is the link's.  Operators count one by one,
+    though a compiler may fuse them.  Ranks must predict alike, and their shards have different
+    lengths: an update counts as one of an equal share, other arithmetic on shards as nothing.
+    Source: Williams et al. 2009, "Roofline".
+    """
+    if node.op != "call_function" or _is_of_shards(node):
+        return 0.0
+    nbytes = 0
+    if node.target is ops.update:
+        info = table[node.args[3]]
+        nbytes = UPDATE_STREAMS * info.nbytes
+        sharded = node.args[0].meta["val"].shape != info.shape
+        return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
+    if node.target is ops.flatten_bucket:
+        return 2 * _bytes_in(node) / figures.memory_bytes_per_s
+    if node.target is ops.on_owners:
+        return node.args[5] / figures.flops_per_s
+    if ops.is_ours(node.target) or (aliased_inputs(node) and not mutated_inputs(node)):
+        return 0.0
+    nbytes = sum(_bytes_in(operand) for operand in node.all_input_nodes) + _bytes_in(node)
+    return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
+
+
+def host_update_s(start: fx.Node, figures: Figures, table: ParameterTable) -> float:
+    """What the updates of equal shares take on the host, by its memory.  Units: seconds."""
+    infos = [table[index] for index in start.args[3]]
+    return sum(UPDATE_STREAMS * i.nbytes / i.world_size for i in infos) / figures.host_bytes_per_s
+
+
+def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:
+    """Bytes of an even share of the tensors that an ``on_owners`` is about, as gradients.
+
+    An update may send them in a narrower dtype.  With a ``table`` all ranks count alike.
+    """
+    gradients = [gradient.meta["val"] for gradient in node.args[1]]
+    if table is None:
+        return sum(map(_bytes_of, gradients))
+    wholes = zip(node.args[3], gradients, strict=True)
+    nbytes = sum(table[index].numel * gradient.itemsize for index, gradient in wholes)
+    return -(-nbytes // world_size)
+
+
+def flops(node: fx.Node) -> int:
+    """Floating point operations of matrix products, convolutions and attention; 0 of others.
+
+    And of those that torch's own count does not take.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(packet) or flop_registry.get(_COUNTED_LIKE.get(packet))
+    if count is None:
+        return 0
+
+    def sized(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # of known sizes, lest counting adds guards
+            sizes = [compat.size_hint(size) for size in value.shape]
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
+        return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    def value_of(operand: fx.Node) -> Any:
+        return sized(operand.meta.get("val"))
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    result = node.meta.get("val")
+    made = tuple(map(sized, result)) if isinstance(result, (tuple, list)) else sized(result)
+    try:
+        return int(count(*args, **kwargs, out_val=made))
+    except (AssertionError, IndexError, TypeError, ValueError):
+        # torch's formulas do not know all that its operators take, such as attention whose
+        # queries have more heads.  That is no reason to refuse a step: its memory still counts.
+        return 0
+
+
+def _bytes_in(node: fx.Node) -> int:
+    """Bytes of a node's tensors, without guards: a prediction need not hold for other sizes."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return sum(map(_hinted, parts))
+
+
+def _is_of_shards(node: fx.Node) -> bool:
+    """Whether a node does arithmetic on flat shards, but for an update."""
+    if role(node) in ("on_shard", "partial", "gather_cast", "finish_reduction"):
+        return True
+    return node.target is not ops.update and any(
+        operand.op == "placeholder" and input_role(operand).sharded
+        for operand in node.all_input_nodes
+    )

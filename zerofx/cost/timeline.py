@@ -1,0 +1,227 @@
+"""When things happen in a program, as predicted: compute on one stream, the link on another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from zerofx.cost.program import host_update_s, owned_bytes, seconds
+from zerofx.hardware import Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import changes_files, hinted_bytes, role, value_bytes
+from zerofx.ir.parameters import ParameterTable, shard_numel
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective or move: how long it travels, and for how long its wait makes ranks idle."""
+
+    seconds: float
+    exposed_s: float
+
+    @property
+    def is_hidden(self) -> bool:
+        return self.exposed_s <= 0.01 * self.seconds
+
+    def __str__(self) -> str:
+        if not self.seconds:
+            return "no transfer"
+        words = f"{milliseconds(self.seconds)} of transfer"
+        if self.is_hidden:
+            return f"{words}, hidden behind compute"
+        if self.exposed_s >= 0.99 * self.seconds:
+            return f"{words}, exposed"
+        return f"{words}, {milliseconds(self.exposed_s)} of it exposed"
+
+
+class Span(NamedTuple):
+    """When a node keeps a lane busy, from the program's start.  Units: seconds."""
+
+    node: fx.Node
+    lane: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program's predicted seconds.  ``transfers`` are by the node that starts each.
+
+    ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
+    has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``,
+    ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these can beat.
+    ``issued_s`` is when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever
+    takes no time has none, and a ``wait`` for what is late has one on the lane ``waiting``.
+    """
+
+    compute_s: float
+    exposed_s: float
+    transfers: Mapping[fx.Node, Transfer]
+    lanes: Mapping[str, float] = field(default_factory=dict)
+    bound_s: float = 0.0
+    issued_s: Sequence[float] = ()
+    spans: Sequence[Span] = ()
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+    @property
+    def busiest(self) -> str:
+        """The lane that has most to do: no step takes less than that."""
+        return max(self.lanes, key=self.lanes.__getitem__)
+
+    @property
+    def transfer_s(self) -> float:
+        return sum(transfer.seconds for transfer in self.transfers.values())
+
+    def __str__(self) -> str:
+        return (
+            f"{milliseconds(self.compute_s)} of compute, {milliseconds(self.transfer_s)} of "
+            f"transfers, {milliseconds(self.exposed_s)} of them exposed"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node has to do, and on which lane.  A lane does one thing after the other."""
+
+    lane: str
+    seconds: float
+
+
+def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
+    """What one node takes by these figures.  What is waited for has been the start's to do."""
+    if node.target in ops.STARTS:
+        is_new = node.target is not ops.resume_gather
+        return Work("link", transfer_s(node, figures, world_size) if is_new else 0.0)
+    if ops.is_move(node.target):
+        way = "to device" if node.target in ops.TO_DEVICE else "to host"
+        return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
+    if node.target in (*ops.FROM_FILE, *ops.TO_FILE):
+        return Work("files", _filed_bytes(node) / figures.file_bytes_per_s)
+    if node.target in ops.HOST_UPDATES:
+        return Work("updates", host_update_s(node, figures, table))
+    return Work("compute", seconds(node, figures, table))
+
+
+def _filed_bytes(node: fx.Node) -> int:
+    """What a node reads from files, or may have to write there."""
+    if node.target in ops.TO_FILE and not changes_files(node):
+        return 0
+    return hinted_bytes(node.args[0] if node.target in ops.TO_FILE else node)
+
+
+def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
+    """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
+
+    The link carries one collective at a time, in the order of starts.  Without overlap it begins
+    at the wait.  What the call before has carried over has arrived, and what this one carries
+    over is waited for by the next.  Copies to and from the host have a lane of their own each way,
+    and so have updates on the host, and reads and writes of files together: states count as if
+    none stayed in host memory from step to step.
+    """
+    compute_s = idle_s = 0.0
+    free_s = dict.fromkeys(LANES, 0.0)
+    done: dict[fx.Node, float] = {}
+    transfers: dict[fx.Node, Transfer] = {}
+    works = {node: work_of(node, figures, table, world_size) for node in graph.nodes}
+    lanes = dict.fromkeys(LANES, 0.0)
+    issued_s: list[float] = []
+    spans: list[Span] = []
+
+    def busy(node: fx.Node, lane: str, begin_s: float, seconds: float) -> None:
+        if seconds > 0:
+            spans.append(Span(node, lane, begin_s, begin_s + seconds))
+
+    for node, work in works.items():
+        lanes[work.lane] += work.seconds
+        now = compute_s + idle_s
+        issued_s.append(now)
+        if work.lane != "compute":
+            transfers[node] = Transfer(work.seconds, 0.0)
+            if figures.overlaps or work.lane != "link":
+                begin_s = max(free_s[work.lane], now)
+                free_s[work.lane] = done[node] = begin_s + work.seconds
+                busy(node, work.lane, begin_s, work.seconds)
+        elif node.target in ops.WAITS:
+            start = node.args[0]
+            travels_s = transfers[start].seconds
+            late_s = max(done[start] - now, 0.0) if start in done else travels_s
+            # The rest is spent on transfers before it, which nobody has waited for yet.
+            transfers[start] = Transfer(travels_s, min(late_s, travels_s))
+            if start not in done:
+                busy(start, "link", now, travels_s)
+            busy(node, WAITING, now, late_s)
+            idle_s += late_s
+        elif node.target is ops.on_owners:
+            share = owned_bytes(node, world_size, table)
+            travels_s = 2 * figures.transfer_s(share, world_size)
+            transfers[node] = Transfer(travels_s, travels_s)
+            lanes["link"] += travels_s
+            for begin_s in (now, now + travels_s / 2 + work.seconds):  # there, and back
+                busy(node, "link", begin_s, travels_s / 2)
+                busy(node, WAITING, begin_s, travels_s / 2)
+            busy(node, "compute", now + travels_s / 2, work.seconds)
+            compute_s += work.seconds
+            idle_s += travels_s
+        else:
+            busy(node, "compute", now, work.seconds)
+            compute_s += work.seconds
+    bound_s = least_s(works)
+    return Timeline(compute_s, idle_s, transfers, lanes, bound_s, issued_s, spans)
+
+
+WAITING = "waiting"
+"""The lane of what a rank does while it does nothing but wait."""
+
+LANES = ("compute", "link", "to host", "to device", "updates", "files")
+
+
+def least_s(works: Mapping[fx.Node, Work]) -> float:
+    """What no schedule of a program's nodes can beat, however many of them wait at once.
+
+    A lane begins when the first of its nodes has what it reads, and when the last of them is done
+    there is still to do what follows from it; in between is at least all that the lane has to do.
+    """
+    begins: dict[fx.Node, float] = {}
+    for node in works:
+        begins[node] = max(
+            (begins[n] + works[n].seconds for n in node.all_input_nodes), default=0.0
+        )
+    rest: dict[fx.Node, float] = {}
+    for node in reversed(list(works)):
+        rest[node] = max((works[user].seconds + rest[user] for user in node.users), default=0.0)
+    bounds = [0.0]
+    for lane in LANES:
+        busy = [node for node, work in works.items() if work.lane == lane and work.seconds]
+        if busy:
+            first, last = min(map(begins.__getitem__, busy)), min(map(rest.__getitem__, busy))
+            bounds.append(first + sum(works[node].seconds for node in busy) + last)
+    bounds += [begins[node] + works[node].seconds + rest[node] for node in works]
+    return max(bounds)
+
+
+def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
+    """Bytes of a move of equal shares: ranks predict alike, whose shards differ in length."""
+    if move.target in ops.ACTIVATION_MOVES:
+        return hinted_bytes(move)
+    itemsize = move.args[0][0].meta["val"].dtype.itemsize
+    return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in move.args[1])
+
+
+def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
+    """How long a collective travels by itself, from the buffer that its ranks make of it."""
+    if start.target in (ops.all_gather_start, ops.resume_gather):
+        return figures.transfer_s(value_bytes(start), world_size)
+    nbytes = value_bytes(start.args[0])
+    if start.target is ops.all_reduce_start and role(start) == "reduce_gradient":
+        nbytes *= 2
+    return figures.transfer_s(nbytes, world_size)
+
+
+def milliseconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms"

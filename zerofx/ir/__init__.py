@@ -1,0 +1,1 @@
+"""The program's language: operators, parameters, and questions about a graph."""

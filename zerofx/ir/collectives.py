@@ -1,0 +1,64 @@
+"""A program's collectives as text: what ranks compare before the first of them runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import operands_of_updates, role, served, value_bytes
+from zerofx.ir.parameters import ParameterTable
+
+aten = torch.ops.aten
+
+
+def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str, ...]:
+    """One line per parameter, then one per collective in program order.
+
+    Shapes of batches are left out: they may differ between ranks.
+    """
+    lines = [f"stage {stage}"]
+    for info in table:
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        frozen = "" if info.requires_grad else " frozen"
+        lines.append(f"parameter {info.name} {info.dtype} {shape}{frozen}")
+    for node in gm.graph.nodes:
+        if node.target in ops.STARTS:
+            kind = node.target._schema.name.removeprefix("zerofx::").removesuffix("_start")
+            name = served(node, table)
+            nbytes = max(value_bytes(node), value_bytes(node.args[0]))
+            lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
+        elif node.target is ops.on_owners:
+            names = (table[index].name for index in node.args[3])
+            owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
+            lines.append(f"updates of whole {', '.join(owners)}")
+        else:
+            names = (table[update.parameter].name for update in operands_of_updates(node))
+            lines += [f"update {name}" for name in names]
+    lines += _numbers_in_gradients(gm.graph)
+    return tuple(lines)
+
+
+def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
+    """A line per operation between averaged gradients and updates that takes a plain number.
+
+    The number may be a rank's own, as that of its batch's rows is, and each rank would scale
+    its own shards by it.
+    """
+    averaged: set[fx.Node] = set()
+    lines = []
+    for node in graph.nodes:
+        if node.target is ops.wait and role(node) == "reduce_gradient":
+            averaged.add(node)
+        if node.op != "call_function" or ops.is_ours(node.target):
+            continue
+        if averaged.isdisjoint(node.all_input_nodes):
+            continue
+        averaged.add(node)
+        if getattr(node.target, "overloadpacket", None) in _ARITHMETIC:
+            numbers = [str(value) for value in node.args if isinstance(value, int | float)]
+            lines += [f"{node.target} of averaged gradients and {number}" for number in numbers]
+    return lines
+
+
+_ARITHMETIC = {aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow}

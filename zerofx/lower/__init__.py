@@ -1,0 +1,1 @@
+"""From the passes' program to a callable: folds, regions, operators bound to a runtime."""

@@ -1,0 +1,126 @@
+"""Let an update's kernel do what a step does to the gradient, element by element, just before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx, nn
+
+from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliased_inputs,
+    erase_unused,
+    program_order,
+    value_bytes,
+    writers,
+)
+
+
+def fold_gradient_work(
+    graph: fx.Graph, root: nn.Module, is_compute: Callable[[fx.Node], bool]
+) -> None:
+    """Give updates the gradient as it is before elementwise work that nobody else needs.
+
+    Before::
+
+        mul = mul(g, clip);  update(p, mul, 1, 0);  mul_1 = mul(h, clip);  update(q, mul_1, 1, 1)
+
+    After, with a ``GradientWork`` of ``root``'s::
+
+        update(p, g, 1, 0, work=multiply, coefficients=[clip])
+        update(q, h, 1, 1, work=multiply, coefficients=[clip])
+
+    The gradient is then read once and not written again, and updates stand next to each other:
+    one kernel takes those of a bucket.  What else reads a result of the work needs it in memory,
+    and it stays (``p.grad`` that outlives the step); unless it is computed where the result is, as
+    a norm, which needs none.  ``is_compute`` tells what is compiled together.
+    """
+    known: dict[tuple, fx.Node] = {}
+    order = program_order(graph)
+    runs = _runs(graph, is_compute)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for update in [node for node in graph.nodes if node.target is ops.update]:
+        folded = _foldable(update, order, runs)
+        if folded is None:
+            continue
+        nodes, gradient = folded
+        work, coefficients = GradientWork.of(nodes, gradient)
+        if any(may_be_overwritten(number, update, order) for number in coefficients):
+            continue  # it is read by then, and not where the step reads it
+        if work.computation not in known:
+            name = f"gradient_work_{len(known)}"
+            setattr(root, name, work)
+            with graph.inserting_after(inputs[-1]):
+                known[work.computation] = graph.get_attr(name)
+        update.update_arg(1, gradient)
+        work_of = {"work": known[work.computation], "coefficients": coefficients}
+        update.kwargs = {**update.kwargs, **work_of}
+        erase_unused(graph, [nodes[-1]])
+
+
+def _runs(graph: fx.Graph, is_compute: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
+    """Number the runs of compute that are compiled together."""
+    runs, number = {}, 0
+    for node in graph.nodes:
+        runs[node] = number
+        number += not is_compute(node)
+    return runs
+
+
+def _foldable(
+    update: fx.Node, order: dict[fx.Node, int], runs: dict[fx.Node, int]
+) -> tuple[list[fx.Node], fx.Node] | None:
+    """The most work before an update that starts from one flat tensor; and that tensor."""
+    shape = tuple(update.args[1].meta["val"].shape)
+    inside = {update}
+    edge = {update.args[1]}
+    found: tuple[list[fx.Node], fx.Node] | None = None
+    while edge:
+        node = max(edge, key=order.__getitem__)
+        if not (may_be_work(node) and tuple(node.meta["val"].shape) == shape):
+            break
+        if not _is_needed_here_alone(node, inside, runs):
+            break
+        edge.remove(node)
+        inside.add(node)
+        edge.update(item for item in node.all_input_nodes if item.meta["val"].dim())
+        gradient, *others = edge
+        if not others and not may_be_overwritten(gradient, update, order):
+            found = sorted(inside - {update}, key=order.__getitem__), gradient
+    return found
+
+
+def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Node, int]) -> bool:
+    """Whether nobody else needs a result in memory.
+
+    Where others read it as it is computed, what it is computed from must take no more memory, as
+    that now lives on.
+    """
+    others = [user for user in node.users if user not in inside]
+    if not others:
+        return True
+    if any(value_bytes(item) > value_bytes(node) for item in node.all_input_nodes):
+        return False
+    return all(user.op == "call_function" and runs[user] == runs[node] for user in others)
+
+
+def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether a tensor may lie in memory that is written to before somebody would read it.
+
+    In a world of one, what has been gathered or reduced is what it was made of.
+    """
+    pending, seen = [operand], {operand}
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            role = node.meta.get("zerofx_input")
+            if role is not None and role.kind in ("parameter", "buffer"):
+                return True
+        if any(order[writer] < order[reader] for writer in writers(node) - {reader}):
+            return True
+        moves = node.target in (*ops.STARTS, ops.take_shard)
+        sources = node.all_input_nodes if moves else aliased_inputs(node)
+        pending += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return False

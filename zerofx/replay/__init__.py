@@ -1,0 +1,1 @@
+"""Programs run again in one process: operators in plain torch, and validation."""

@@ -1,0 +1,207 @@
+"""The part of two programs in which they differ: what leads from values that both compute alike
+to the first that they do not.
+
+Source of the idea: Weiser 1981, "Program Slicing".
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    InputRole,
+    aliases,
+    copied,
+    memory_of,
+    mutated_inputs,
+    placeholders,
+    program_order,
+    set_input_role,
+    writers,
+)
+from zerofx.replay.in_process_group import in_turns
+from zerofx.replay.replayed import ObservedProgram
+
+logger = logging.getLogger("zerofx")
+
+Same = Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The first node of a program that computes something else than its namesake before.
+
+    ``given`` are the names of those that compute the same on every rank, and whether that is the
+    same on all of them.
+    """
+
+    first: fx.Node | None
+    given: Mapping[str, bool]
+
+
+def compare_by_name(
+    before: Sequence[ObservedProgram], after: Sequence[ObservedProgram], rank: int, same: Same
+) -> Differences:
+    """Run both programs of all ranks, and compare nodes of one name; the first is this rank's."""
+    results: list[dict[str, torch.Tensor]] = [{} for _ in before]
+    alike: list[set[str]] = [set() for _ in before]
+    first: list[fx.Node] = []
+
+    def note(of: int, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor) and node.op == "call_function":
+            results[of][node.name] = result.detach().clone()
+
+    def compare(of: int, node: fx.Node, result: Any) -> None:
+        known = results[of].get(node.name)
+        if known is None or not isinstance(result, torch.Tensor):
+            return
+        if (known.shape, known.dtype) != (result.shape, result.dtype):
+            return
+        if bitwise(known, result):
+            alike[of].add(node.name)
+        elif of == rank and not first and not same(known, result):
+            first.append(node)
+
+    for programs, watch in ((before, note), (after, compare)):
+        watches = [partial(watch, of) for of in range(len(programs))]
+        in_turns([partial(one.run, watch=w) for one, w in zip(programs, watches, strict=True)])
+    given = {
+        name: all(bitwise(results[0][name], ranks[name]) for ranks in results)
+        for name in set.intersection(*alike)
+    }
+    return Differences(first[0] if first else None, given)
+
+
+def minimal(
+    before: Sequence[ObservedProgram],
+    after: Sequence[ObservedProgram],
+    what: str,
+    found: Differences,
+    same: Same,
+) -> tuple[list[ObservedProgram], list[ObservedProgram]] | None:
+    """The least part of both programs, by rank, that still differs; None if no part does.
+
+    ``what`` is what can be seen to differ, in case that no node of one name does.
+    """
+    for given in (found.given, {}):
+        try:
+            parts = _parts(before, what, found, given), _parts(after, what, found, given)
+            seen = [in_turns([one.run for one in programs]) for programs in parts]
+        except Exception as error:  # a part need not run: who asks has the whole
+            logger.debug("no part of the programs with %d inputs runs: %s", len(given), error)
+            continue
+        pairs = zip(*seen, strict=True)
+        if any(not same(one.get(w), two.get(w)) for one, two in pairs for w in {**one, **two}):
+            return parts
+    return None
+
+
+def _parts(
+    programs: Sequence[ObservedProgram], what: str, found: Differences, given: Mapping[str, bool]
+) -> list[ObservedProgram]:
+    """What leads to the first difference, of each rank's program."""
+    parts = []
+    for program in programs:
+        ends = _makers(program, what)
+        if found.first is not None:
+            ends = [node for node in program.graph.nodes if node.name == found.first.name]
+        parts.append(program.reduced_to(cut_out(program.module(), ends, given)))
+    return parts
+
+
+def _makers(program: ObservedProgram, what: str) -> list[fx.Node]:
+    """The nodes that write to the parameter, the gradient or the buffer that ``what`` names."""
+    facts = program.facts.facts
+    found = _NAMED.search(what)
+    inputs = zip(placeholders(program.graph), facts["INPUTS"].items(), strict=True)
+    names = {node: of.get("parameter", name) for node, (name, of) in inputs}
+    inputs_named = [node for node, name in names.items() if found and name == found[1]]
+    return [writer for node in inputs_named for writer in writers(node)]
+
+
+_NAMED = re.compile(r"(?:parameter|buffer|gradient of|is given for) (.+?)(?: for the \d+\. time)?$")
+
+
+def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and bits."""
+    if one.shape != other.shape:
+        return False
+    data = [value.detach().contiguous().view(-1).view(torch.uint8) for value in (one, other)]
+    return torch.equal(*data)
+
+
+def cut_out(
+    gm: fx.GraphModule, targets: Sequence[fx.Node], given: Mapping[str, bool]
+) -> fx.GraphModule:
+    """The least of a program that computes ``targets``, as a program that returns them.
+
+    Nodes named in ``given`` become inputs, the same on all ranks where it says so; but not those
+    whose memory somebody writes to, of which more than their value counts.
+    """
+    graph = copied(gm.graph)
+    nodes = {node.name: node for node in graph.nodes}
+    ends = [nodes[target.name] for target in targets]
+    inputs = {nodes[name] for name in given} - set(ends) - _written(graph)
+    needed = _needed(graph, ends, inputs)
+    least, kept = fx.Graph(), {}
+    for node in graph.nodes:  # inputs come first
+        if node in needed and node.op == "placeholder":
+            kept[node] = least.node_copy(node)
+    for node in graph.nodes:
+        if node in needed & inputs and node not in kept:
+            kept[node] = least.placeholder(node.name)
+            kept[node].meta = {"val": node.meta["val"]}
+            is_same = given[node.name]
+            set_input_role(kept[node], InputRole("buffer" if is_same else "other"))
+    for node in graph.nodes:
+        if node in needed and node not in kept:
+            kept[node] = least.node_copy(node, lambda source: kept[source])
+    returned = [kept[end] for end in ends if isinstance(end.meta.get("val"), torch.Tensor)]
+    least.output(tuple(returned))
+    return fx.GraphModule(gm, least)
+
+
+def _needed(graph: fx.Graph, ends: Iterable[fx.Node], inputs: Set[fx.Node]) -> set[fx.Node]:
+    """The nodes that the ends depend on: operands, and who has written to their memory before."""
+    order = program_order(graph)
+    needed: set[fx.Node] = set()
+    pending = list(ends)
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node in inputs or node.op == "placeholder":
+            continue
+        pending += node.all_input_nodes
+        for source in node.all_input_nodes:
+            pending += [one for one in _changers(source) if order[one] < order[node]]
+    return needed
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Every node whose memory somebody writes to or gives up."""
+    changed = [one for node in graph.nodes for one in _changed_by(node)]
+    roots = {root for one in changed for root in memory_of(one)}
+    return {alias for root in roots for alias in aliases(root)}
+
+
+def _changers(node: fx.Node) -> set[fx.Node]:
+    """Who writes to a node's memory, or gives it up."""
+    shared = {alias for root in memory_of(node) for alias in aliases(root)}
+    return {user for one in shared for user in one.users if one in _changed_by(user)}
+
+
+def _changed_by(node: fx.Node) -> list[fx.Node]:
+    if node.target in (ops.free, ops.drop_value):
+        return list(node.all_input_nodes)
+    return mutated_inputs(node)

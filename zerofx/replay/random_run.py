@@ -1,0 +1,129 @@
+"""Runs a dumped program on random inputs, which are the same for every program of a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.ir.parameters import ParameterTable
+from zerofx.replay.in_process_group import Exchange
+from zerofx.replay.reference import Reference, Updates
+from zerofx.report import optimizers
+from zerofx.report.read import DumpedProgram
+from zerofx.runtime.memory.flat import take_shard
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a program returns, and what it has made of parameters (whole) and buffers, by name."""
+
+    returned: Any
+    after: dict[str, Any]
+
+
+def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool) -> Results:
+    """Run one rank's program on random inputs."""
+    table = program.table()
+    inputs = random_inputs(program, table, seed)
+    updates = Updates(table, optimizers_of(program, table, sgd))
+    reference = Reference(table, program.rank, exchange, updates)
+    torch.manual_seed(_number(f"{seed} {program.rank}"))
+    returned = call(program, reference, list(inputs.values()))
+    return Results(returned, left_behind(program, reference, inputs))
+
+
+def left_behind(
+    program: DumpedProgram, reference: Reference, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a run has made of its inputs: parameters, whole, and buffers, by name.  Collective."""
+    indices = {info.name: info.index for info in reference.table}
+    after = {}
+    with torch.no_grad():
+        for name, of in program.facts["INPUTS"].items():
+            if of["kind"] == "parameter":
+                index, value = indices[of["parameter"]], inputs[name]
+                whole = reference.whole(value, index) if of.get("sharded") else value
+                after[f"parameter {of['parameter']}"] = whole
+            elif of["kind"] == "buffer":
+                after[f"buffer {name}"] = inputs[name]
+    return after
+
+
+def call(program: DumpedProgram, reference: Reference, inputs: Sequence[Any]) -> Any:
+    """Call a dumped program with these kernels for our operators."""
+    names = program.namespace()
+    names["zerofx"] = reference
+    with torch.no_grad():
+        return names["program"](*inputs)
+
+
+def optimizers_of(
+    program: DumpedProgram, table: ParameterTable, sgd: bool = False
+) -> Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the program's optimizers of stand-ins for its parameters, by number."""
+    described = program.facts["OPTIMIZERS"]
+
+    def make(number: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if sgd:
+            return torch.optim.SGD(stand_ins, lr=0.01)
+        names = {info.name: stand_in for info, stand_in in zip(table, stand_ins, strict=True)}
+        return optimizers.rebuild(described[number], names)
+
+    return make
+
+
+def random_inputs(program: DumpedProgram, table: ParameterTable, seed: int) -> dict[str, Any]:
+    """Inputs as the dump describes them, by name.
+
+    Parameters, their gradients and buffers are the same on all ranks, and for every program of a
+    step: shards are cut from the same whole tensors.  Batches are a rank's own.  Integers are 0 or
+    1, which index whatever has two elements.
+    """
+    infos = {info.name: info for info in table}
+    inputs: dict[str, Any] = {}
+    for name, of in program.facts["INPUTS"].items():
+        if "shape" not in of:
+            inputs[name] = of["value"]
+            continue
+        is_own = of.get("unreduced") or (of["kind"] == "other" and of["shape"] != ())
+        what = of.get("parameter", name)
+        seeds = f"{seed} {of['kind']} {what} {program.rank if is_own else 0}"
+        generator = torch.Generator().manual_seed(_number(seeds))
+        dtype, shape, stride = getattr(torch, of["dtype"]), of["shape"], of["stride"]
+        if of.get("sharded"):
+            info = infos[what]
+            whole = _random(info.shape, info.stride, dtype, of["kind"], generator)
+            value = take_shard(whole.to(info.device), info, program.rank)
+        else:
+            value = _random(shape, stride, dtype, of["kind"], generator)
+        inputs[name] = value.to(of["device"])
+    return inputs
+
+
+def _random(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    kind: str,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    value = torch.empty_strided(shape, stride, dtype=dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        high = 1 if kind == "buffer" or not shape else 2
+        return value.copy_(torch.randint(0, high, shape, generator=generator))
+    if not shape:  # a scale, a coefficient, a rate
+        return value.fill_(1)
+    if kind == "buffer":  # which may be a variance
+        return value.copy_(torch.rand(shape, generator=generator))
+    scale = shape[-1] ** -0.5 if kind == "parameter" and shape[-1] else 1.0
+    return value.copy_(torch.randn(shape, generator=generator) * scale)
+
+
+def _number(text: str) -> int:
+    """A seed that no two texts share."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -1,0 +1,308 @@
+"""What every ``zerofx::`` operator means, in plain torch: dumped programs run with these.
+
+They run one after another, with nothing beside the program and no buffer used twice, so that what
+they give is what a program says.  Compare the runtime, which is what a step runs with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.replay.in_process_group import Exchange
+from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat
+
+
+class Updates:
+    """Optimizers that update any tensor in place of their parameters.
+
+    ``make`` builds an optimizer of these stand-ins, by parameter index, the first time its number
+    is asked for.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        make: Callable[[int, list[nn.Parameter]], torch.optim.Optimizer],
+    ):
+        self._table, self._make = table, make
+        self._made: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter]]] = {}
+
+    def step(
+        self,
+        optimizer: int,
+        parameters: Sequence[int],
+        values: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Update ``values`` in place, unless a scaler has found an overflow."""
+        if found_inf is not None and found_inf.item():
+            return
+        if optimizer not in self._made:
+            stand_ins = list(map(_stand_in, self._table))
+            self._made[optimizer] = self._make(optimizer, stand_ins), stand_ins
+        made, stand_ins = self._made[optimizer]
+        for index, value, grad in zip(parameters, values, grads, strict=True):
+            self._cut_states(made.state.get(stand_ins[index], {}), self._table[index], value)
+            stand_ins[index].data = value.detach()
+            stand_ins[index].grad = grad.detach().to(value.device, value.dtype)
+        with torch.enable_grad():
+            made.step()
+        for index in parameters:
+            stand_ins[index].grad = None
+
+    def _cut_states(self, states: dict[str, Any], info: ParameterInfo, value: torch.Tensor) -> None:
+        """Cut states that are whole, for an optimizer makes them when it is made, as Adagrad."""
+        for name, state in states.items():
+            is_whole = isinstance(state, torch.Tensor) and state.dim() and state.shape == info.shape
+            if is_whole and value.shape != info.shape:
+                states[name] = take_shard(state.to(value.device), info, info.rank)
+
+
+class Reference:
+    """The operators' kernels for one rank, as attributes of their names.
+
+    ``table`` is as the program's passes have laid it out.  What no correct program looks at is NaN
+    where it can be, freed memory and the padding of shards and buckets: who reads it, shows.
+    """
+
+    def __init__(self, table: ParameterTable, rank: int, exchange: Exchange, updates: Updates):
+        self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
+        self.rank, self.exchange, self.updates = rank, exchange, updates
+        self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
+
+    def is_updated_whole(self, optimizer: int, parameter: int) -> bool:
+        """Whether the owners have updated this parameter, and ranks are to take their shards."""
+        return (optimizer, parameter) in self._wholes
+
+    # Communication
+
+    def gradient(self, grad: torch.Tensor, parameter: int) -> torch.Tensor:
+        return _reduced(self.exchange(grad), "mean")
+
+    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
+        return _reduced(self.exchange(input.contiguous()), reduction)
+
+    def reduce_scatter_start(
+        self, flat: torch.Tensor, reduction: str, world_size: int
+    ) -> torch.Tensor:
+        total = _reduced(self.exchange(flat), reduction)
+        return total.view(world_size, -1)[self.rank].clone()
+
+    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
+        return torch.cat(list(self.exchange(shard)))
+
+    def resume_gather(
+        self, shard: torch.Tensor, parameters: list[int], world_size: int
+    ) -> torch.Tensor:
+        """A new gather: no call has come before."""
+        return self.all_gather_start(shard, world_size)
+
+    def carry(self, started: torch.Tensor, parameters: list[int]) -> None:
+        """Nothing: no call comes after."""
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        return started
+
+    def free(self, gathered: torch.Tensor) -> None:
+        gathered.fill_(_poison(gathered.dtype))
+
+    # Shards and buckets
+
+    def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
+        info = self.table[parameter]
+        shard = whole.new_full((shard_numel,), _poison(whole.dtype))
+        copy_range(shard, whole, info, self.rank)
+        return shard
+
+    def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
+        if not shard.numel():
+            return shard.new_full((1,), identity)
+        start, stop = self.table[parameter].owned_by(self.rank)
+        masked = shard.clone()
+        masked[stop - start :] = identity
+        return masked
+
+    def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+        return pack(shards, [self.table[index] for index in parameters])
+
+    def flatten_bucket(
+        self, wholes: list[torch.Tensor], parameters: list[int], numel: int
+    ) -> torch.Tensor:
+        flat = wholes[0].new_full((numel,), _poison(wholes[0].dtype))
+        for whole, index in zip(wholes, parameters, strict=True):
+            info = self.table[index]
+            whole_from_flat(flat[info.place.offset :], info).copy_(whole)
+        return flat
+
+    # Updates
+
+    def optimizer_step(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        found_inf: torch.Tensor | None = None,
+        parameters: Sequence[int] = (),
+    ) -> list[torch.Tensor]:
+        values = [value.clone() for value in params]
+        self.updates.step(optimizer, parameters, values, grads, found_inf)
+        return values
+
+    def update(
+        self,
+        values: torch.Tensor,
+        grad: torch.Tensor,
+        optimizer: int,
+        parameter: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        whole = self._wholes.pop((optimizer, parameter), None)
+        if whole is None:
+            self.updates.step(optimizer, [parameter], [values], [grad], found_inf)
+        else:
+            values.copy_(take_shard(whole, self.table[parameter], self.rank))
+        return values
+
+    def on_owners(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        owners: list[int],
+        flops: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Update the whole tensors on every rank; ``update`` then keeps what a rank owns of it."""
+        updated = list(map(self.whole, values, parameters))
+        averaged = list(map(self.whole, grads, parameters))
+        self.updates.step(optimizer, parameters, updated, averaged, found_inf)
+        for index, whole in zip(parameters, updated, strict=True):
+            self._wholes[optimizer, index] = whole
+        return [torch.full_like(grad, math.nan) for grad in grads]
+
+    def whole(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """The tensor of which every rank has a shard, that of this parameter.  Collective."""
+        info = self.table[index]
+        padded = shard.new_zeros(info.largest_shard_numel)
+        padded[: shard.numel()] = shard
+        flat = shard.new_zeros(info.place.extent)
+        for rank, its in enumerate(self.exchange(padded)):
+            start, stop = info.extent_of(rank)
+            flat[start:stop] = its[: stop - start]
+        return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
+
+    # Host memory and files
+
+    def to_host_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], slot: int
+    ) -> torch.Tensor:
+        return torch.cat([piece.cpu() for piece in pieces])
+
+    def to_device_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], device: torch.device
+    ) -> torch.Tensor:
+        return torch.cat([piece.to(device) for piece in pieces])
+
+    def offload_start(self, value: torch.Tensor, slot: int) -> torch.Tensor:
+        host = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return host.copy_(value)
+
+    def reload_start(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        moved = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        return moved.copy_(host)
+
+    def wait_move(self, started: torch.Tensor) -> torch.Tensor:
+        return started
+
+    def update_on_host_start(
+        self,
+        values: torch.Tensor,
+        grads: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        lengths = [self.table[index].shard_numel for index in parameters]
+        parts = values.split(lengths), grads.split(lengths)
+        for index, value, grad in zip(parameters, *parts, strict=True):
+            self.updates.step(optimizer, [index], [value], [grad], found_inf)
+        return values
+
+    def update_kept_start(
+        self,
+        shards: list[torch.Tensor],
+        grads: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        parts = grads.split([len(shard) for shard in shards])
+        for index, shard, grad in zip(parameters, shards, parts, strict=True):
+            self.updates.step(optimizer, [index], [shard], [grad], found_inf)
+        return shards
+
+    def wait_update(self, started: torch.Tensor) -> torch.Tensor:
+        return started
+
+    def store_start(
+        self, pieces: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        for piece, shard in zip(pieces, shards, strict=True):
+            shard.copy_(piece)
+        return shards
+
+    def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
+        return started
+
+    def states_from_file_start(
+        self, optimizer: int, parameters: list[int], nbytes: int
+    ) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def shards_from_file_start(self, parameters: list[int], nbytes: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def value_from_file_start(self, filed: torch.Tensor) -> torch.Tensor:
+        return filed
+
+    def wait_file(self, started: torch.Tensor) -> torch.Tensor:
+        return started
+
+    def states_to_file(self, states: torch.Tensor, optimizer: int, parameters: list[int]) -> None:
+        """Nothing: states stay with the optimizer."""
+
+    def shards_to_file(self, shards: torch.Tensor, parameters: list[int], changed: bool) -> None:
+        """Nothing: shards stay where they are."""
+
+    def value_to_file(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone(memory_format=torch.preserve_format)
+
+    def drop_value(self, value: torch.Tensor) -> None:
+        value.fill_(_poison(value.dtype))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _stand_in(info: ParameterInfo) -> nn.Parameter:
+    """A parameter that looks like another to an optimizer's checks, and takes no memory."""
+    element = torch.zeros((), dtype=info.dtype, device=info.device)
+    return nn.Parameter(element.expand(info.shape))
+
+
+def _reduced(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    combine: Mapping[str, Any] = {"max": torch.maximum, "min": torch.minimum}
+    total = values[0].clone()
+    for value in values[1:]:
+        total = combine.get(reduction, torch.add)(total, value)
+    return total / len(values) if reduction == "mean" else total

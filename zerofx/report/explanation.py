@@ -1,0 +1,227 @@
+"""A compiled program in tables: what is kept and sent, what limits it, what passes did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
+from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
+from zerofx.ir import ops
+from zerofx.ir.graph import resident, served, value_bytes
+from zerofx.options import Options
+from zerofx.passes.manager import TURNED_OFF
+from zerofx.report.memory_by_stage import kept_bytes, memory_by_stage, on_host_bytes
+from zerofx.runtime.storage.file_bucket import words_for
+
+if TYPE_CHECKING:
+    from zerofx.compiler.program import Program
+
+
+def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
+    """Describe one program that has run: shards, memory, traffic, what limits it, passes.
+
+    ``number`` is the program's among those of its function.  Without the seconds that passes took,
+    the same step gives the same text.
+    """
+    function = program.function
+    ranks = function.communicator.world_size
+    stage = program.options.stage
+    title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
+    wire = wire_bytes(program.gm, ranks)
+    peak = gathered_peak(program.gm, program.table)
+    timeline = predict(program.gm.graph, program.figures, program.table, ranks)
+    numbers = [
+        ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
+        ("kept per rank between steps", size_text(kept_bytes(program))),
+        (
+            "most gathered at once",
+            f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
+        ),
+        ("gathered for the next step", _carried(program)),
+        ("most allocated at once in a step", size_text(peak_bytes(program))),
+        ("sent per rank and step: gathers", size_text(wire.gathers)),
+        ("sent per rank and step: reductions", size_text(wire.reductions)),
+        ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
+        ("sent per rank and step: norms and flags", size_text(wire.scalars)),
+        ("collectives per step", str(wire.num_collectives)),
+        *_offload(program),
+        ("link and compute", f"{program.figures} ({program.figures.source})"),
+        ("bucket_bytes", size_text(program.bucket_bytes)),
+        ("predicted for a step", str(timeline)),
+        ("what each lane has to do", _lanes(timeline)),
+        ("no schedule of these beats", milliseconds(timeline.bound_s)),
+        ("what limits the step", limit_text(timeline)),
+    ]
+    tables = [
+        title,
+        tabulate(numbers, tablefmt="plain"),
+        "",
+        *memory_by_stage(program),
+        "",
+        _passes(program, with_seconds),
+    ]
+    return "\n".join(line.rstrip() for line in "\n".join(tables).splitlines())
+
+
+def peak_bytes(program: Program) -> int:
+    """The most that a program, as it is now, has allocated at once on its device."""
+    ranks = program.function.communicator.world_size
+    sockets = not program.options.peer_memory
+    return max(live_bytes(program.gm.graph, ranks, sockets=sockets, hinted=True), default=0)
+
+
+def first_words(program: Program) -> str:
+    """A line that says what a step has become: for the log, when it is first compiled."""
+    communicator = program.function.communicator
+    collectives = wire_bytes(program.gm, communicator.world_size).num_collectives
+    was = program.captured_peak
+    passes = ", ".join(report.name for report in program.reports if not report.skipped)
+    return (
+        f"{program.function.name}: stage {program.options.stage} on {communicator.world_size} "
+        f"rank(s), this is {communicator.rank}; of {len(program.table)} parameters, "
+        f"{size_text(sum(info.nbytes for info in program.table))}, a rank keeps "
+        f"{size_text(kept_bytes(program))}; a step allocates {size_text(peak_bytes(program))} at "
+        f"most{f', {size_text(was)} as captured' if was is not None else ''}; "
+        f"{collectives} collectives; {passes}"
+    )
+
+
+def _passes(program: Program, with_seconds: bool) -> str:
+    """A row for each pass: what it did, or why it is off."""
+    rows = []
+    for report in program.reports:
+        row = [report.name, "off" if report.skipped else "on", _counts(report.counts)]
+        if report.skipped == TURNED_OFF:
+            row[-1] = f"{report.skipped}; ZEROFX_{report.name.upper()}=1 turns it on"
+        elif report.skipped:
+            row[-1] = report.skipped
+        rows.append([*row, f"{report.seconds:.3f}"])
+    reason = why_not_fused(program.options)
+    does = "updates of neighbouring shards run as one kernel"
+    rows.append(["fuse_optimizer", "off" if reason else "on", reason or does, ""])
+    headers = ("pass", "", "what it did, or why not", "seconds")
+    columns = len(headers) if with_seconds else len(headers) - 1
+    shown = [row[:columns] for row in rows]
+    return tabulate(shown, headers=headers[:columns], disable_numparse=True)
+
+
+def why_not_fused(options: Options) -> str:
+    """Why updates are not run as one kernel; empty if they are."""
+    if not options.fuse_optimizer:
+        return f"{TURNED_OFF}; ZEROFX_FUSE_OPTIMIZER=1 turns it on"
+    if options.lowering != "inductor":
+        return f"lowering {options.lowering} (needs inductor)"
+    return "" if options.stage else "stage 0 (needs 1)"
+
+
+def limit_text(timeline: Timeline) -> str:
+    """The lane that has most to do, for how much of the step, and what would give it less."""
+    lane = timeline.busiest
+    share = timeline.lanes[lane] / timeline.step_s if timeline.step_s else 0.0
+    waiting = f"{milliseconds(timeline.exposed_s)} of it a rank only waits"
+    return (
+        f"{lane}, for {share:.0%} of a step of {milliseconds(timeline.step_s)}; {waiting}."
+        f" {_REMEDIES[lane]}"
+    )
+
+
+_MOVES = "A larger batch hides it; a memory_budget lets more stay on the device"
+
+_REMEDIES = {
+    "compute": "Communication is hidden, or little: a faster device or less recompute helps",
+    "link": "A larger batch or micro-batches in the step hide it; autocast, a memory_budget or "
+    "reduce_dtype send less",
+    "to host": _MOVES,
+    "to device": _MOVES,
+    "updates": "A larger batch hides them; a memory_budget leaves some to the device",
+    "files": "Several disks in offload_dir read together; offload_cache_bytes keeps more in memory",
+}
+
+
+def _lanes(timeline: Timeline) -> str:
+    """Seconds by lane, the busiest first."""
+    busy = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
+    return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busy if seconds)
+
+
+def _offload(program: Program) -> list[tuple[str, str]]:
+    """What a step keeps in host memory, and moves there and back; nothing without offload."""
+    moved = moved_bytes(program.gm)
+    if not (program.options.offload or moved.to_device):
+        return []
+    states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
+    there = resident(program.gm.graph)
+    stays = (
+        [("optimizer states on the device", size_text(there.nbytes))]
+        if there and there.nbytes
+        else []
+    )
+    targets = ", ".join(program.options.offload) or "what another function keeps there"
+    rows = [
+        ("leaves the device, as far as it has to", targets),
+        *_files(program),
+        (
+            "parameters in host memory",
+            size_text(0 if _files_hold_shards(program) else on_host_bytes(program)),
+        ),
+        ("optimizer states in host memory", size_text(states)),
+        *stays,
+        ("staging buffers in host memory", size_text(moved.staging)),
+        ("moved per step: to the host", size_text(moved.to_host)),
+        ("moved per step: to the device", size_text(moved.to_device)),
+    ]
+    if "activations" in program.options.offload:
+        number, nbytes = moved.num_activations, size_text(moved.activations)
+        rows.append(("activations away from the device", f"{number}, {nbytes}"))
+        rows.append(("predicted for their ways there and back", _ways(program)))
+    return rows
+
+
+def _ways(program: Program) -> str:
+    """How long activations travel in a step, and for how much of that compute waits."""
+    ranks = program.function.communicator.world_size
+    transfers = predict(program.gm.graph, program.figures, program.table, ranks).transfers
+    ways = [way for start, way in transfers.items() if start.target in ops.ACTIVATION_MOVES]
+    exposed_s = sum(way.exposed_s for way in ways)
+    return str(Transfer(sum(way.seconds for way in ways), exposed_s))
+
+
+def _files(program: Program) -> list[tuple[str, str]]:
+    """What a step keeps in files; nothing without ``offload_tier="nvme"``."""
+    files = program.runtime.files if program.runtime is not None else None
+    if files is None:
+        return []
+    tier = files.tier
+    nbytes = sum(bucket.nbytes for bucket in set(files.buckets))
+    largest = max(bucket.nbytes for bucket in files.buckets)
+    return [
+        (
+            f"{words_for(files.buckets)} in files",
+            f"{size_text(nbytes)} in {', '.join(tier.directories)}",
+        ),
+        ("their largest bucket", size_text(largest)),
+        ("read per step, at most", size_text(files.read_bytes)),
+        ("written per step, at most", size_text(files.written_bytes)),
+        (
+            "of that in host memory",
+            f"{size_text(tier.cached_bytes)} of at most {size_text(tier.cache_bytes)}",
+        ),
+    ]
+
+
+def _files_hold_shards(program: Program) -> bool:
+    return any(node.target is ops.shards_from_file_start for node in program.gm.graph.nodes)
+
+
+def _carried(program: Program) -> str:
+    """What a rank holds gathered between steps, and whose it is."""
+    carried = [node.args[0] for node in program.gm.graph.nodes if node.target is ops.carry]
+    names = ", ".join(served(start, program.table) for start in carried)
+    return f"{size_text(sum(map(value_bytes, carried)))} ({names or 'none'})"
+
+
+def _counts(counts) -> str:
+    return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)

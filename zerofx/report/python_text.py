@@ -1,0 +1,104 @@
+"""Values, names and functions as a dumped program writes them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zerofx.ir import ops
+
+WIDTH = 100
+
+
+def quoted_name(name: str) -> str:
+    """A parameter's name; in quotes if a reader could not tell where it ends."""
+    return name if re.fullmatch(r"[^\s,;:()\"\\]+", name) else json.dumps(name)
+
+
+def comment(text: str) -> list[str]:
+    """One comment, on as many lines as it needs; all but the first are set back."""
+    if len(text) <= WIDTH - 6:
+        return [f"    # {text}"]
+    wrapped = textwrap.wrap(
+        text, WIDTH - 10, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return [f"    # {wrapped[0]}", *(f"    #     {line}" for line in wrapped[1:])]
+
+
+def value_text(value: Any) -> str:
+    """``f32[5, 3]cpu`` for a tensor; with its strides if they are not those of its shape."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(value_text, value))})"
+    if not isinstance(value, torch.Tensor):
+        return "" if value is None else one_line(without_addresses(str(value)))
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, value.shape))
+    strides = ""
+    sizes = [*value.shape, *value.stride()]
+    if all(type(size) is int for size in sizes) and not value.is_contiguous():
+        strides = f"[{', '.join(map(str, value.stride()))}]"
+    return f"{_SHORT.get(dtype, dtype)}[{shape}]{strides}{value.device}"
+
+
+_SHORT = {
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "bf16",
+    "bool": "b8",
+    "complex64": "c64",
+    "complex128": "c128",
+}
+
+EXACT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+EXACT |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+"""Dtypes whose elements Python's literals give back bit by bit."""
+
+
+def target_text(target: Any) -> str | None:
+    """What the program calls a function by; None if no import finds it."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if ops.is_ours(target):
+            return f"zerofx.{name}"  # none has overloads
+        known = namespace if namespace in ("aten", "prims") else f"torch.ops.{namespace}"
+        return f"{known}.{name}.{target._overloadname}"
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    module = {"_operator": "operator"}.get(module or "", module)
+    if not module or not name or not re.fullmatch(r"[\w.]+", name):
+        return None
+    if module == "builtins":
+        return name
+    if module != "operator" and module.split(".")[0] != "torch":
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return f"{module}.{name}" if found is target else None
+
+
+def dict_text(name: str, items: Iterable[tuple[str, str]]) -> str:
+    lines = [f"    {key}: {value}," for key, value in items]
+    return "\n".join([f"{name} = {{", *lines, "}"]) if lines else f"{name} = {{}}"
+
+
+def list_text(name: str, items: Iterable[str]) -> str:
+    lines = [f"    {item}," for item in items]
+    return "\n".join([f"{name} = [", *lines, "]"]) if lines else f"{name} = []"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -1,0 +1,375 @@
+"""A program as the text of a Python file: what ``dump.py`` writes and ``dumped.py`` reads.
+
+The file holds the facts that it takes to run the program again, all of them literals, and the
+program: every node is one line of a function, under comments that say where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    bucket_of,
+    gradient_of,
+    gradient_outputs,
+    input_role,
+    parameter_of,
+    placeholders,
+    provenance,
+    sharded_results,
+    source_of,
+    why_kept,
+)
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.report.python_text import (
+    EXACT,
+    comment,
+    dict_text,
+    list_text,
+    one_line,
+    quoted_name,
+    target_text,
+    value_text,
+    without_addresses,
+)
+
+FORMAT = 1
+"""Of dumped files.  It grows whenever an older reader would misread one."""
+
+CONSTANTS_FILE = "constants.pt"
+
+_IMPORTS = """\
+import operator
+from math import inf, nan
+from pathlib import Path
+
+import torch
+
+aten, prims, zerofx = torch.ops.aten, torch.ops.prims, torch.ops.zerofx"""
+
+_RUN = """\
+if __name__ == "__main__":
+    import sys
+
+    from zerofx.__main__ import main
+
+    sys.exit(main(["run", __file__, *sys.argv[1:]]))"""
+
+_GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "zerofx", "CONSTANTS"}
+
+_FEW = 3
+"""Members of a bucket that are named with everything that serves it."""
+
+_STARTS = (*ops.STARTS, *ops.HOST_UPDATES, ops.on_owners, ops.states_from_file_start)
+
+_IN_TEXT = 64
+"""Elements of a constant that are still written into the program."""
+
+_LARGEST_CONSTANT = 64 * 2**20
+"""Bytes of a constant that is still written, next to the program."""
+
+
+def program_text(
+    gm: fx.GraphModule,
+    table: ParameterTable,
+    optimizers: Mapping[int, Mapping[str, Any]],
+    constants: dict[str, torch.Tensor],
+) -> str:
+    """Return the program as Python, without a header.
+
+    ``optimizers`` are described by handle: programs count them from 0, in order of first use,
+    for handles are numbers of a process.  Constants that the text does not hold are added to
+    ``constants``, by name.
+    """
+    return _Text(gm, table, optimizers, constants).file()
+
+
+def program_facts(gm: fx.GraphModule, table: ParameterTable) -> dict[str, Any]:
+    """What a dumped program's text says of its parameters, inputs and results, by the same names.
+
+    Optimizers and obstacles are not among them.
+    """
+    return _Text(gm, table, {}, {}).facts()
+
+
+class _Text:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        table: ParameterTable,
+        optimizers: Mapping[int, Mapping[str, Any]],
+        constants: dict[str, torch.Tensor],
+    ):
+        self.gm, self.table, self.optimizers = gm, table, optimizers
+        self.names = _python_names(gm.graph)
+        self.handles: dict[int, int] = {}
+        self.in_file = constants
+        self.reads_file = False
+        self.constants: dict[str, str] = {}
+        self._buckets: dict[int, list[str]] = {}
+        for info in sorted(table, key=lambda info: info.place.offset):
+            self._buckets.setdefault(info.place.bucket, []).append(quoted_name(info.name))
+        self.obstacles: list[str] = []  # to running it again: none, for most programs
+
+    def file(self) -> str:
+        program = self._program()  # first: it notes optimizers, constants and obstacles
+        facts = self.facts()
+
+        def as_dict(fact: str) -> str:
+            return dict_text(fact, ((repr(k), repr(v)) for k, v in facts[fact].items()))
+
+        return "\n\n".join(
+            [
+                as_dict("PARAMETERS"),
+                list_text("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
+                as_dict("INPUTS"),
+                as_dict("GRADIENTS"),
+                f"SHARDED_RESULTS = {facts['SHARDED_RESULTS']}",
+                list_text("OBSTACLES", map(repr, self.obstacles)),
+                _IMPORTS,
+                self._constants(),
+                f"\n{program}\n",
+                f"{_RUN}\n",
+            ]
+        )
+
+    def facts(self) -> dict[str, Any]:
+        graph = self.gm.graph
+        gradients = gradient_outputs(graph).items()
+        return {
+            "PARAMETERS": {info.name: _described(info) for info in self.table},
+            "INPUTS": {self.names[node]: self._input(node) for node in placeholders(graph)},
+            "GRADIENTS": {position: self.table[index].name for position, index in gradients},
+            "SHARDED_RESULTS": sorted(sharded_results(graph)),
+        }
+
+    def _constants(self) -> str:
+        text = dict_text("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))
+        if self.reads_file:
+            path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
+            text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
+        return text
+
+    def _input(self, node: fx.Node) -> dict[str, Any]:
+        role, value = input_role(node), node.meta.get("val")
+        described: dict[str, Any] = {"kind": role.kind}
+        if role.parameter >= 0:
+            described["parameter"] = self.table[role.parameter].name
+        flags = ("sharded", "unreduced", "on_host")
+        described |= {flag: True for flag in flags if getattr(role, flag)}
+        if isinstance(value, torch.Tensor):
+            described["shape"] = tuple(map(compat.size_hint, value.shape))
+            described["stride"] = tuple(map(compat.size_hint, value.stride()))
+            described["dtype"] = str(value.dtype).removeprefix("torch.")
+            described["device"] = str(value.device)
+            return described
+        value = compat.scalar_hint(value)
+        if value is not None and not isinstance(value, int | float | str):
+            self.obstacles.append(f"its input {self.names[node]} is a {type(value).__name__}")
+            value = None
+        return {**described, "value": value}
+
+    def _program(self) -> str:
+        graph = self.gm.graph
+        lines = ["def program("]
+        for node in placeholders(graph):
+            lines.append(f"    {self.names[node]}: {_annotation(node)},")
+        lines.append("):")
+        dying = _last_reads(graph)
+        place = ""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                lines += ["", f"    return {self._argument(node.args[0])}"]
+                continue
+            source = _source(node)
+            if source and source != place:
+                lines += ["", f"    # from {source}"]  # code is not wrapped
+                place = source
+            for note in self._notes(node):
+                lines += comment(note)
+            gone = ", ".join(self.names[read] for read in dying.get(node, ()))
+            end = f";  del {gone}" if gone else ""
+            call = self._call(node)
+            lines.append(f"    {self.names[node]}: {_annotation(node)} = {call}{end}")
+        return "\n".join(lines)
+
+    def _notes(self, node: fx.Node) -> list[str]:
+        """What passes have noted about a node, each of it a comment."""
+        found = []
+        origin = provenance(node)
+        if origin is not None:
+            what = " ".join([origin.role, self._served(node)]).rstrip()
+            bucket = f" (bucket {origin.bucket})" if origin.bucket >= 0 else ""
+            why = f"; {one_line(origin.reason)}" if origin.reason else ""
+            found.append(f"{origin.inserted_by}: {what}{bucket}{why}")
+        if gradient_of(node):
+            names = (quoted_name(self.table[index].name) for index in sorted(gradient_of(node)))
+            found.append(f"this rank's gradient of {', '.join(names)}")
+        if kept := why_kept(node):
+            found.append(f"kept from forward to backward: {one_line(kept)}")
+        return found
+
+    def _served(self, node: fx.Node) -> str:
+        """The parameters that an inserted node is for, by name.
+
+        Those of a large bucket are named where something starts: a collective, a move, an update.
+        """
+        if parameter_of(node) >= 0:
+            return quoted_name(self.table[parameter_of(node)].name)
+        members = self._buckets.get(bucket_of(node), []) if bucket_of(node) >= 0 else []
+        starts = node.target in _STARTS or ops.is_move(node.target)
+        return ", ".join(members) if starts or len(members) <= _FEW else ""
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._constant(node)
+        if node.target is operator.getitem:
+            container, key = map(self._argument, node.args)
+            return f"{container}[{key}]"
+        target = target_text(node.target) if node.op == "call_function" else None
+        if target is None:
+            return self._unknown(node, f"nothing can import {node.target}")
+        arguments = self._arguments(node)
+        arguments += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        return f"{target}({', '.join(arguments)})"
+
+    def _arguments(self, node: fx.Node) -> list[str]:
+        """Positional arguments; those of our operators by name, from the first number on."""
+        if not ops.is_ours(node.target):
+            return list(map(self._argument, node.args))
+        shown: list[str] = []
+        by_name = False
+        for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+            by_name = by_name or "Tensor" not in str(argument.type)
+            if argument.name == "optimizer":
+                value = self.handles.setdefault(value, len(self.handles))
+            text = self._argument(value)
+            shown.append(f"{argument.name}={text}" if by_name else text)
+        return shown
+
+    def _constant(self, node: fx.Node) -> str:
+        name = str(node.target)
+        value: Any = self.gm
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor) or compat.is_fake(value):
+            return self._unknown(node, f"{name} is a {type(value).__name__}")
+        with compat.real_tensors():
+            if value.numel() <= _IN_TEXT and value.dtype in EXACT and value.is_contiguous():
+                text = f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+                is_on_host = value.device.type == "cpu"
+                self.constants[name] = text if is_on_host else f"{text}.to({str(value.device)!r})"
+            elif value.nbytes <= _LARGEST_CONSTANT:
+                self.in_file[name] = value.detach()
+                self.reads_file = True
+            else:
+                return self._unknown(node, f"{name} takes {value.nbytes} bytes: it was not written")
+        return f"CONSTANTS[{name!r}]"
+
+    def _argument(self, value: Any) -> str:
+        """An argument as Python reads it."""
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        value = compat.scalar_hint(value)
+        if value is None or type(value) in (bool, int, float, complex, str):
+            return repr(value)
+        if isinstance(value, tuple):
+            items = ", ".join(map(self._argument, value))
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, dict):
+            pairs = (f"{self._argument(k)}: {self._argument(v)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, slice):
+            parts = map(self._argument, (value.start, value.stop, value.step))
+            return f"slice({', '.join(parts)})"
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if value is Ellipsis:
+            return "..."
+        text = target_text(value)
+        if text is not None:
+            return text
+        self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
+        return repr(one_line(without_addresses(repr(value))))
+
+    def _unknown(self, node: fx.Node, why: str) -> str:
+        """A node that nobody could run again, as something to read."""
+        self.obstacles.append(f"{self.names[node]}: {one_line(without_addresses(why))}")
+        reads = ", ".join(self.names[read] for read in node.all_input_nodes)
+        return f"({without_addresses(str(node.target))!r}, [{reads}])"
+
+
+def _described(info: ParameterInfo) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "shape": info.shape,
+        "stride": info.stride,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "device": str(info.device),
+        "requires_grad": info.requires_grad,
+    }
+    if info.assigned is not None:
+        place = info.assigned
+        described["place"] = (place.bucket, place.offset, place.extent, place.shard_numel)
+    return described
+
+
+def _python_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Every node's own name, but for those that the file means something else by."""
+    names = {node: node.name for node in graph.nodes}
+    taken = set(names.values())
+    for node, name in names.items():
+        if name in _GLOBAL_NAMES:
+            while name in taken or name in _GLOBAL_NAMES:
+                name += "_"
+            taken.add(name)
+            names[node] = name
+    return names
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By node, what nothing reads after it."""
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+        elif node.op != "placeholder":
+            unread = [] if node in seen else [node]
+            last = [*dict.fromkeys(read for read in node.all_input_nodes if read not in seen)]
+            seen.update(last)
+            dying[node] = [*(read for read in last if read.op != "placeholder"), *unread]
+    return dying
+
+
+def _source(node: fx.Node) -> str:
+    """``train.py:12 (model.head): loss = model(x)``: the user's line, and the module it is in."""
+    place, text = source_of(node)
+    if not place:
+        return ""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    module = f" ({_module_path(modules[-1][0])})" if modules else ""
+    return f"{place}{module}: {one_line(text)}"
+
+
+def _module_path(source: str) -> str:
+    """``G['model'].blocks.0`` -> ``model.blocks.0``."""
+    return re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", one_line(source))
+
+
+def _annotation(node: fx.Node) -> str:
+    return json.dumps(value_text(node.meta.get("val")), ensure_ascii=False)

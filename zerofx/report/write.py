@@ -1,0 +1,245 @@
+"""Programs as numbered, readable files: one per pass, and a table of what each pass did."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from zerofx import compat
+from zerofx.cost.program import live_bytes
+from zerofx.cost.traffic import moved_bytes, size_text, wire_bytes
+from zerofx.ir.parameters import ParameterTable
+from zerofx.report.folder import DumpFolder
+from zerofx.report.python_text import one_line
+from zerofx.report.text import CONSTANTS_FILE, FORMAT, program_text
+from zerofx.versions import __version__
+
+EXPLANATION = "explain.txt"
+"""What lies beside a function's programs once the last of them has run."""
+
+REJECTED = ".rejected"
+"""Behind a pass's name where its program has broken a rule: ``06_bucket.rejected.py``."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a program costs on one rank and in one step, before and after a pass.
+
+    ``peak`` is what it has allocated on the device at most, beside its inputs.  Units: bytes.
+    """
+
+    peak: int
+    sent: int
+    collectives: int
+    to_host: int
+    to_device: int
+
+
+class ProgramDump:
+    """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
+
+    ``figures`` is a line for every program's header: what its plan was made with.  ``optimizers``
+    are described by handle.  Without a ``folder`` programs go to torch's structured trace alone,
+    where they go in any case, if there is one.  Files hold no time: the same step gives the same
+    bytes again, on every rank; ``summary.txt`` has the seconds.
+    """
+
+    def __init__(
+        self,
+        folder: DumpFolder | None,
+        rank: int,
+        function: str,
+        table: ParameterTable,
+        *,
+        world_size: int,
+        stage: int = 0,
+        optimizers: Mapping[int, Mapping[str, Any]] | None = None,
+        figures: str = "",
+    ):
+        self.folder = folder
+        self.name = f"rank{rank}/{file_name(function)}"
+        self.rank, self.world_size, self.stage = rank, world_size, stage
+        self.table = table
+        self.optimizers = optimizers or {}
+        self.figures = figures
+        self.constants: dict[str, torch.Tensor] = {}
+        self.costs: list[tuple[str, Costs]] = []
+
+    def write(self, name: str, gm: fx.GraphModule, report) -> Path | None:
+        """Write one program, with what the pass that made it did in its first lines.
+
+        Return where it is, if it is in a file.
+        """
+        number = len(self.costs)
+        self.costs.append((name, self._costs_of(gm)))
+        num_constants = len(self.constants)
+        text = program_text(gm, self.table, self.optimizers, self.constants)
+        text = f"{self._header(number, name, report)}\n\n{text}"
+        path = self._write(f"{number:02d}_{name}.py", text)
+        if len(self.constants) > num_constants:
+            self._write(CONSTANTS_FILE, _saved(self.constants))
+        compat.trace_program(f"zerofx_{number:02d}_{name}", lambda: text)
+        return path
+
+    def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
+        """Write what a pass has left that an error has ended, as far as it is a program.
+
+        It has no costs: they are those of programs.
+        """
+        number = len(self.costs)
+        lines = [*self._first_lines(number, name), f"rejected: {one_line(str(error))}"]
+        try:
+            text = program_text(gm, self.table, self.optimizers, self.constants)
+        except Exception as broken:  # whatever it is that is not as in a program
+            lines += [f"No program can be made of it: {type(broken).__name__}: {broken}", ""]
+            lines += str(gm.graph).splitlines()
+            text = ""
+        text = f"{self._with_facts(lines)}\n\n{text}"
+        compat.trace_program(f"zerofx_{number:02d}_{name}{REJECTED}", lambda: text)
+        return self._write(f"{number:02d}_{name}{REJECTED}.py", text)
+
+    def write_minimal(self, before: fx.GraphModule, after: fx.GraphModule) -> str:
+        """Write the parts of two programs in which they differ; say where, in a sentence."""
+        for name, gm in (("minimal_before", before), ("minimal_after", after)):
+            text = program_text(gm, self.table, self.optimizers, self.constants)
+            lines = self._first_lines(len(self.costs) - 1, name)
+            lines.append(f"Run it: python -m zerofx run {name}.py --random")
+            self._write(f"{name}.py", f"{self._with_facts(lines)}\n\n{text}")
+        if self.constants:
+            self._write(CONSTANTS_FILE, _saved(self.constants))
+        where = f" in {self.folder.path / self.name}" if self.folder is not None else ""
+        return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
+
+    def write_kernel(self, name: str, source: str) -> None:
+        """Write a kernel that was generated for the program, when it first ran."""
+        self._write(name, source)
+
+    def write_explanation(self, text: str) -> None:
+        """Write what the program keeps, sends and waits for, when it has run once."""
+        self._write(EXPLANATION, text + "\n")
+
+    def write_summary(self, reports: Sequence, predicted: str = "") -> None:
+        """Write what each pass did and took, and what the step cost before and after it."""
+        (captured, before), *after_passes = self.costs
+        costs_after = dict(after_passes)
+        rows: list[tuple[str, ...]] = [("00", captured, *_shown(None, before), "")]
+        number = 0
+        for report in reports:
+            if report.skipped:
+                rows.append(("", report.name, *[""] * 4, "", f"off: {report.skipped}"))
+                continue
+            number += 1
+            after = costs_after[report.name]
+            seconds = f"{report.seconds:.4f}"
+            counts = _counts(report.counts)
+            rows.append((f"{number:02d}", report.name, *_shown(before, after), seconds, counts))
+            before = after
+        headers = ("", "pass", "collectives", "sent", "peak before", "after", "seconds", "")
+        lines = [tabulate(rows, headers=headers, disable_numparse=True)]
+        lines += ["", f"{'sent':12} per rank and step", f"{'peak':12} {_PEAK}"]
+        lines += [self.figures] if self.figures else []
+        lines += [f"predicted: {predicted}"] if predicted else []
+        text = "\n".join(lines) + "\n"
+        self._write("summary.txt", text)
+        compat.trace_program("zerofx_summary", lambda: text)
+
+    def _costs_of(self, gm: fx.GraphModule) -> Costs:
+        wire, moved = wire_bytes(gm, self.world_size), moved_bytes(gm)
+        alive = live_bytes(gm.graph, self.world_size, table=self.table, hinted=True)
+        return Costs(
+            peak=max(alive, default=0),
+            sent=wire.gathers + wire.reductions + wire.scalars + wire.exchanges,
+            collectives=wire.num_collectives,
+            to_host=moved.to_host,
+            to_device=moved.to_device,
+        )
+
+    def _header(self, number: int, name: str, report) -> str:
+        after = self.costs[number][1]
+        before = self.costs[number - 1][1] if number else None
+        lines = self._first_lines(number, name)
+        if report is not None:
+            lines.append(_counts(report.counts))
+        costs = [after] if before is None else [before, after]
+        rows = [
+            (what, *(_amount(what, getattr(c, field)) for c in costs))
+            for what, field in _COSTS.items()
+            if not what.startswith("moved") or any(getattr(c, field) for c in costs)
+        ]
+        headers = ("per rank and step", "before", "after") if before else ("per rank and step", "")
+        table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
+        lines += ["", *table.splitlines(), ""]
+        lines += [self.figures] if self.figures else []
+        lines.append(f"Run it again: python -m zerofx run {number:02d}_{name}.py --random")
+        return self._with_facts(lines)
+
+    def _first_lines(self, number: int, name: str) -> list[str]:
+        return [
+            f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
+            f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
+        ]
+
+    def _with_facts(self, lines: Sequence[str]) -> str:
+        """A file's first lines as comments, and what they say that programs need."""
+        facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
+        comments = (f"# {line}".rstrip() for line in lines)
+        return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])
+
+    def _write(self, name: str, content: str | bytes) -> Path | None:
+        if self.folder is None:
+            return None
+        return self.folder.write(f"{self.name}/{name}", content)
+
+
+_PEAK = "allocated on the device at most, beside parameters, states and the batch"
+
+_COSTS = {
+    "allocated at most": "peak",
+    "sent": "sent",
+    "collectives": "collectives",
+    "moved to the host": "to_host",
+    "moved to the device": "to_device",
+}
+
+
+def file_name(function: str) -> str:
+    """A folder's name for a function: of any alphabet, but nothing that a path means something by.
+
+    Longer names than a file system takes are cut; what follows the last ``_`` stays.
+    """
+    plain = re.sub(r"[^\w.-]", "_", function).lstrip(".")
+    stem, separator, number = plain.rpartition("_")
+    while len(stem.encode()) > _LONGEST_NAME:
+        stem = stem[:-1]
+    return f"{stem}{separator}{number}"
+
+
+_LONGEST_NAME = 100
+
+
+def _amount(what: str, value: int) -> str:
+    return str(value) if what == "collectives" else size_text(value)
+
+
+def _shown(before: Costs | None, after: Costs) -> tuple[str, ...]:
+    was = "" if before is None else size_text(before.peak)
+    return (str(after.collectives), size_text(after.sent), was, size_text(after.peak))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{what}: {count}" for what, count in counts.items())
+
+
+def _saved(constants: Mapping[str, torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    with compat.real_tensors():
+        torch.save({name: tensor.cpu() for name, tensor in constants.items()}, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,297 @@
+"""Ranks compare what they are about to communicate, through the store and never a collective.
+
+Two ranks with different programs would hang in their first collective.  The store answers
+whatever the ranks are doing, so the difference is found, and named, before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from zerofx.errors import GraphError
+from zerofx.runtime.comm.communication import Traffic
+
+LONGEST_POLL_S = 0.01
+
+SAME_EVERYWHERE = (
+    "All ranks must communicate the same things in the same order: remove from the step, the model "
+    "and the options whatever differs between ranks"
+)
+
+
+class AgreementError(GraphError):
+    """The ranks' programs differ, or a rank has none.
+
+    Ranks are ``divided`` if some did not come while there is a program that they can run.
+    """
+
+    def __init__(self, message: str, *, divided: bool = False) -> None:
+        super().__init__(message)
+        self.divided = divided
+
+
+class _Round:
+    """One meeting of all ranks under a name: it has one outcome, which every rank sees.
+
+    The outcome is set once, by compare-and-set: by the last rank to arrive, or by one that
+    gives up or fails first.  So no rank goes on while another has stopped waiting.  Rounds are
+    numbered by counters in the store, which outlive the objects of this process.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
+        self.store = store
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.number = store.add(f"{name}/entered/{rank}", 1)
+
+    def key(self, kind: str, rank: int | None = None, *, number: int | None = None) -> str:
+        owner = "" if rank is None else f"/{rank}"
+        return f"{self.name}/{self.number if number is None else number}/{kind}{owner}"
+
+    def decide(self, outcome: str) -> str:
+        """Propose an outcome; return the one that holds."""
+        return self.store.compare_set(self.key("outcome"), "", outcome).decode()
+
+    def arrive(self) -> bool:
+        """Return whether this rank is the last to arrive."""
+        return self.store.add(self.key("arrived"), 1) == self.world_size
+
+    def outcome(self, timeout_s: float) -> str:
+        """Wait for the outcome; after ``timeout_s`` seconds it is ``abandoned <rank>``.
+
+        Polls: a blocking wait would hold the store's connection, which NCCL's watchdog shares.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = 1e-4
+        while not self.store.check([self.key("outcome")]):
+            if time.monotonic() > deadline:
+                return self.decide(f"abandoned {self.rank}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL_S)
+        return self.store.get(self.key("outcome")).decode()
+
+    def missing_ranks(self) -> list[int]:
+        return [
+            rank
+            for rank in range(self.world_size)
+            if self.store.add(f"{self.name}/entered/{rank}", 0) < self.number
+        ]
+
+    def forget_previous(self, *own_kinds: str) -> None:
+        """Delete the keys of the round before: all ranks are here, so none still reads them."""
+        previous = self.number - 1
+        for kind in own_kinds:
+            self.store.delete_key(self.key(kind, self.rank, number=previous))
+        if self.rank == 0:
+            self.store.delete_key(self.key("arrived", number=previous))
+            self.store.delete_key(self.key("outcome", number=previous))
+
+
+def rendezvous(
+    store: dist.Store, name: str, rank: int, world_size: int, timeout_s: float = 30.0
+) -> None:
+    """Return once every rank has called this with ``name``; the n-th calls meet each other.
+
+    Raises: RuntimeError on every rank that came, if one does not within ``timeout_s`` seconds;
+    and on that one, if it comes after the others have left.
+    """
+    if world_size == 1:
+        return
+    meeting = _Round(store, f"rendezvous/{name}", rank, world_size)
+    outcome = meeting.decide("complete") if meeting.arrive() else meeting.outcome(timeout_s)
+    if outcome == "complete":
+        return meeting.forget_previous()
+    verdict, by = outcome.split()
+    assert verdict == "abandoned"
+    rule = f"{name} is collective: call it on all ranks; "
+    if int(by) == rank:
+        raise RuntimeError(
+            f"{rule}rank(s) {meeting.missing_ranks()} did not join within {timeout_s:g} s"
+        )
+    raise RuntimeError(f"{rule}rank {by} gave up waiting before all ranks had joined")
+
+
+class Agreement:
+    """The schedules that the ranks of one group have agreed on for one compiled function.
+
+    A schedule is lines of text: every collective in order, and the parameter table.  ``scope``
+    names the function and is equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        scope: str,
+        *,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.scope = scope
+        self.traffic = traffic
+        self._agreed: set[bytes] = set()
+        self._last: Sequence[str] = ()
+
+    def check(self, lines: Sequence[str], timeout_s: float, value: bytes = b"") -> bool:
+        """Return once all ranks have posted these very lines; at once if they did before.
+
+        What is returned is whether they have come with this very ``value`` too, the same on all;
+        not if they did before.
+
+        Raises: AgreementError if a rank posted others (the first difference is named, the same
+        on all ranks), failed while compiling, or posted none within ``timeout_s`` seconds.
+        """
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        if self.world_size == 1 or digest in self._agreed:
+            return self.world_size == 1
+        meeting = self._meet(lines, value, timeout_s)
+        self._agreed.add(digest)
+        self._last = tuple(lines)
+        others = (self.store.get(meeting.key("value", rank)) for rank in range(self.world_size))
+        return bool(value) and all(other == value for other in others)
+
+    def exchange(self, lines: Sequence[str], value: bytes, timeout_s: float) -> list[bytes]:
+        """Return every rank's ``value``, by rank, once all have come with these very lines.
+
+        Raises: AgreementError as ``check``, with which it takes turns: the n-th of either meets
+        the other ranks' n-th.
+        """
+        if self.world_size == 1:
+            return [value]
+        meeting = self._meet(lines, value, timeout_s)
+        return [self.store.get(meeting.key("value", rank)) for rank in range(self.world_size)]
+
+    def _meet(self, lines: Sequence[str], value: bytes, timeout_s: float) -> _Round:
+        text = "\n".join(lines).encode()
+        meeting = _Round(self.store, f"agreement/{self.scope}", self.rank, self.world_size)
+        self._post(meeting, "text", zlib.compress(text))
+        self._post(meeting, "value", value)
+        self._post(meeting, "digest", hashlib.sha256(text).digest())
+        if meeting.arrive():
+            outcome = meeting.decide(self._verdict(meeting))
+        else:
+            outcome = meeting.outcome(timeout_s)
+        if outcome != "complete":
+            divided = bool(self._last) and outcome.startswith("abandoned")
+            raise AgreementError(
+                self._explanation(meeting, outcome, lines, timeout_s), divided=divided
+            )
+        meeting.forget_previous("text", "value", "digest", "failure")
+        return meeting
+
+    def news(self, lines: Sequence[str]) -> str:
+        """What another rank has posted and waits for, while this one runs a program of ``lines``.
+
+        Empty if there is no such rank.  Waits for nobody.
+        """
+        if self.world_size == 1:
+            return ""
+        name = f"agreement/{self.scope}"
+        mine, *others = (
+            self.store.add(f"{name}/entered/{rank}", 0)
+            for rank in (self.rank, *range(self.world_size))
+        )
+        for rank, entered in enumerate(others):
+            key = f"{name}/{mine + 1}/text/{rank}"
+            if entered <= mine or not self.store.check([key]):
+                continue
+            its = zlib.decompress(self.store.get(key)).decode().split("\n")
+            return (
+                f"rank {rank} has compiled another program of {self.scope!r} meanwhile, so rank "
+                f"{self.rank} cannot finish this step. "
+                f"{where_they_part(self.rank, rank, lines, its)} {SAME_EVERYWHERE}"
+            )
+        return ""
+
+    def fail(self, message: str) -> None:
+        """Tell ranks that wait in ``check``, or will, that this one could not compile.
+
+        Call it once per compilation that fails, and not for what ``check`` or ``exchange`` raised:
+        all ranks have seen that.  The message should name the error and its place.
+        """
+        if self.world_size == 1:
+            return
+        meeting = _Round(self.store, f"agreement/{self.scope}", self.rank, self.world_size)
+        self._post(meeting, "failure", message.encode())
+        meeting.decide(f"failed {self.rank}")
+
+    def _post(self, meeting: _Round, kind: str, value: bytes) -> None:
+        meeting.store.set(meeting.key(kind, self.rank), value)
+        if self.traffic is not None:
+            self.traffic.count("agreement", "agreement", len(value))
+
+    def _verdict(self, meeting: _Round) -> str:
+        """Compare every rank's schedule with rank 0's.  Only the last to arrive reads them all."""
+        expected = meeting.store.get(meeting.key("digest", 0))
+        for rank in range(1, self.world_size):
+            if meeting.store.get(meeting.key("digest", rank)) != expected:
+                return f"differs {rank}"
+        return "complete"
+
+    def _explanation(
+        self, meeting: _Round, outcome: str, lines: Sequence[str], timeout_s: float
+    ) -> str:
+        verdict, by = outcome.split()
+        if verdict == "differs":
+            return self._difference(meeting, int(by))
+        if verdict == "failed":
+            message = meeting.store.get(meeting.key("failure", int(by))).decode()
+            return (
+                f"rank {by} could not compile {self.scope!r}, so no rank can run it. "
+                f"Rank {by} says: {message}"
+            )
+        if int(by) != self.rank:
+            return (
+                f"rank {by} gave up waiting for the schedule of {self.scope!r} before all ranks "
+                "had posted theirs: one of them compiled too late. Give the first call on all "
+                "ranks about the same time, or look at what rank "
+                f"{by} says"
+            )
+        return (
+            f"rank(s) {meeting.missing_ranks()} posted no schedule for {self.scope!r} within "
+            f"{timeout_s:g} s: what made rank {self.rank} compile did not happen there, or they "
+            f"died. {self._news(lines)} Make the step the same program on every rank, or look at "
+            "those ranks' logs"
+        )
+
+    def _difference(self, meeting: _Round, other: int) -> str:
+        schedules = [
+            zlib.decompress(meeting.store.get(meeting.key("text", rank))).decode().split("\n")
+            for rank in (0, other)
+        ]
+        number, (first, second) = _first_difference(*schedules)
+        return (
+            f"ranks 0 and {other} compiled different programs of {self.scope!r}: line {number} of "
+            f"the schedule is {first} on rank 0 and {second} on rank {other}. {SAME_EVERYWHERE}"
+        )
+
+    def _news(self, lines: Sequence[str]) -> str:
+        """Say where a new schedule leaves the last one agreed on."""
+        if not self._last:
+            return "It is the first schedule of this function."
+        number, (before, now) = _first_difference(self._last, lines)
+        return f"Its new schedule first differs in line {number}: {before} before, {now} now."
+
+
+def where_they_part(rank: int, other: int, lines: Sequence[str], its: Sequence[str]) -> str:
+    """The first line in which two ranks' unequal schedules differ, in words."""
+    number, (here, there) = _first_difference(lines, its)
+    return f"Line {number} of the schedule is {here} on rank {rank} and {there} on rank {other}."
+
+
+def _first_difference(one: Sequence[str], two: Sequence[str]) -> tuple[int, tuple[str, str]]:
+    """Return the 1-based line where two unequal schedules part, and both versions, quoted."""
+    pairs = zip_longest(one, two)
+    number, pair = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    first, second = ("absent" if line is None else f"`{line}`" for line in pair)
+    return number, (first, second)

@@ -1,0 +1,398 @@
+"""The collectives behind the ``zerofx::`` operators, and a count of what they send.
+
+Each backend has its own way to run them: ``zerofx.runtime.comm.transport``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.runtime.comm.peer_memory import PeerMemory
+from zerofx.runtime.comm.rendezvous import store_of_this_start
+from zerofx.runtime.comm.transport import (
+    REDUCTIONS,
+    SCALAR_BYTES,
+    GlooTransport,
+    LocalTransport,
+    NativeTransport,
+    PeerTransport,
+    Started,
+    Transport,
+    is_exact,
+)
+from zerofx.runtime.memory.buffers import BufferPool
+
+
+class Traffic:
+    """Bytes this rank sends, by category, and gathered bytes alive on it.
+
+    Categories: ``gather`` and ``reduce`` (parameters and gradients), ``exchange`` (what owners
+    need whole, and back), ``scalar`` (sums and maxima of at most ``SCALAR_BYTES``), ``setup``
+    (broadcasts and gathers outside steps) and ``agreement`` (what goes through the store).  A
+    broadcast counts as (N-1)/N of its size on every rank, the group's total shared out: who
+    forwards to whom is the backend's choice.
+    """
+
+    CATEGORIES = ("gather", "reduce", "exchange", "scalar", "setup", "agreement")
+
+    def __init__(self) -> None:
+        self.gathered_bytes = 0
+        self.peak_gathered_bytes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Zero every count of what was sent; what is alive stays counted."""
+        self.sent_bytes = dict.fromkeys(self.CATEGORIES, 0)
+        self.collectives: Counter[str] = Counter()
+
+    def reset_peak(self) -> None:
+        self.peak_gathered_bytes = self.gathered_bytes
+
+    def count(self, kind: str, category: str, nbytes: int) -> None:
+        self.sent_bytes[category] += nbytes
+        self.collectives[kind] += 1
+
+    def gathered(self, nbytes: int) -> None:
+        """Note that ``nbytes`` of gathered buffers came alive, or were freed if negative."""
+        self.gathered_bytes += nbytes
+        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
+
+    def snapshot(self) -> dict[str, object]:
+        """Return a copy of all counts; ``sent_bytes`` and ``collectives`` are dicts in it."""
+        return {
+            "sent_bytes": dict(self.sent_bytes),
+            "collectives": dict(self.collectives),
+            "gathered_bytes": self.gathered_bytes,
+            "peak_gathered_bytes": self.peak_gathered_bytes,
+        }
+
+
+class Communicator:
+    """The collectives of one process group.
+
+    ``*_start`` returns the buffer that will hold the result; ``wait`` completes it.  An input
+    must not change before its wait, and all ranks must start and wait in the same order.
+    An error of a collective keeps its type and says which collective it was.
+    """
+
+    # By the identity of the group, which each communicator keeps alive: asking twice for one
+    # group must count into one ``traffic``.
+    _known: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator:
+        """Return the communicator of a group or 1-dim mesh; None is the world, or a world of one.
+
+        Raises: ValueError for a mesh of more dimensions and for a group without this rank.
+        """
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"process_group is a device mesh of {group.ndim} dimensions "
+                    f"({group.mesh_dim_names or tuple(group.shape)}), and one holds the "
+                    "data-parallel ranks: pass that dimension, e.g. mesh['dp']"
+                )
+            group = group.get_group()
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"process_group is {group!r}, which is no process group that this rank is in: "
+                "call the step only on ranks of the group, or leave process_group out"
+            )
+        key = id(group)
+        if key not in cls._known:
+            communicator = cls(group)
+            cls._known[key] = communicator
+            return communicator
+        return cls._known[key]
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        self.traffic = Traffic()
+        self.buffers = BufferPool()
+        self._in_flight: dict[int, Started] = {}
+        self._memory: PeerMemory | None = None
+        self._local = LocalTransport()
+        self._transports: dict[str, Transport] = {}
+
+    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number.
+
+        Raises: ValueError for an unknown reduction, or one that this dtype cannot take.
+        """
+        self._check_reduction(reduction, input.dtype)
+        is_scalar = reduction != "mean" and input.nbytes <= SCALAR_BYTES
+        transport = self._transport(input)
+        launch = partial(transport.all_reduce, input.detach(), reduction)
+        category = "scalar" if is_scalar else "reduce"
+        return self._start("all_reduce", category, input.nbytes, launch)
+
+    def reduce_scatter_start(
+        self, flat: torch.Tensor, reduction: str, world_size: int
+    ) -> torch.Tensor:
+        """Start reducing a flat [N * n] buffer; this rank receives its own [n] of the result."""
+        self._check_world(world_size)
+        self._check_reduction(reduction, flat.dtype)
+        if flat.dim() != 1 or flat.numel() % world_size:
+            raise ValueError(
+                f"reduce_scatter of a {tuple(flat.shape)} tensor over {world_size} ranks: the "
+                "buffer must be flat and padded to a multiple of the world size"
+            )
+        launch = partial(
+            self._transport(flat).reduce_scatter, flat.detach().contiguous(), reduction
+        )
+        return self._start("reduce_scatter", "reduce", flat.nbytes, launch)
+
+    def reduce_scatter_pieces_start(
+        self,
+        pieces: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        numel: int,
+        reduction: str,
+    ) -> torch.Tensor | None:
+        """Do as ``reduce_scatter_start`` on a buffer that would have these at ``offsets``.
+
+        The rest of it would be zero.  None where the buffer itself is needed: this starts nothing
+        then.
+        """
+        transport = self._transport(pieces[0])
+        if not isinstance(transport, PeerTransport):
+            return None
+        self._check_reduction(reduction, pieces[0].dtype)
+        launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
+        nbytes = numel * pieces[0].itemsize
+        return self._start("reduce_scatter", "reduce", nbytes, launch)
+
+    def all_gather_start(
+        self, shard: torch.Tensor, world_size: int, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Start concatenating every rank's [n] to [N * n], alive until ``free``.
+
+        ``into`` is where, if given: a flat buffer of which ``shard`` is this rank's part.
+        """
+        self._check_world(world_size)
+        launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1), into)
+        gathered = self._start("all_gather", "gather", shard.nbytes * world_size, launch)
+        self.traffic.gathered(gathered.nbytes)
+        return gathered
+
+    def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send each rank its part of a flat buffer and return what all have sent here; blocks.
+
+        ``sent`` and ``received`` count the elements to and from each rank, in rank order.
+        """
+        launch = partial(self._transport_of(flat.device).all_to_all, flat, sent, received)
+        return self.wait(self._start("all_to_all", "exchange", flat.nbytes, launch))
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        """Complete ``started``, the very tensor that a ``*_start`` returned, and return it."""
+        pending = self._in_flight.pop(id(started), None)
+        if pending is None:
+            raise RuntimeError(
+                f"wait on a {started.dtype} tensor of shape {tuple(started.shape)} that is not in "
+                "flight: it was waited on before, or is a copy or view of what a start returned"
+            )
+        try:
+            if pending.work is not None:
+                pending.work.wait()
+            pending.finish()
+        except Exception as error:
+            self._explain(error, pending.kind, started.nbytes)
+            raise
+        if not self.buffers.is_on:
+            self.settle()  # a budget counts memory as gone when the program lets go of it
+        return started
+
+    def free(self, gathered: torch.Tensor) -> None:
+        """Count a gathered buffer as released: the program drops its last reference here.
+
+        Resizing the storage instead would crash on any alias that an operator did not declare.
+        """
+        if id(gathered) in self._in_flight:
+            self.wait(gathered)
+        self.traffic.gathered(-gathered.nbytes)
+
+    def complete(self, started: torch.Tensor) -> None:
+        """Let ``started`` arrive; it is still to be waited for, which then takes no time."""
+        pending = self._in_flight[id(started)]
+        work, pending.work = pending.work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except Exception as error:
+            self._explain(error, pending.kind, started.nbytes)
+            raise
+
+    def drop(self, gathering: torch.Tensor) -> None:
+        """Forget a started gather that nobody will wait for."""
+        self._in_flight.pop(id(gathering)).abandon()
+        self.traffic.gathered(-gathering.nbytes)
+
+    def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
+        """Overwrite ``tensor`` with that of one rank of the group; blocks.  For first calls."""
+        target = tensor.detach()
+        buffer = target.contiguous()
+        launch = partial(self._transport(tensor).broadcast, buffer, src_group_rank)
+        self.wait(self._start("broadcast", "setup", tensor.nbytes, launch))
+        if buffer is not target:
+            target.copy_(buffer)
+
+    def gather_whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return every rank's [n] as [N * n]; blocks.  For state dicts and other reading."""
+        launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
+        nbytes = shard.nbytes * self.world_size
+        self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
+        try:
+            return self.wait(self._start("all_gather", "setup", nbytes, launch))
+        finally:
+            self.buffers.is_on = True
+            self.settle()
+
+    def overlaps(self, like: torch.Tensor) -> bool:
+        """Whether tensors like this one travel while the rank computes."""
+        return self._transport(like).overlaps
+
+    @contextlib.contextmanager
+    def running(self, program: int) -> Iterator[None]:
+        """Let the others see, where they can, which program what is started here belongs to."""
+        if self._memory is not None:
+            self._memory.program = program
+        try:
+            yield
+        finally:
+            if self._memory is not None:
+                self._memory.program = 0
+
+    def settle(self) -> None:
+        """Wait until no other rank reads this one's memory: what comes next may write to it."""
+        if self._memory is not None:
+            self._memory.settle()
+
+    def abandon(self) -> None:
+        """Forget what is in flight, after a step that failed; ranks that wait for it fail too."""
+        for started in self._in_flight.values():
+            started.abandon()
+        self._in_flight.clear()
+        self.traffic.gathered_bytes = 0
+        if self._memory is not None:
+            self._memory.fail()
+
+    def _start(
+        self, kind: str, category: str, nbytes: int, launch: Callable[[], Started]
+    ) -> torch.Tensor:
+        try:
+            started = launch()
+        except Exception as error:
+            self._explain(error, kind, nbytes)
+            raise
+        started.kind = kind
+        if started.work is not None:
+            self.traffic.count(kind, category, started.sent_bytes)
+        self._in_flight[id(started.result)] = started
+        return started.result
+
+    def _explain(self, error: Exception, kind: str, nbytes: int) -> None:
+        error.add_note(
+            f"in {kind} of {nbytes} bytes, on rank {self.rank} of {self.world_size}; if it says "
+            "that a connection closed or timed out, another rank has died or is not calling the "
+            "same function: look at the other ranks' logs"
+        )
+
+    def _check_world(self, world_size: int) -> None:
+        if world_size != self.world_size:
+            raise ValueError(
+                f"this program was compiled for {world_size} ranks and its process group has "
+                f"{self.world_size}: compile the step again in the new group"
+            )
+
+    def _check_reduction(self, reduction: str, dtype: torch.dtype) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction {reduction!r} is unknown; known: {', '.join(REDUCTIONS)}")
+        if reduction == "mean" and is_exact(dtype):
+            raise ValueError(f"the mean of {dtype} over ranks is no {dtype}: convert it to a float")
+        if reduction in ("max", "min") and dtype.is_complex:
+            raise ValueError(f"{reduction} of {dtype} has no meaning: reduce its absolute value")
+
+    def _transport(self, tensor: torch.Tensor) -> Transport:
+        """How tensors like this one travel.  One without elements has nowhere to go."""
+        return self._transport_of(tensor.device) if tensor.numel() else self._local
+
+    def _transport_of(self, of_device: torch.device) -> Transport:
+        if self.group is None or self.world_size == 1:
+            return self._local
+        device = of_device.type
+        if device not in self._transports:
+            self._transports[device] = self._connect(device, self.group)
+        return self._transports[device]
+
+    def _connect(self, device: str, group: dist.ProcessGroup) -> Transport:
+        if _backend_for(device, group) != "gloo":
+            return NativeTransport(group)
+        self._memory = PeerMemory.of(group)
+        if self._memory is not None:
+            return PeerTransport(self._memory, group, self.buffers)
+        return GlooTransport(group, self.buffers)
+
+
+def _backend_for(device: str, group: dist.ProcessGroup) -> str:
+    configuration = dist.get_backend_config(group)
+    backends = dict(pair.split(":") for pair in configuration.split(","))
+    backend = backends.get(device)
+    if backend is None or (backend == "gloo" and device != "cpu"):
+        raise ValueError(
+            f"the process group ({configuration}) cannot move {device} tensors as zerofx needs: "
+            "make it with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    return backend
+
+
+START_TIMEOUT_S = 30 * 60.0  # torch's own for a process group
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
+    """Return the world: the group that exists, the one torchrun describes, or None for one rank.
+
+    A group made here is destroyed at exit unless the user has done so.
+    """
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if not all(name in environ for name in TORCHRUN_VARIABLES):
+            return None
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, **_rendezvous(environ))
+        atexit.register(_destroy, dist.group.WORLD)
+    return dist.group.WORLD
+
+
+def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What ``init_process_group`` is told: torchrun's store, under keys of this start's own."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    store = store_of_this_start(store, rank, world_size, START_TIMEOUT_S)
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""What a process group's link carries and its ranks compute, measured once and agreed on."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from zerofx import compat
+from zerofx.hardware import Figures
+from zerofx.runtime.comm.agreement import AgreementError, rendezvous
+from zerofx.runtime.comm.communication import Communicator
+
+TIMES = 3
+"""How often each thing is timed: the fastest counts, for a busy machine only adds to it."""
+
+SMALL_BYTES, LARGE_BYTES = 2**18, 2**22
+
+LONGEST_S = 0.1
+"""If the small buffer says that the large one takes longer than this, the small one decides."""
+
+# Of a square matrix product, and of a sum: enough to leave the caches.
+MATRIX = {"cpu": (512, torch.float32), "cuda": (4096, torch.bfloat16)}
+NUMEL = {"cpu": 2**22, "cuda": 2**26}
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Figures]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def measured(
+    communicator: Communicator, device: torch.device, name: str, timeout_s: float
+) -> Figures | None:
+    """The group's figures for tensors of this device; measured, collectively, at the first call.
+
+    The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  ``name``
+    says what the ranks meet for.  None where there is nothing to measure: a world of one, or a
+    group that only pretends to communicate.
+
+    Raises: AgreementError if a rank does not join within ``timeout_s``.
+    """
+    group = communicator.group
+    if group is None or communicator.world_size == 1 or "fake" in dist.get_backend_config(group):
+        return None
+    known = _known.setdefault(group, {})
+    if device.type not in known:
+        store = compat.agreement_store(group)
+        try:
+            rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)
+        except RuntimeError as error:
+            raise AgreementError(
+                f"{error}. All ranks measure the link there, unless all are given its figures: "
+                "options={'link': ...} or ZEROFX_LINK"
+            ) from None
+        with torch.no_grad(), compat.real_tensors():
+            known[device.type] = _measure(group, device)
+    return known[device.type]
+
+
+def rounded(figure: float) -> float:
+    """The nearest power of two."""
+    return 2.0 ** round(math.log2(figure))
+
+
+def slowest(figures: Iterable[Figures], source: str = "given") -> Figures:
+    """What all ranks can count on, whichever of them is slow at what."""
+    figures = list(figures)
+    return Figures(
+        latency_s=rounded(max(each.latency_s for each in figures)),
+        bytes_per_s=rounded(min(each.bytes_per_s for each in figures)),
+        overlaps=all(each.overlaps for each in figures),
+        flops_per_s=rounded(min(each.flops_per_s for each in figures)),
+        memory_bytes_per_s=rounded(min(each.memory_bytes_per_s for each in figures)),
+        source=source,
+    )
+
+
+def _measure(group: dist.ProcessGroup, device: torch.device) -> Figures:
+    # A communicator of its own: what it sends is no step's traffic.
+    probe = Communicator(group)
+    mine = own_figures(probe, device)
+    numbers = (mine.latency_s, mine.bytes_per_s, mine.flops_per_s, mine.memory_bytes_per_s)
+    every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
+    probe.settle()
+    return slowest(
+        (
+            Figures(latency, speed, mine.overlaps, flops, memory)
+            for latency, speed, flops, memory in every.view(-1, len(numbers)).tolist()
+        ),
+        source=f"measured, the slowest of {probe.world_size} ranks",
+    )
+
+
+def own_figures(probe: Communicator, device: torch.device) -> Figures:
+    """What this rank sees.  Collective: all ranks exchange the same buffers."""
+    ranks = probe.world_size
+
+    def exchange(nbytes: int) -> float:
+        """Seconds of a gather and a reduce-scatter of a buffer, on average."""
+        numel = max(nbytes // 4 // ranks, 1)
+        shard, whole = (torch.ones(n, device=device) for n in (numel, numel * ranks))
+
+        def both() -> None:
+            probe.wait(probe.all_gather_start(shard, ranks))
+            probe.wait(probe.reduce_scatter_start(whole, "mean", ranks))
+
+        seconds = _fastest(both, device) / 2
+        probe.settle()  # before these buffers are used again
+        return seconds
+
+    latency_s = exchange(4 * ranks)
+    nbytes, seconds = SMALL_BYTES, exchange(SMALL_BYTES)
+    # All ranks go by the slowest of them, or they would exchange different buffers.
+    here = torch.tensor([seconds], dtype=torch.float64, device=device)
+    if probe.gather_whole(here).max().item() * LARGE_BYTES / SMALL_BYTES * TIMES < LONGEST_S:
+        nbytes, seconds = LARGE_BYTES, exchange(LARGE_BYTES)
+    sent = nbytes * (ranks - 1) / ranks
+    size, dtype = MATRIX["cpu" if device.type == "cpu" else "cuda"]
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    vector = torch.ones(NUMEL["cpu" if device.type == "cpu" else "cuda"], device=device)
+    other = torch.ones_like(vector)
+    return Figures(
+        latency_s=latency_s,
+        bytes_per_s=sent / max(seconds - latency_s, seconds / 10),
+        overlaps=probe.overlaps(here),
+        flops_per_s=2 * size**3 / _fastest(lambda: matrix @ matrix, device),
+        memory_bytes_per_s=3 * vector.nbytes / _fastest(lambda: vector.add_(other), device),
+    )
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    run()  # connects, allocates, compiles
+    seconds = []
+    for _ in range(TIMES):
+        _finish(device)
+        started = time.perf_counter()
+        run()
+        _finish(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

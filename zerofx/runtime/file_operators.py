@@ -1,0 +1,399 @@
+"""What a program reads from files and lets go of there: its buckets, and its operators on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zerofx.errors import FileTierError, StepError
+from zerofx.ir import ops
+from zerofx.ir.graph import changes_files, hinted_bytes, released_at, slot_of, uses_of_files
+from zerofx.ir.parameters import ParameterTable
+from zerofx.runtime.optimizer.setup import Trained
+from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.file_bucket import FiledBucket
+from zerofx.runtime.storage.file_shards import ShardBucket
+from zerofx.runtime.storage.file_values import ValueBucket
+from zerofx.runtime.storage.tier import FileTier
+
+Group = tuple[int, tuple[int, ...]]
+"""Updates that have their states together: (optimizer, parameters)."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One of ``uses_of_files``: of states of a group, shards of parameters, or a slot's value."""
+
+    group: Group | None = None
+    parameters: tuple[int, ...] = ()
+    slot: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """An activation on its way: what stands for it, the bucket it is in, and how it is laid out."""
+
+    stands_for_it: Tensor
+    bucket: ValueBucket
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ProgramFiles:
+    """The buckets of a ``tier`` that a program uses, and what of them is there in a call.
+
+    A call is ``begin``, the program's operators, ``finish`` or ``failed``, ``end_call``.  Values of
+    one ``mover``'s programs share their buckets, slot by slot.
+
+    Raises: StepError or FileTierError if there is no room for what is new.
+    """
+
+    def __init__(
+        self,
+        tier: FileTier,
+        graph: fx.Graph,
+        trained: Trained,
+        runners: Mapping[int, OptimizerRunner],
+        mover: Mover,
+    ) -> None:
+        self.tier, self.table, self.mover = tier, trained.table, mover
+        nodes = uses_of_files(graph)
+        self._uses = list(map(_use_of, nodes))
+        self._bounds: Sequence[BoundParameter] = ()
+        self._groups = _shard_groups(self._uses, self.table)
+        self.parameters = frozenset(index for group in self._groups for index in group)
+        """Those whose shards the program takes from files."""
+        self._states = self._find_states(runners)
+        self._new_shards = self._shards_to_come(trained.tensors)
+        self._find_values(nodes)
+        self._events = _events(graph, dict(zip(nodes, self._uses, strict=True)))
+        in_shards = self._by_parameter(trained.tensors)
+        self.buckets: list[FiledBucket] = self._reserved(in_shards)
+        """As the program uses them, each time it does."""
+        bytes_of = {
+            use: sum(bucket.nbytes for bucket in self._buckets_of(use, in_shards))
+            for use in self._uses
+        }
+        self.read_bytes = sum(
+            bytes_of[use]
+            for node, use in zip(nodes, self._uses, strict=True)
+            if node.target is ops.wait_file
+        )
+        """What a call reads, if nothing is in host memory before it is used."""
+        self.written_bytes = sum(
+            bytes_of[use]
+            for node, use in zip(nodes, self._uses, strict=True)
+            if changes_files(released_at(node))
+        )
+        """What it then writes."""
+        self._reading: dict[int, tuple[Tensor, _Use]] = {}  # by what stands for it
+        self._values: dict[int, _Value] = {}
+        self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
+
+    def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, FiledBucket]:
+        groups = list(dict.fromkeys(use.group for use in self._uses if use.group is not None))
+        buckets = self.tier.state_buckets(
+            [runners[handle].states.group_of(of) for handle, of in groups]
+        )
+        return dict(zip(groups, buckets, strict=True))
+
+    def _shards_to_come(
+        self, tensors: Sequence[nn.Parameter]
+    ) -> dict[tuple[int, ...], ShardBucket]:
+        """A bucket for those of each group that have none; they adopt it when a call begins."""
+        found = {}
+        for group in self._groups:
+            known = {index: REGISTRY.lookup(tensors[index]) for index in group}
+            lacking = tuple(index for index, bound in known.items() if self._file_of(bound) is None)
+            if lacking:
+                found[lacking] = self._shard_bucket(lacking)
+        return found
+
+    def _file_of(self, bound: BoundParameter | None) -> ShardBucket | None:
+        """The bucket of a parameter's shard in this tier: another one's is none of its own."""
+        if bound is None or bound.file is None or bound.file.tier is not self.tier:
+            return None
+        return bound.file
+
+    def has_in_files(self, index: int, bound: BoundParameter) -> bool:
+        """Whether the program takes this shard from where it is, if that is a file."""
+        return index in self.parameters and self._file_of(bound) is not None
+
+    def _shard_bucket(self, group: tuple[int, ...]) -> ShardBucket:
+        names = [self.table[index].name for index in group]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return self.tier.shard_bucket(f"{names[0]}{more}", [self.table[index] for index in group])
+
+    def _find_values(self, nodes: Sequence[fx.Node]) -> None:
+        sizes: dict[int, int] = {}
+        for node in nodes:
+            if node.target is ops.offload_start:
+                sizes[slot_of(node)] = max(sizes.get(slot_of(node), 0), hinted_bytes(node))
+        for slot, nbytes in sizes.items():
+            if slot not in self.mover.filed or self.mover.filed[slot].tier is not self.tier:
+                self.mover.filed[slot] = self.tier.value_bucket(f"activation {slot}", nbytes)
+
+    def _by_parameter(self, tensors: Sequence[nn.Parameter]) -> dict[int, ShardBucket]:
+        """The bucket of each parameter's shard, adopted or to be."""
+        found = {index: bucket for of, bucket in self._new_shards.items() for index in of}
+        for group in self._groups:
+            for index in group:
+                file = self._file_of(REGISTRY.lookup(tensors[index]))
+                if file is not None:
+                    found[index] = file
+        return found
+
+    def _buckets_of(self, use: _Use, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
+        if use.group is not None:
+            return [self._states[use.group]]
+        if use.slot >= 0:
+            return [self.mover.filed[use.slot]]
+        return list(dict.fromkeys(in_shards[index] for index in use.parameters))
+
+    def _reserved(self, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
+        """The buckets of all uses, in their order, with room on disk and in host memory for them.
+
+        Raises: StepError or FileTierError if there is none.
+        """
+        buckets = [bucket for use in self._uses for bucket in self._buckets_of(use, in_shards)]
+        self.tier.reserve(buckets, self._most_in_use(in_shards, {}))
+        self._reserved_for = self._value_sizes()
+        return buckets
+
+    def _value_sizes(self) -> list[int]:
+        """They grow, also by what other programs of the function have there."""
+        return [self.mover.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
+
+    def _most_in_use(
+        self, in_shards: Mapping[int, ShardBucket], to_be: Mapping[FiledBucket, int]
+    ) -> int:
+        """The most bytes that are in use at once in the program; of some buckets ``to_be``."""
+        alive: Counter[FiledBucket] = Counter()
+        now = most = 0
+        for use, change in self._events:
+            for bucket in self._buckets_of(use, in_shards):
+                was_there = alive[bucket] > 0
+                alive[bucket] += change
+                if was_there != (alive[bucket] > 0):
+                    now += change * to_be.get(bucket, bucket.layout.nbytes)
+            most = max(most, now)
+        return most
+
+    def take_in(self, bounds: Sequence[BoundParameter]) -> None:
+        """Let go of a bucket's shards, which have just been made, in favour of their files.
+
+        Raises: FileTierError if a write fails.
+        """
+        by_index = {bound.info.index: bound for bound in bounds}
+        group = next((one for one in self._groups if by_index.keys() >= set(one)), None)
+        if group is None or group not in self._new_shards:
+            return
+        bucket = self._new_shards.pop(group)
+        bucket.adopt([by_index[index] for index in group])
+        self.tier.begin([bucket])
+        self.tier.fetch(bucket)
+        self.tier.release(bucket, is_dirty=True)
+        self.tier.finish()
+
+    # In a call
+
+    def begin(self, bounds: Sequence[BoundParameter]) -> None:
+        """Start a call over these parameters, in the table's order.
+
+        Raises: FileTierError if what files hold is lost, StepError if there is no room for what
+        has been elsewhere since the last call, or has grown; nothing has changed then.
+        """
+        self._bounds = bounds
+        adopted: dict[tuple[int, ...], ShardBucket] = {}
+        for group in self._groups:
+            lacking = tuple(index for index in group if self._file_of(bounds[index]) is None)
+            if lacking:
+                waiting = self._new_shards.pop(lacking, None)
+                adopted[lacking] = waiting or self._shard_bucket(lacking)
+        if adopted or self._value_sizes() != self._reserved_for:
+            self._reserve_again({index: one for of, one in adopted.items() for index in of})
+        for group, bucket in adopted.items():
+            bucket.adopt([bounds[index] for index in group])
+        self.buckets = [b for use in self._uses for b in self._buckets_in_call(use)]
+        self.tier.begin(self.buckets)
+
+    def _reserve_again(self, adopted: Mapping[int, ShardBucket]) -> None:
+        try:
+            self._reserved({**self._shards_in_call(self.parameters), **adopted})
+        except FileTierError as error:
+            if self.tier.lost is not None:
+                raise
+            raise StepError(str(error)) from error  # after which nothing is lost
+
+    def states_from_file_start(self, optimizer: int, parameters: list[int], nbytes: int) -> Tensor:
+        """Ask for states: the cache reads ahead by itself, in the order of the waits."""
+        return self._ask(_Use(group=(optimizer, tuple(parameters))))
+
+    def shards_from_file_start(self, parameters: list[int], nbytes: int) -> Tensor:
+        return self._ask(_Use(parameters=tuple(parameters)))
+
+    def _ask(self, use: _Use) -> Tensor:
+        started = torch.empty(0, dtype=torch.uint8)
+        self._reading[id(started)] = started, use
+        return started
+
+    def value_from_file_start(self, filed: Tensor) -> Tensor:
+        return filed
+
+    def wait_file(self, started: Tensor) -> Tensor:
+        """Have what has been asked for in host memory.  Raises: FileTierError."""
+        if id(started) in self._values:
+            return self._value_there(self._values.pop(id(started)))
+        for bucket in self._buckets_in_call(self._reading[id(started)][1]):
+            self.tier.fetch(bucket)
+        return started
+
+    def _buckets_in_call(self, use: _Use) -> list[FiledBucket]:
+        return self._buckets_of(use, self._shards_in_call(use.parameters))
+
+    def _shards_in_call(self, parameters: Iterable[int]) -> dict[int, ShardBucket]:
+        files = ((index, self._file_of(self._bounds[index])) for index in parameters)
+        return {index: file for index, file in files if file is not None}
+
+    def note_changes(self, optimizer: int, parameters: Iterable[int]) -> None:
+        """Have these states written when they are let go of."""
+        self._changed.update((optimizer, parameter) for parameter in parameters)
+
+    def states_to_file(self, states: Tensor, optimizer: int, parameters: list[int]) -> None:
+        """Let go of states, which are written to files if they have changed."""
+        _, use = self._reading.pop(id(states))
+        group = {(optimizer, parameter) for parameter in parameters}
+        is_dirty = not group.isdisjoint(self._changed)
+        self._release(use, is_dirty)
+        self._changed -= group
+
+    def shards_to_file(self, shards: Tensor, parameters: list[int], changed: bool) -> None:
+        _, use = self._reading.pop(id(shards))
+        self._release(use, changed)
+
+    def _release(self, use: _Use, is_dirty: bool) -> None:
+        for bucket in self._buckets_in_call(use):
+            self.tier.release(bucket, is_dirty=is_dirty)
+
+    def offload_start(self, value: Tensor, slot: int) -> Tensor:
+        """Start copying a value to its bucket's memory, with more room if it has grown."""
+        bucket = self.mover.filed[slot]
+        nbytes = self.mover.span_bytes(value)
+        if nbytes > bucket.num_bytes:
+            self._grow(bucket, nbytes)
+        self.tier.fetch(bucket)
+        assert bucket.memory is not None, "it has been fetched"
+        host = self.mover.offload_start(value, slot, bucket.memory)
+        self._keep(host, bucket, host)
+        return host
+
+    def _grow(self, bucket: ValueBucket, nbytes: int) -> None:
+        in_shards = self._shards_in_call(self.parameters)
+        padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
+        self.tier.grow(bucket, nbytes, self._most_in_use(in_shards, {bucket: padded}))
+        self._reserved_for = self._value_sizes()
+
+    def value_to_file(self, value: Tensor) -> Tensor:
+        known = self._values.pop(id(value))
+        REGISTRY.host.settle(value)  # the device has waited for the copy, and the host has not
+        self.tier.release(known.bucket)
+        filed = torch.empty(0, dtype=value.dtype)
+        self._keep(filed, known.bucket, value)
+        return filed
+
+    def _value_there(self, known: _Value) -> Tensor:
+        self.tier.fetch(known.bucket)
+        memory = known.bucket.memory
+        assert memory is not None, "it has been fetched"
+        length = memory.numel() // known.dtype.itemsize * known.dtype.itemsize
+        there = memory[:length].view(known.dtype).as_strided(known.shape, known.stride)
+        self._keep(there, known.bucket, there)
+        return there
+
+    def _keep(self, stands_for_it: Tensor, bucket: ValueBucket, like: Tensor) -> None:
+        self._values[id(stands_for_it)] = _Value(
+            stands_for_it, bucket, like.shape, like.stride(), like.dtype
+        )
+
+    def drop_value(self, value: Tensor) -> None:
+        known = self._values.pop(id(value))
+        REGISTRY.host.settle(value)
+        self.tier.release(known.bucket, is_void=True)
+
+    def finish(self) -> None:
+        self.tier.finish()
+
+    def failed(self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Leave a call that has failed, when no update writes to what is there any more.
+
+        If shards are lost by it, so are their ``optimizers``' states, wherever these are.
+        """
+        self.tier.failed(error, optimizers if self.parameters else ())
+
+    def end_call(self) -> None:
+        """Forget the call, also after one that has failed."""
+        self._reading.clear()
+        self._values.clear()
+        self._changed.clear()
+        self._bounds = ()
+
+    def kernels(self) -> dict[object, Any]:
+        """The function that runs each operator that is about files, and ``offload_start``."""
+        return {
+            ops.states_from_file_start: self.states_from_file_start,
+            ops.shards_from_file_start: self.shards_from_file_start,
+            ops.value_from_file_start: self.value_from_file_start,
+            ops.wait_file: self.wait_file,
+            ops.states_to_file: self.states_to_file,
+            ops.shards_to_file: self.shards_to_file,
+            ops.value_to_file: self.value_to_file,
+            ops.drop_value: self.drop_value,
+            ops.offload_start: self.offload_start,
+        }
+
+
+def _events(graph: fx.Graph, uses: Mapping[fx.Node, _Use]) -> list[tuple[_Use, int]]:
+    """Where uses begin (1) and end (-1), in program order."""
+    ends = {released_at(node): use for node, use in uses.items()}
+    found = []
+    for node in graph.nodes:
+        if node in uses:
+            found.append((uses[node], 1))
+        if node in ends:
+            found.append((ends[node], -1))
+    return found
+
+
+def _use_of(node: fx.Node) -> _Use:
+    if node.target is ops.offload_start:
+        return _Use(slot=slot_of(node))
+    (start,) = node.args
+    if start.target is ops.states_from_file_start:
+        return _Use(group=(start.args[0], tuple(start.args[1])))
+    if start.target is ops.shards_from_file_start:
+        return _Use(parameters=tuple(start.args[0]))
+    (filed,) = start.args
+    return _Use(slot=slot_of(filed.args[0].args[0]))
+
+
+def _shard_groups(uses: Iterable[_Use], table: ParameterTable) -> list[tuple[int, ...]]:
+    """Parameters whose shards are in files together: those of a bucket, in its order."""
+    indices = dict.fromkeys(index for use in uses for index in use.parameters)
+    groups: dict[tuple, list[int]] = {}
+    for index in indices:
+        info = table[index]
+        where = ("bucket", info.place.bucket) if info.shares_bucket else ("alone", index)
+        groups.setdefault((*where, info.dtype, info.device), []).append(index)
+    return [
+        tuple(sorted(group, key=lambda index: table[index].place.offset))
+        for group in groups.values()
+    ]

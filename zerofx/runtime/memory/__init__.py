@@ -1,0 +1,1 @@
+"""Flat memory: shards cut from whole tensors, pages, reused buffers."""

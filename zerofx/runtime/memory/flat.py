@@ -1,0 +1,233 @@
+"""Flat shards and the whole tensors they are cut from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerofx.ir.parameters import ParameterInfo, storage_order
+from zerofx.runtime.memory.buffers import BufferPool
+
+# Small tensors travel to the other ranks together, in messages of at most this size.
+COALESCED_BYTES = 4 * 1024 * 1024
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make what is created here usable by any later step.
+
+    The first call may be an evaluation under ``torch.inference_mode()``, whose tensors can
+    never be updated afterwards.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def take_shard(whole: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
+    """Return a copy of the range that ``rank`` owns, flat and padded with zeros.
+
+    Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
+    """
+    start, stop = info.extent_of(rank)
+    shard = torch.zeros(stop - start, dtype=whole.dtype, device=info.device)
+    copy_range(shard, whole, info, rank)
+    return shard
+
+
+def copy_range(shard: torch.Tensor, whole: torch.Tensor, info: ParameterInfo, rank: int) -> None:
+    """Write the range of ``whole`` that ``rank`` owns into its shard; padding stays as it is."""
+    start, stop = info.owned_by(rank)
+    flat = whole.detach().permute(info.storage_order).reshape(-1)
+    shard[: stop - start].copy_(flat[start:stop])
+
+
+def whole_from_shard(shard: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
+    """Return a whole tensor that holds ``rank``'s range of it, and zeros elsewhere.
+
+    Shapes: ``[info.shard_numel]`` -> ``info.shape``, with its strides.
+    """
+    start, stop = info.owned_by(rank)
+    flat = shard.new_zeros(info.numel)
+    flat[start:stop].copy_(shard[: stop - start])
+    return whole_from_flat(flat, info)
+
+
+def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torch.Tensor:
+    """Return this rank's shard of a bucket, which holds these parameters' shards of it.
+
+    That is the memory they are views of, if they are: parameters in their bucket's buffer are
+    packed without a copy.  What no shard covers is zero.
+
+    Shapes: ``[info.shard_numel]`` each -> ``[place.shard_numel]``.
+    """
+    numel = infos[0].place.shard_numel
+    parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
+    if parts:
+        first = parts[0][0]
+        storage = first.untyped_storage()
+        start = first.storage_offset() - parts[0][1].position_in_shard
+        is_whole = storage.nbytes() == numel * first.itemsize or numel == sum(
+            shard.numel() for shard, _ in parts
+        )
+        in_place = is_whole and all(
+            shard.untyped_storage().data_ptr() == storage.data_ptr()
+            and shard.storage_offset() == start + info.position_in_shard
+            for shard, info in parts
+        )
+        if in_place:
+            return first.as_strided((numel,), (1,), start)
+    buffer = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
+    for shard, info in parts:
+        buffer.narrow(0, info.position_in_shard, info.shard_numel).copy_(shard)
+    return buffer
+
+
+def flatten_bucket(
+    wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], buffers: BufferPool
+) -> torch.Tensor:
+    """Return a bucket's flat buffer with a copy of these tensors, each in storage order.
+
+    Shapes: ``info.shape`` each -> ``[place.shard_numel * world_size]``; padding is zero.
+    """
+    buffer = buffers.empty(infos[0].place.shard_numel * infos[0].world_size, wholes[0])
+    end = 0
+    for whole, info in zip(wholes, infos, strict=True):
+        start, stop = info.place.offset, info.place.offset + info.numel
+        buffer[end:start].zero_()
+        whole_from_flat(buffer[start:stop], info).copy_(whole)
+        end = max(end, stop)  # one of no elements may come after its neighbour at the same place
+    buffer[end:].zero_()
+    return buffer
+
+
+def flat_pieces(
+    wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the tensors that make up a bucket's flat buffer, each flat, and where they lie in it.
+
+    They are contiguous: views where a tensor is dense in its parameter's storage order, else
+    copies.  Those without elements are left out.
+    """
+    pieces, offsets = [], []
+    for whole, info in zip(wholes, infos, strict=True):
+        if info.numel:
+            ordered = whole.detach().permute(info.storage_order)
+            # contiguous() too: reshape keeps the stride of what has one dimension.
+            pieces.append(ordered.to(wholes[0].dtype).reshape(-1).contiguous())
+            offsets.append(info.place.offset)
+    return pieces, offsets
+
+
+def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
+    """View a flat buffer that begins with a parameter's elements as the parameter.
+
+    Shapes: at least ``[info.numel]`` -> ``info.shape``, with its strides.
+    """
+    return flat.as_strided(info.shape, info.stride, flat.storage_offset())
+
+
+def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
+    """Return the whole tensor that every rank holds a shard of.  Collective.
+
+    It travels as bytes: gloo has no complex numbers, nor all of the small floats.
+
+    Shapes: ``[info.shard_numel]`` -> ``info.shape``, in memory of its own.
+    """
+    if info.numel == 0:
+        return shard.new_empty_strided(info.shape, info.stride)
+    if info.shares_bucket:
+        flat = _from_owners(shard, info, communicator)
+    else:
+        flat = communicator.gather_whole(shard.view(torch.uint8)).view(shard.dtype)
+    whole = whole_from_flat(flat, info)
+    # Without padding in its storage (which torch.save would write out), and never the shard.
+    owned = flat.numel() == info.numel and flat.data_ptr() != shard.data_ptr()
+    return whole if owned else whole.clone(memory_format=torch.preserve_format)
+
+
+def _from_owners(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
+    """Each rank sends what it owns: ranges of a shared bucket differ in length."""
+    flat = shard.new_empty(info.numel)
+    for rank in range(info.world_size):
+        start, stop = info.owned_by(rank)
+        if start == stop:
+            continue
+        part = flat[start:stop]
+        if rank == communicator.rank:
+            part.copy_(shard[: stop - start])
+        communicator.broadcast(part.view(torch.uint8), rank)
+    return flat
+
+
+def _memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor's memory as flat bytes.  Raises: ValueError if it is not dense."""
+    order = storage_order(tuple(tensor.shape), tensor.stride())
+    return tensor.detach().permute(order).view(-1).view(torch.uint8)
+
+
+def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
+    """Overwrite every tensor with rank 0's, small ones together.  Collective."""
+    if communicator.world_size == 1:
+        return
+    pending: list[torch.Tensor] = []
+
+    def flush() -> None:
+        if not pending:
+            return
+        message = torch.cat(pending)
+        communicator.broadcast(message)
+        for data, received in zip(pending, message.split([len(d) for d in pending]), strict=True):
+            data.copy_(received)
+        pending.clear()
+
+    for tensor in tensors:
+        try:
+            data = _memory_bytes(tensor)
+        except ValueError:  # a buffer with holes or overlaps; parameters were checked before
+            packed = tensor.detach().contiguous()
+            communicator.broadcast(_memory_bytes(packed))
+            tensor.copy_(packed)
+            continue
+        if len(data) >= COALESCED_BYTES:
+            communicator.broadcast(data)
+            continue
+        bytes_after = sum(map(len, pending)) + len(data)
+        if pending and (bytes_after > COALESCED_BYTES or pending[0].device != data.device):
+            flush()
+        if len(data):
+            pending.append(data)
+    flush()
+
+
+def without_storage(info: ParameterInfo) -> torch.Tensor:
+    """Return a tensor of the parameter's shape and strides that has no memory."""
+    tensor = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def in_memory_of_its_own(
+    tensor: torch.Tensor, info: ParameterInfo, users: Mapping[int, int]
+) -> torch.Tensor:
+    """The tensor with the parameter's strides and dtype, in memory that nothing else looks at.
+
+    ``users`` counts who looks at a storage, by its address.  A copy, if it is not so already.
+    """
+    storage = tensor.untyped_storage()
+    is_own = users[storage.data_ptr()] == 1 and storage.nbytes() == info.nbytes
+    if is_own and tensor.stride() == info.stride and tensor.dtype == info.dtype:
+        return tensor
+    with ordinary_tensors():
+        own = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
+        return own.copy_(tensor)
+
+
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view, whose base Dynamo would guard at every call."""
+    if tensor._base is None:
+        return tensor
+    with ordinary_tensors():
+        return tensor.new_empty(0).set_(tensor)

@@ -1,0 +1,1 @@
+"""Optimizer updates at run time, on the device and on the host."""

@@ -1,0 +1,181 @@
+"""What the updates of one optimizer have in common, and the step of it that is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.codegen.kernels import Keep, Kernels
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.storage import NATIVE, Precision
+from zerofx.codegen.trace.trace import Update
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.draws import Draws
+from zerofx.runtime.optimizer.precision import StateStorage, is_scale
+from zerofx.runtime.optimizer.traces import GroupOfStep, Traces
+
+
+class UpdateContext:
+    """One optimizer with its traces, kernels and parameters, and its groups during a step.
+
+    The arguments are those of ``OptimizerRunner``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
+        *,
+        rank: int,
+        sharded: bool,
+        gradients_read_later: Collection[int],
+        keep_source: Keep | None,
+        precision: Precision,
+        owned: Collection[int],
+        on_host: bool,
+    ) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.optimizer_name = type(optimizer).__name__
+        self.parameters = {
+            index: (weakref.ref(parameter), info) for index, (parameter, info) in parameters.items()
+        }
+        if on_host:
+            cpu = torch.device("cpu")
+            self.parameters = {
+                index: (reference, replace(info, device=cpu))
+                for index, (reference, info) in self.parameters.items()
+            }
+        self.traces = Traces(
+            self.optimizer_name,
+            self.parameters,
+            sharded=sharded,
+            owned=owned,
+            gradients_read_later=gradients_read_later,
+            precision=precision,
+            on_host=on_host,
+        )
+        self.storage = StateStorage(precision, self.optimizer_name)
+        self.draws = Draws(precision, self.parameters, rank=rank, sharded=sharded)
+        self.kernels = Kernels(keep_source)
+        self.rank, self.sharded, self.owned = rank, sharded, owned
+        self._groups: dict[int, GroupOfStep] | None = None  # by the id of the parameter
+
+    def begin(self) -> None:
+        """Start one step of the optimizer: look up every parameter's group as it is now."""
+        optimizer = self.live_optimizer()
+        self.traces.begin(optimizer)
+        self._groups = {}
+        for values in optimizer.param_groups:
+            group = GroupOfStep(values)
+            for parameter in values["params"]:
+                self._groups[id(parameter)] = group
+        self.draws.begin(optimizer)
+
+    def end(self) -> list[GroupOfStep]:
+        """Forget the groups, and return them."""
+        groups, self._groups = list((self._groups or {}).values()), None
+        return groups
+
+    @contextlib.contextmanager
+    def outside_of_a_step(self) -> Iterator[None]:
+        """See the groups as they are now, for an update that is not run."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def group_of(self, parameter: int) -> GroupOfStep | None:
+        """The group of a parameter in the step under way; None if it is in none any more."""
+        assert self._groups is not None, "begin() has been called"
+        return self._groups.get(id(self.parameters[parameter][0]()))
+
+    def of_step(self, parameter: int) -> tuple[nn.Parameter, ParameterInfo, GroupOfStep]:
+        """The user's parameter, its layout, and its group in the step under way."""
+        if self._groups is None:
+            raise RuntimeError(
+                f"{self.optimizer_name}: an update ran outside of a step; call begin() before "
+                "the step's first run() and end() after its last"
+            )
+        reference, info = self.parameters[parameter]
+        user_parameter = reference()
+        group = self._groups.get(id(user_parameter))
+        if user_parameter is None or group is None:
+            raise UpdateError(
+                f"{self.optimizer_name} no longer has parameter '{info.name}' in any parameter "
+                "group, but the compiled step updates it. Add it with add_param_group."
+            )
+        return user_parameter, info, group
+
+    def keep(
+        self,
+        user_parameter: nn.Parameter,
+        group: GroupOfStep,
+        values: Mapping[str, Any],
+        new_state: Mapping[str, Any],
+        new_group: Mapping[str, Any],
+    ) -> None:
+        """Keep what an update has made of a parameter's state, and of its group."""
+        group.changed.update(new_group)
+        if new_state or values:
+            live = self.live_optimizer().state[user_parameter]
+            for name in [name for name in live if name not in new_state]:
+                del live[name]
+            live.update(new_state)
+
+    def live_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer.  Raises: RuntimeError if it is gone."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                f"the {self.optimizer_name} of a compiled step is gone: keep a reference to it "
+                "for as long as the step is called"
+            )
+        return optimizer
+
+    def check_shards(self, values: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
+        """Refuse a state that is neither this rank's shard nor a number."""
+        native = values.get(NATIVE, {})
+        for name, value in values.items():
+            if is_scale(name, native):
+                continue
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != data.shape:
+                raise ValueError(
+                    f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)} on "
+                    f"rank {self.rank}; expected that rank's shard, {tuple(data.shape)}, or a "
+                    "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
+                    f"of the parameter's shape {info.shape}."
+                )
+
+    def in_blocks(self, update: Update, data: Tensor, grad: Tensor) -> Callable[..., Sequence[Any]]:
+        """What runs an update of moments in eight bits, operator by operator."""
+        choice = self.kernels.find(update, data, grad, is_compiled=False)
+        if choice is None:
+            raise UpdateError(
+                f"{self.optimizer_name}.step changes a tensor that is one number after using it, "
+                "and such an update does not run on blocks of moments in eight bits. Change it "
+                "before its first use, keep it as a Python number, or use "
+                "options={'moment_dtype': 'bfloat16'}."
+            )
+        return choice.run
+
+
+@dataclass(frozen=True)
+class ReadyUpdate:
+    """An update of which the elements are left to ``compute``, in any thread.
+
+    ``finish`` takes what that returns, and keeps new states; in the step's thread.
+    """
+
+    compute: Callable[[], Any]
+    finish: Callable[[Any], None]
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self.finish(self.compute())

@@ -1,0 +1,213 @@
+"""An optimizer's states as they are kept between steps, where that is not as it makes them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.rounding import num_blocks, random_bits
+from zerofx.codegen.rewrite.storage import (
+    MASTER,
+    NATIVE,
+    SCALE,
+    UPDATES,
+    Precision,
+    Stored,
+    narrow,
+    rewritten,
+)
+from zerofx.codegen.trace.arguments import Arguments
+from zerofx.codegen.trace.trace import Update
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.draws import Draw
+
+
+class StateStorage:
+    """What one optimizer's states are kept in, by the precision that a step's options ask for."""
+
+    def __init__(self, precision: Precision, optimizer_name: str) -> None:
+        self.precision = precision
+        self._optimizer_name = optimizer_name
+        self._rewritten: dict[tuple, Update] = {}
+        self._traced: list[Update] = []  # whose ids are in use
+
+    def check(self, info: ParameterInfo) -> None:
+        """Refuse a parameter that these options are not for.  Raises: UpdateError."""
+        if self.precision.stochastic_rounding and info.dtype is torch.float16:
+            raise UpdateError(
+                f"stochastic_rounding rounds to bfloat16, and parameter '{info.name}' is float16, "
+                "whose range a step soon leaves. Use bfloat16 parameters, or "
+                'options={"master_weights": True}.'
+            )
+
+    def adopt(self, state: dict[str, Any], data: Tensor, info: ParameterInfo) -> None:
+        """Bring one parameter's state into the form in which this optimizer's are kept.
+
+        States that come from ``load_state_dict``, or from steps without these options, are as the
+        optimizer makes them.
+
+        Raises: UpdateError for what another function's options have stored.
+        """
+        if self.precision.is_plain and NATIVE not in state:
+            return
+        native = dict(state.get(NATIVE, {}))
+        storage = self.precision.moment_storage(info.dtype, info.numel)
+        compute = self.precision.compute_dtype(info.dtype)
+        for name in native:
+            if self.precision.is_plain or state[name].dtype is not storage:
+                raise UpdateError(
+                    f"the state '{name}' of parameter '{info.name}' is kept in "
+                    f"{state[name].dtype} by another compiled function's options. Give all "
+                    f"functions that use this {self._optimizer_name} the same moment_dtype, "
+                    "stochastic_rounding and master_weights."
+                )
+        for name, value in list(state.items()):
+            if name in native or is_scale(name, native) or not _is_moment(value, data):
+                continue
+            if name == MASTER:
+                if value.dtype is not torch.float32:
+                    raise UpdateError(
+                        f"the master of parameter '{info.name}' has been cast to {value.dtype}: "
+                        "optimizer.load_state_dict does so to an optimizer that no compiled step "
+                        "has used yet. Call the step once, then load the model's and the "
+                        "optimizer's state dicts."
+                    )
+            elif storage is value.dtype is not compute:
+                native[name] = self.precision.native_dtype(info.dtype)
+            elif value.dtype is not compute:
+                state[name] = value.to(compute)
+        if native:
+            state[NATIVE] = native
+
+    def kept(
+        self, there: Mapping[str, Tensor], data: Tensor, numel: int, info: ParameterInfo
+    ) -> dict[str, tuple[torch.dtype, int]]:
+        """What will be kept per element of a shard of ``numel``: by name, dtype and length.
+
+        ``there`` are states like ``data``, as the optimizer makes them or as they are kept.
+        """
+        storage = self.precision.moment_storage(info.dtype, info.numel)
+        native = there.get(NATIVE, {})
+        found: dict[str, tuple[torch.dtype, int]] = {}
+        for name, value in there.items():
+            if not isinstance(value, Tensor) or is_scale(name, native):
+                continue
+            if name == MASTER or value.shape != data.shape:
+                continue
+            is_stored = name in native or value.is_floating_point()
+            is_moment = not self.precision.is_plain and is_stored
+            found[name] = (storage if is_moment else value.dtype, numel)
+            if is_moment and storage is torch.int8:
+                found[name + SCALE] = (torch.float32, num_blocks(numel))
+        if self.precision.keeps_master(info.dtype):
+            found[MASTER] = (torch.float32, numel)
+        return found
+
+    def logical(self, state: Mapping[str, Any], info: ParameterInfo) -> Mapping[str, Any]:
+        """The state as the optimizer's code sees it: stand-ins for what is stored otherwise."""
+        if self.precision.is_plain:
+            return state
+        native = state.get(NATIVE, {})
+        compute = self.precision.compute_dtype(info.dtype)
+        return {
+            name: _stand_in(value, compute) if name in native else value
+            for name, value in state.items()
+            if name not in (MASTER, NATIVE, UPDATES) and not is_scale(name, native)
+        }
+
+    def rewrite(
+        self,
+        update: Update,
+        values: Mapping[str, Any],
+        group: Arguments,
+        state: Arguments,
+        data: Tensor,
+        gradient_dtype: torch.dtype,
+        draw: Draw | None,
+    ) -> tuple[Update, list[Tensor], list[Any]]:
+        """Return the update of what is stored, its tensors after the gradient, and its numbers.
+
+        ``state`` has been read from ``logical(values)``.
+        """
+        precision = self.precision
+        tensors = [*group.tensors, *state.tensors]
+        numbers: list[Any] = [*group.scalars, *state.scalars]
+        if precision.is_plain:
+            return update, tensors, numbers
+        native = values.get(NATIVE, {})
+        compute = precision.compute_dtype(data.dtype)
+        keeps_master = precision.keeps_master(data.dtype)
+        stored = Stored(
+            parameter=data.dtype,
+            gradient=gradient_dtype,
+            compute=compute,
+            keeps_master=keeps_master,
+            has_master=keeps_master and MASTER in values,
+            rounds_parameter=precision.rounds_parameter(data.dtype),
+            moments=tuple((name, values[name].dtype) for name in native),
+        )
+        positions = {}
+        for name in native:
+            (index,) = (i for i, tensor in enumerate(tensors) if tensor is state.values[name])
+            tensors[index] = values[name]
+            positions[name] = 2 + index
+        extras = dict(values)
+        if draw is not None:
+            extras |= {"offset": draw.offset, "key": draw.key}
+        numbers += [extras[name] for name in stored.extras]
+        key = (id(update), stored)
+        if key not in self._rewritten:
+            self._rewritten[key] = rewritten(update, stored, positions)
+            self._traced.append(update)
+        return self._rewritten[key], tensors, numbers
+
+    def settle(
+        self,
+        new: dict[str, Any],
+        values: Mapping[str, Any],
+        data: Tensor,
+        info: ParameterInfo,
+        draw: Draw | None,
+    ) -> None:
+        """Bring what an update has just made into the form in which it is kept."""
+        if UPDATES in values:
+            new[UPDATES] = values[UPDATES]
+        if draw is None:
+            return
+        native = {name: dtype for name, dtype in values.get(NATIVE, {}).items() if name in new}
+        storage = self.precision.moment_storage(info.dtype, info.numel)
+        compute = self.precision.compute_dtype(info.dtype)
+        for name, value in list(new.items()):
+            if name in native or name == MASTER or is_scale(name, native):
+                continue
+            if storage is compute or not _is_moment(value, data) or value.dtype is not compute:
+                continue
+            bits = random_bits(value, draw.offset, draw.key, zlib.crc32(name.encode()))
+            new[name], scale = narrow(value, storage, bits)
+            if scale is not None:
+                new[name + SCALE] = scale
+            native[name] = self.precision.native_dtype(info.dtype)
+        if native:
+            new[NATIVE] = native
+        has_drawn = native or self.precision.rounds_parameter(info.dtype)
+        if has_drawn and "step" not in new:
+            new[UPDATES] = draw.step + 1
+
+
+def is_scale(name: str, native: Mapping[str, Any]) -> bool:
+    """Whether a state is the scales of another one's blocks."""
+    return name.endswith(SCALE) and name.removesuffix(SCALE) in native
+
+
+def _is_moment(value: Any, data: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == data.shape and value.is_floating_point()
+
+
+def _stand_in(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape and another dtype that has no memory to speak of."""
+    return torch.empty((), dtype=dtype, device=stored.device).expand(stored.shape)

@@ -1,0 +1,1 @@
+"""Parameters between steps: shards, guards, buckets, first values, snapshots."""

@@ -1,0 +1,177 @@
+"""The operators on parts of a program's buckets: copied, or taken where they lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from zerofx.ir.parameters import ParameterTable
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.flat import (
+    copy_range,
+    flat_pieces,
+    flatten_bucket,
+    pack,
+    take_shard,
+    whole_from_flat,
+)
+from zerofx.runtime.parameters.bucket_memory import BucketMemory
+from zerofx.runtime.parameters.parameter import BoundParameter
+
+
+class Buckets:
+    """What cuts, packs and reduces the parts of buckets, with the memory that they live in.
+
+    ``in_place`` are the buckets, as their parameters' indices, that the program may write to
+    before its last copies do; ``moved_out`` the parameters of which it only moves a shard to the
+    host.  A call is ``begin_call``, the program's operators, ``end_call``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        table: ParameterTable,
+        in_place: Iterable[Sequence[int]],
+        moved_out: Collection[int],
+    ) -> None:
+        self.communicator = communicator
+        self.table = table
+        self.in_place, self.moved_out = list(in_place), moved_out
+        self._bounds: Sequence[BoundParameter] = ()
+        # Weakly: a bucket's memory goes with its parameters.
+        self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
+        self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
+        self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
+        self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
+        self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
+        self._parameter_storages: set[int] = set()
+
+    def bind(self, bounds: Sequence[BoundParameter]) -> None:
+        """Know the program's parameters, and so the memory of its buckets."""
+        self._bounds = bounds
+        self._memories = []
+        for parameters in self.in_place:
+            memory = bounds[parameters[0]].memory
+            if memory is not None and len(memory.infos) == len(parameters):
+                if all(bounds[index].memory is memory for index in parameters):
+                    self._memories.append((weakref.ref(memory), parameters))
+
+    def begin_call(self, wholes: Iterable[torch.Tensor]) -> None:
+        """Move parameters into their buckets' memory that have left it.
+
+        What is sent from the memory of these, which the call has whole, is copied first.
+        """
+        for reference, parameters in self._memories:
+            memory = reference()
+            assert memory is not None, "the caller holds its parameters"
+            if memory.move_in() and memory.flat.numel():  # what is empty lies nowhere
+                self._homes.update(dict.fromkeys(parameters, memory))
+                self._gathered_into[memory.own.data_ptr()] = memory.flat
+        moved_in: set[BucketMemory] = set()
+        for index in self.moved_out:
+            home = self._bounds[index].memory
+            if home is not None and (home in moved_in or home.move_in()):
+                self._lent[index] = home
+                moved_in.add(home)
+        self._parameter_storages = {whole.untyped_storage().data_ptr() for whole in wholes}
+
+    def end_call(self) -> None:
+        """Forget the call, also after one that has failed."""
+        self._cuts.clear()
+        self._homes.clear()
+        self._lent.clear()
+        self._gathered_into.clear()
+
+    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
+        into = self._gathered_into.get(shard.data_ptr())
+        return self.communicator.all_gather_start(shard, world_size, into)
+
+    def write_back(
+        self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
+    ) -> None:
+        """Copy a bucket's new values to its parameters, if they do not live there already."""
+        if self._homes.get(parameters[0]) is None:
+            for whole, index in zip(wholes, parameters, strict=True):
+                info = self.table[index]
+                whole.copy_(whole_from_flat(gathered[info.place.offset :], info))
+            return
+        for whole in wholes:  # as a copy would: a graph built on the old values is stale
+            torch.autograd.graph.increment_version(whole)
+
+    def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
+        """Copy this rank's range, next to those of its bucket's other parameters.
+
+        Of a parameter that lives in its bucket's memory, it is the range itself.
+        """
+        info = self.table[parameter]
+        memory = self._homes.get(parameter)
+        if memory is None:
+            memory = self._lent.get(parameter)
+        if memory is not None and id(whole) in memory.shards:
+            return memory.shards[id(whole)]
+        if not info.shares_bucket:
+            return take_shard(whole, info, self.communicator.rank)
+        key = (info.place.bucket, whole.dtype)
+        buffer, taken = self._cuts.get(key, (None, {parameter}))
+        if parameter in taken:  # once more, maybe of another value: into memory of its own
+            buffer = self.communicator.buffers.empty(info.place.shard_numel, whole).zero_()
+            taken = set()
+            self._cuts[key] = buffer, taken
+        taken.add(parameter)
+        shard = buffer.narrow(0, info.position_in_shard, info.shard_numel)
+        copy_range(shard, whole, info, self.communicator.rank)
+        return shard
+
+    def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+        memory = self._homes.get(parameters[0])
+        if memory is not None and memory.is_made_of(shards):
+            return memory.own
+        return pack(shards, [self.table[index] for index in parameters])
+
+    def flatten_bucket(
+        self, wholes: list[torch.Tensor], parameters: list[int], numel: int
+    ) -> torch.Tensor:
+        infos = [self.table[index] for index in parameters]
+        return flatten_bucket(wholes, infos, self.communicator.buffers)
+
+    def reduce_bucket_start(
+        self,
+        wholes: list[torch.Tensor],
+        parameters: list[int],
+        numel: int,
+        reduction: str,
+        world_size: int,
+    ) -> torch.Tensor:
+        """Start reducing a bucket, from where its gradients are if the transport can."""
+        infos = [self.table[index] for index in parameters]
+        pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
+        communicator = self.communicator
+        numel = infos[0].place.shard_numel * infos[0].world_size
+        if pieces:
+            started = communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
+            if started is not None:
+                return started
+        flat = flatten_bucket(wholes, infos, communicator.buffers)
+        return communicator.reduce_scatter_start(flat, reduction, world_size)
+
+    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
+        return self.communicator.all_reduce_start(self._own_memory(input), reduction)
+
+    def _own_memory(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy of what is a parameter's memory, which an update may write before others read.
+
+        The gradient of ``a`` in ``(a * b).sum()`` is ``b``, and a compiler may say just that.
+        """
+        storage = value.untyped_storage().data_ptr()
+        return value.clone() if storage in self._parameter_storages else value
+
+    def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
+        start, stop = self.table[parameter].owned_by(self.communicator.rank)
+        valid = stop - start
+        length = max(shard.numel(), 1)
+        if valid == length:
+            return shard
+        return F.pad(shard[:valid], (0, length - valid), value=identity)

@@ -1,0 +1,62 @@
+"""Have parameters' first values there, equal on all ranks, a few parameters at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zerofx import compat
+from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Source
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.flat import COALESCED_BYTES, make_equal
+
+Member = tuple[nn.Parameter, ParameterInfo]
+
+
+def batches(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """Cut a list of parameters where what has come together is worth a message.
+
+    A large one is alone: it is all that a rank then has whole.
+    """
+    batch: list[Member] = []
+    nbytes = 0
+    for parameter, info in members:
+        if batch and nbytes + info.nbytes > COALESCED_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((parameter, info))
+        nbytes += info.nbytes
+    if batch:
+        yield batch
+
+
+def read_by_all(members: Iterable[Member]) -> dict[int, Source]:
+    """Those of new parameters that each rank could read its own part of, by index: from files."""
+    found = ((info.index, LEDGER.source_of(parameter)) for parameter, info in members)
+    return {index: source for index, source in found if source is not None}
+
+
+def digest_of(sources: Mapping[int, Source]) -> bytes:
+    """What is equal on ranks that would read the same; empty for nothing."""
+    lines = [f"{index} {sources[index].name}" for index in sorted(sources)]
+    return hashlib.sha256("\n".join(lines).encode()).digest() if lines else b""
+
+
+def make(parameter: nn.Parameter, communicator: Any) -> None:
+    """Have a parameter's memory there; its values where other ranks take them from.
+
+    That is rank 0, and all ranks for memory that something else looks into as well.
+    """
+    is_overwritten = communicator.rank != 0 and not compat.is_memory_shared(parameter)
+    LEDGER.make(parameter, with_values=not is_overwritten)
+
+
+def have_values(members: Sequence[Member], communicator: Any) -> None:
+    """Make those whose making was deferred, and all of them equal to rank 0's.  Collective."""
+    for parameter, _ in members:
+        make(parameter, communicator)
+    make_equal([parameter for parameter, _ in members], communicator)

@@ -1,0 +1,340 @@
+"""One parameter between steps: its shard, its gradient's shard, and the whole value for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerofx.deferred.tape import Source
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.flat import (
+    copy_range,
+    gather,
+    ordinary_tensors,
+    take_shard,
+    without_base,
+    without_storage,
+)
+from zerofx.runtime.parameters.bucket_memory import BucketMemory
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.storage.host import HostMemory
+
+if TYPE_CHECKING:
+    from zerofx.runtime.storage.file_shards import ShardBucket
+
+
+@dataclass(eq=False)
+class BoundParameter:
+    """One parameter that zero-compiled functions have taken charge of.
+
+    ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
+    tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
+    whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
+    one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
+    ``memory``.  ``host`` is the memory that the shard lies in if that is not the device's.
+    ``file`` is the bucket that it may be in instead while nobody uses it there, and is if it
+    ``is_in_file``: the shard is then an empty tensor, and the same one as before.
+    """
+
+    reference: weakref.ref[nn.Parameter]
+    info: ParameterInfo
+    stage: int
+    communicator: Any
+    own_class: type
+    guarded_class: type
+    bucket: object = None
+    memory: BucketMemory | None = None
+    host: HostMemory | None = None
+    file: ShardBucket | None = None
+    is_in_file: bool = False
+    gradient: torch.Tensor | None = None
+    stub: torch.Tensor | None = None
+    is_unreduced: bool = False
+    open_count: int = 0
+    retired: bool = False
+    snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
+    _shard: torch.Tensor | None = None
+    _freed: torch.Tensor | None = field(default=None, repr=False)
+    _accumulation_hook: Any = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter itself, or None once it has been garbage-collected."""
+        return self.reference()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the values live in ``shard`` (stage 3) and not in the parameter."""
+        return self.stage == 3 and not self.retired
+
+    @property
+    def what_is_kept(self) -> str:
+        """In words: what there is of a gradient that crosses calls."""
+        if self.is_unreduced:
+            return "accumulate='local' keeps each rank's own, not yet averaged over the ranks,"
+        return f"ZeRO stage {self.stage} keeps only this rank's shard of it"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the parameter is whole for now, inside ``full_params``."""
+        return self.open_count > 0
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """This rank's flat range of the values at stage 3, else None.
+
+        The same tensor for as long as it stays on the device, or on the host; empty while its
+        values are in a file.
+
+        Raises: RuntimeError while the values are elsewhere.
+        """
+        if self.retired:
+            raise RuntimeError(
+                f"parameter {self.name!r} was given back by zerofx.unshard: bind it again"
+            )
+        if self.open_count:
+            raise RuntimeError(
+                f"parameter {self.name!r} is whole inside `with zerofx.full_params(model):`, and "
+                "a compiled step works on its shards. Call the step after the with block."
+            )
+        return self._shard
+
+    def live_in(self, buffer: torch.Tensor, host: HostMemory | None = None) -> None:
+        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``.
+
+        ``host`` is the memory that the buffer is of, if that is not the device's.
+        """
+        shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
+        self._shard, self.host = _in_its_place(shard, host), host
+
+    def move_to(self, shard: torch.Tensor, host: HostMemory | None = None) -> None:
+        """Keep the shard there from now on, where its values are already, and in no file."""
+        self._shard, self.host = _in_its_place(shard, host), host
+        self.file, self.is_in_file = None, False
+
+    def values(self) -> torch.Tensor:
+        """The shard's values, wherever they are: the shard itself, or a copy of what is in a file.
+
+        Raises: FileTierError if they are lost, or cannot be read.
+        """
+        assert self._shard is not None
+        if self.file is not None and self.is_in_file:
+            return self.file.value_of(self)
+        return self._shard
+
+    def lie_in(self, part: torch.Tensor) -> None:
+        """Have the shard in this memory: with what is there, or what it has brought along."""
+        assert self._shard is not None
+        with torch.no_grad(), ordinary_tensors():
+            if not self.is_in_file:
+                self._settle()
+                part.copy_(self._shard)
+                self.is_in_file = True  # whoever interrupts this finds the values in the part
+            self._shard.data = part
+
+    def leave_memory(self) -> None:
+        """Be an empty tensor until the values come back from the file."""
+        assert self._shard is not None
+        if self.is_in_file:
+            self._settle()  # a GPU may still copy it: its memory is given out again
+            with torch.no_grad(), ordinary_tensors():
+                self._shard.data = self._shard.new_empty(0)
+
+    def _leave_file(self) -> None:
+        """Have memory for new values of all the shard: those in the file are no longer its own."""
+        if self.is_in_file:
+            assert self._shard is not None and self.host is not None
+            pinned = self.info.device.type == "cuda"
+            with ordinary_tensors():
+                self._shard.data = self.host.empty(
+                    self.info.shard_numel, self.info.dtype, pinned
+                ).zero_()
+            self.is_in_file = False
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
+        assert self._shard is not None
+        self._leave_file()
+        self._settle()
+        with ordinary_tensors():
+            copy_range(self._shard, whole, self.info, self.communicator.rank)
+        self.snapshot = None
+
+    def write_shard(self, values: torch.Tensor) -> None:
+        """Keep these new values of the shard, if the parameter has not been given back."""
+        if self._shard is None:
+            return
+        self._leave_file()
+        self._settle()
+        with ordinary_tensors():
+            self._shard.copy_(values)
+        self.snapshot = None
+
+    def _settle(self) -> None:
+        """Wait until nothing reads the shard that may now be written to."""
+        SNAPSHOTS.before_change([self.parameter])
+        if self.host is not None and self._shard is not None:
+            self.host.settle(self._shard)
+
+    def gather(self) -> torch.Tensor:
+        """Return the whole value in memory of its own.  Collective."""
+        assert self._shard is not None
+        with ordinary_tensors():  # what is kept on the host travels from the device
+            shard = self.values().to(self.info.device)
+            return gather(shard, self.info, self.communicator)
+
+    def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
+        """Remember the whole value that one entry of a state dict holds."""
+        self.snapshot = (weakref.ref(value), epoch, value._version)
+
+    def snapshot_in(self, entries: Mapping[str, Any] | None, epoch: int) -> torch.Tensor | None:
+        """The value taken last, if it is one of ``entries`` and still the parameter's."""
+        if self.snapshot is None or entries is None:
+            return None
+        reference, taken, version = self.snapshot
+        value = reference()
+        if value is None or taken != epoch or value._version != version:
+            return None
+        return value if any(entry is value for entry in entries.values()) else None
+
+    def free(self) -> None:
+        """Move the values from the parameter into the shard.
+
+        The parameter gets another storage instead of its own shrunk: whatever else looks at
+        that one (a view the user kept, a neighbour in one flat buffer) still finds its values.
+        """
+        parameter = self.parameter
+        assert parameter is not None
+        self._leave_file()
+        self._settle()
+        with ordinary_tensors():
+            whole = parameter.detach()
+            if self._shard is None or self._shard.dtype != self.info.dtype:
+                self.host = self.file = None
+                self._shard = take_shard(whole, self.info, self.communicator.rank)
+            else:
+                copy_range(self._shard, whole, self.info, self.communicator.rank)
+            parameter.data = self.freed()
+            # A backward pass through a graph built on the old values says so, and does not
+            # read the freed storage.
+            torch.autograd.graph.increment_version(parameter)
+        self.snapshot = None
+
+    def read(self, source: Source) -> None:
+        """Have the shard, which is new, hold what is in a file; the parameter was never made."""
+        parameter, rank = self.parameter, self.communicator.rank
+        assert parameter is not None
+        start, stop = self.info.owned_by(rank)
+        with ordinary_tensors():
+            if self._shard is None:
+                numel = self.info.shard_numel
+                self._shard = torch.zeros(numel, dtype=self.info.dtype, device=self.info.device)
+            source.read(self.info.storage_order, start, stop, self._shard[: stop - start])
+            parameter.data = self.freed()
+
+    def freed(self) -> torch.Tensor:
+        """What is in the parameter's place when its values are in the shard.
+
+        To make it takes the memory of a whole parameter for a moment.
+        """
+        if self._freed is None:
+            with ordinary_tensors():
+                self._freed = without_storage(self.info)
+        return self._freed
+
+    def retire(self) -> None:
+        """Let go of the shards for good."""
+        parameter = self.parameter
+        if self.memory is not None and parameter is not None:
+            self.memory.leave(parameter)
+        self.retired, self.gradient, self._shard, self.memory = True, None, None, None
+        self.file, self.is_in_file = None, False
+
+    def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
+        if self.gradient is not None and parameter.grad is not self.stub:
+            self.gradient = None
+
+    def refuse_eager_accumulation(self, parameter: nn.Parameter) -> None:
+        """Make an eager ``backward()`` an error while ``parameter.grad`` has no storage.
+
+        Autograd adds to it in C++, past every guard.
+        """
+        if self.gradient is None or not parameter.requires_grad:
+            return
+
+        def refuse(_gradient: torch.Tensor) -> None:
+            current = self.parameter
+            if current is not None and current.grad is self.stub:
+                raise RuntimeError(
+                    f"an eager backward() would add to the gradient of parameter {self.name!r}, "
+                    f"and {self.what_is_kept} between steps. "
+                    "Compile the function that calls backward() with "
+                    "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
+                )
+
+        self._accumulation_hook = parameter.register_hook(refuse)
+
+    def see_eager_accumulation(self) -> None:
+        """Take the mark of an average off ``parameter.grad`` when an eager backward adds to it."""
+        parameter = self.parameter
+        if parameter is None or not parameter.requires_grad:
+            return
+
+        def unmark(_gradient: torch.Tensor) -> None:
+            current = self.parameter
+            if current is not None and hasattr(current.grad, "_zerofx_averaged"):
+                del current.grad._zerofx_averaged
+
+        self._accumulation_hook = parameter.register_hook(unmark)
+
+    def allow_accumulation(self, parameter: nn.Parameter) -> None:
+        if self._accumulation_hook is None:
+            return
+        self._accumulation_hook.remove()
+        self._accumulation_hook = None
+        if not parameter._backward_hooks:
+            parameter._backward_hooks = None  # Dynamo takes a hooked tensor for another one
+
+    def matches(self, info: ParameterInfo) -> bool:
+        mine = self.info
+        return (mine.shape, mine.stride, mine.dtype, mine.device) == (
+            (info.shape, info.stride, info.dtype, info.device)
+        )
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Take note of a new dtype or device (``model.to``) of a whole parameter.
+
+        Raises: ValueError if the elements are no longer those that the shards hold.
+        """
+        info = replace(
+            self.info,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        if self.matches(info):
+            return
+        was = self.info
+        if self.stage > 0 and (info.shape, info.storage_order) != (was.shape, was.storage_order):
+            raise ValueError(
+                f"parameter {self.name!r} had shape {was.shape} and strides {was.stride} when it "
+                f"was first used, and has {info.shape} and {info.stride} now: the shards of its "
+                "optimizer state no longer fit. Call zerofx.unshard(model, optimizer) before "
+                "changing it."
+            )
+        self.info, self._freed = info, None
+
+
+def _in_its_place(shard: torch.Tensor, host: HostMemory | None) -> torch.Tensor:
+    """The shard; no view on the host, which would hold its memory when it has left for a file."""
+    return shard if host is None else without_base(shard)

@@ -1,0 +1,630 @@
+"""What each rank keeps of the parameters and gradients between steps.
+
+A parameter stays the very same Python object for its whole life.  At stage 3 its storage is
+exchanged for an empty one and its values live in a flat shard; its class is plain while a
+zero-compiled function runs, so that Dynamo always sees ordinary parameters, and guarded
+(``guarded.py``) in between, so that every other reader gets an error with words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Source
+from zerofx.ir.parameters import ParameterInfo, Place
+from zerofx.runtime.memory.flat import (
+    make_equal,
+    ordinary_tensors,
+    take_shard,
+    whole_from_shard,
+    without_storage,
+)
+from zerofx.runtime.memory.pages import prefer_huge_pages
+from zerofx.runtime.optimizer.delayed import DelayedUpdates
+from zerofx.runtime.parameters.bucket_memory import BucketMemory
+from zerofx.runtime.parameters.cross_step_gathers import CarriedGathers
+from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
+from zerofx.runtime.parameters.guarded import (
+    GuardedState,
+    ShardedGradient,
+    UnreducedGradient,
+    check_guardable,
+    guarded_class,
+)
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.tiers import FileTiers
+
+
+class ParameterRegistry:
+    """Every parameter bound in this process, shared by all its zero-compiled functions.
+
+    An entry goes when its parameter does.
+    """
+
+    def __init__(self, join_timeout_s: float = 30.0, load_timeout_s: float = 300.0) -> None:
+        self.join_timeout_s = join_timeout_s
+        self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
+        self.epoch = 0  # moves at every compiled call: values may have changed
+        self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.carried = CarriedGathers()
+        self.host = HostMemory()
+        self.files = FileTiers(self.host)
+        self.delayed: set[DelayedUpdates] = set()  # that have updates pending
+        # Whose shards this rank has written by itself, since it last met the others, and how.
+        self.written: dict[BoundParameter, set[str]] = {}
+        # The dict that the ranks last met to fill, and when: see value_for_state_dict.
+        self.last_destination: tuple[weakref.ref[Any], int] | None = None
+        self._bound: dict[int, BoundParameter] = {}
+        self._stubs: dict[int, BoundParameter] = {}
+        self._averaged: list[BoundParameter] = []  # whose p.grad is a whole mean over the ranks
+        self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
+        self._guarded: list[tuple[Any, type, type]] | None = None
+        self._depth = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def lookup(self, parameter: Any) -> BoundParameter | None:
+        """The entry of ``parameter``, or None if no compiled function has seen it."""
+        bound = self._bound.get(id(parameter))
+        return bound if bound is not None and bound.reference() is parameter else None
+
+    def keeper(self, tensor: torch.Tensor) -> BoundParameter | None:
+        """The entry behind a parameter or behind a gradient's stub."""
+        found = self.lookup(tensor) or self._stubs.get(id(tensor))
+        return found if found and (found.reference() is tensor or found.stub is tensor) else None
+
+    def bind(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, ParameterInfo]],
+        buffers: Sequence[torch.Tensor],
+        communicator: Any,
+        stage: int,
+        moves_whole: bool = False,
+        on_host: Collection[int] = (),
+        on_sharded: Callable[[list[BoundParameter]], None] = lambda bounds: None,
+        sources: Mapping[int, Source] = MappingProxyType({}),
+    ) -> list[BoundParameter]:
+        """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
+
+        At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.  Shards of
+        parameters with these indices ``on_host`` are made in host memory.  ``on_sharded`` is called
+        with the parameters of a bucket when they have been sharded, before the next one's are.
+
+        Parameters whose making was deferred are made here.  At stage 3 one is whole at a time, and
+        small ones together; at the others what is made stays whole.  Of those with these
+        ``sources``, by index, each rank reads its shard, as all ranks have agreed to do (stage 3).
+
+        Only what has not been seen before is touched, so that a second compilation or another
+        function of the same model changes nothing.  Collective for new ones.
+
+        Raises: ValueError or TypeError, before anything has changed, for a parameter bound with
+        another stage, other ranks or another layout, or one that cannot be sharded.
+        """
+        with self._lock, ordinary_tensors():
+            new: dict[int, tuple[nn.Parameter, ParameterInfo]] = {}
+            for parameter, info in parameters:
+                bound = self.lookup(parameter)
+                if bound is not None:
+                    _check_same_options(bound, communicator, stage)
+                    _check_same_place(bound, info)
+                    if not bound.matches(info) and not bound.is_open:
+                        self._follow(bound, parameter)
+                elif id(parameter) not in new:
+                    check_guardable(parameter, info.name)
+                    self._claim_storage(parameter, info.name)
+                    new[id(parameter)] = (parameter, info)
+            new_buffers = self._unseen(buffers)
+            if new or new_buffers:
+                self.carried.drain()
+            make_equal(new_buffers, communicator)
+            members: dict[int, list[Member]] = {}
+            for parameter, info in new.values():
+                members.setdefault(info.place.bucket, []).append((parameter, info))
+            if stage == 3:
+                self._shard(members, communicator, on_host, on_sharded, sources)
+            else:
+                self._keep_whole(members, communicator, stage, moves_whole and stage > 0)
+            return [self._bound[id(parameter)] for parameter, _ in parameters]
+
+    def _shard(
+        self,
+        members: Mapping[int, list[Member]],
+        communicator: Any,
+        on_host: Collection[int],
+        on_sharded: Callable[[list[BoundParameter]], None],
+        sources: Mapping[int, Source],
+    ) -> None:
+        """Cut new parameters, by bucket, to their shards: whole are those of a batch at a time."""
+        buckets: dict[int, object] = {}
+        memory: dict[int, torch.Tensor] = {}
+        missing = {number: len(its) for number, its in members.items()}
+        for batch in batches(itertools.chain.from_iterable(members.values())):
+            bounds = [self._add(*member, communicator, stage=3) for member in batch]
+            for bound in bounds:
+                info, number = bound.info, bound.info.place.bucket
+                host = self.host if info.index in on_host else None
+                if info.shares_bucket:
+                    bound.bucket = buckets.setdefault(number, object())
+                if info.shares_bucket or host is not None:
+                    if number not in memory:
+                        memory[number] = _empty_bucket(info, host)
+                    bound.live_in(memory[number], host)
+                bound.freed()  # now, while no parameter is whole
+            have_values([one for one in batch if one[1].index not in sources], communicator)
+            for bound in bounds:
+                if bound.info.index in sources:
+                    bound.read(sources[bound.info.index])
+                else:
+                    bound.free()
+                self._guard_again(bound)
+                number = bound.info.place.bucket
+                missing[number] -= 1
+                if not missing[number]:
+                    memory.pop(number, None)
+                    on_sharded([self._bound[id(parameter)] for parameter, _ in members[number]])
+
+    def _keep_whole(
+        self, members: Mapping[int, list[Member]], communicator: Any, stage: int, moves: bool
+    ) -> None:
+        """Take charge of new parameters that stay whole, by bucket; they may move to its memory."""
+        for its in members.values():
+            bounds = [self._add(*member, communicator, stage) for member in its]
+            is_shared = its[0][1].shares_bucket
+            bucket = object() if is_shared else None
+            home = BucketMemory(its, communicator.rank) if moves else None
+            if home is not None:
+                home.move_in(partial(make, communicator=communicator))
+            for bound in bounds:
+                bound.bucket, bound.memory = bucket, home
+        for batch in batches(itertools.chain.from_iterable(members.values())):
+            have_values(batch, communicator)
+
+    def place(self, bounds: Iterable[BoundParameter], on_host: bool) -> None:
+        """Move shards to host memory, or back to their devices: those of a bucket side by side.
+
+        For what functions with other options have bound, or used since.
+        """
+        with self._lock, ordinary_tensors():
+            buckets: dict[tuple, list[BoundParameter]] = {}
+            for bound in dict.fromkeys(bounds):
+                key = (bound.bucket or bound, bound.info.dtype, bound.info.device)
+                buckets.setdefault(key, []).append(bound)
+            for members in buckets.values():
+                members.sort(key=lambda bound: (bound.info.place.offset, bound.info.numel))
+                device = members[0].info.device
+                shards = [bound.values() for bound in members if bound.shard is not None]
+                if on_host:
+                    parts = self.host.take_in_shards(shards, pinned=device.type == "cuda")
+                else:
+                    lengths = [shard.numel() for shard in shards]
+                    parts = list(torch.cat([s.to(device) for s in shards]).split(lengths))
+                for bound, part in zip(members, parts, strict=True):
+                    bound.move_to(part, self.host if on_host else None)
+
+    def _add(
+        self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
+    ) -> BoundParameter:
+        key = id(parameter)
+
+        def forget(reference: Any) -> None:
+            if key in self._bound and self._bound[key].reference is reference:
+                self._drop(self._bound[key], key)
+
+        own = type(parameter)
+        guarded = guarded_class(own)  # type: ignore[arg-type]
+        reference = weakref.ref(parameter, forget)
+        bound = self._bound[key] = BoundParameter(
+            reference, info, stage, communicator, own, guarded
+        )
+        return bound
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> dict[int, Place | None]:
+        """Where those of ``parameters`` that are bound already lie, by position among them.
+
+        None is a bucket of its own.  A bucket goes by the first of its parameters here.
+        """
+        found: dict[int, Place | None] = {}
+        numbers: dict[tuple[int, torch.dtype], int] = {}
+        for index, parameter in enumerate(parameters):
+            bound = self.lookup(parameter)
+            if bound is None:
+                continue
+            place = bound.info.assigned
+            if place is not None:
+                number = numbers.setdefault((id(bound.bucket), bound.info.dtype), index)
+                place = replace(place, bucket=number)
+            found[index] = place
+        return found
+
+    def _drop(self, bound: BoundParameter, key: int) -> None:
+        self._bound.pop(key, None)
+        self.written.pop(bound, None)
+        self._stubs.pop(id(bound.stub), None)
+        self._guarded = None
+        self.carried.forget(bound)
+        bound.retire()
+        for delayed in list(self.delayed):
+            delayed.drop_retired()
+
+    def _unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        unseen = []
+        for buffer in buffers:
+            key = id(buffer)
+            if key in self._buffers and self._buffers[key]() is buffer:
+                continue
+            if buffer.is_meta:
+                raise ValueError(
+                    f"a buffer of shape {tuple(buffer.shape)} is on the meta device and has no "
+                    "values. Materialize the model before its first step."
+                )
+            self._buffers[key] = weakref.ref(buffer, _forgetting(self._buffers, key))
+            unseen.append(buffer)
+        return unseen
+
+    def _claim_storage(self, parameter: nn.Parameter, name: str) -> None:
+        """Refuse two parameter objects over the same memory: each would get a shard of its own."""
+        storage = parameter.untyped_storage()
+        start = parameter.storage_offset() * parameter.itemsize
+        stop = start + parameter.nbytes
+        key = id(storage)
+        if key not in self._claims or self._claims[key][0]() is not storage:
+            forget = weakref.ref(storage, _forgetting(self._claims, key))
+            self._claims[key] = (forget, [])
+        claims = self._claims[key][1]
+        for other_start, other_stop, other, other_name in claims:
+            if other() is parameter:
+                return
+            if other() is not None and start < other_stop and other_start < stop:
+                raise ValueError(
+                    f"parameters {other_name!r} and {name!r} are two nn.Parameter objects over the "
+                    "same memory, and each would be sharded and updated on its own. Tie them by "
+                    "assigning the same object: `b.weight = a.weight`."
+                )
+        claims.append((start, stop, weakref.ref(parameter), name))
+
+    def enter_call(self) -> None:
+        """Make parameters and gradients plain for the duration of a compiled call."""
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            self.epoch += 1
+            LEDGER.make_plain()
+            for reference, own, _ in self._swaps():
+                parameter = reference()
+                if parameter is not None:
+                    parameter.__class__ = own
+            for bound, parameter in self._with_stub():
+                bound.stub.__class__ = torch.Tensor
+                bound.allow_accumulation(parameter)
+                bound.drop_gradient_unless_used(parameter)
+            for bound in self._averaged:
+                parameter = bound.parameter
+                if parameter is not None:
+                    bound.allow_accumulation(parameter)
+            self._averaged = [bound for bound in self._averaged if _has_average(bound)]
+
+    def exit_call(self) -> None:
+        """Guard them again, and let go of the gradients that nobody refers to any more."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+            for bound, parameter in self._with_stub():
+                bound.drop_gradient_unless_used(parameter)
+                bound.refuse_eager_accumulation(parameter)
+                _guard_stub(bound)
+            self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
+            for bound in self._averaged:
+                bound.see_eager_accumulation()
+            LEDGER.guard_again()
+            for reference, _, guarded in self._swaps():
+                parameter = reference()
+                if parameter is not None:
+                    parameter.__class__ = guarded
+
+    def _swaps(self) -> list[tuple[Any, type, type]]:
+        if self._guarded is None:
+            self._guarded = [
+                (bound.reference, bound.own_class, bound.guarded_class)
+                for bound in list(self._bound.values())
+                if bound.is_sharded and not bound.open_count
+            ]
+        return self._guarded
+
+    def _with_stub(self) -> list[tuple[BoundParameter, nn.Parameter]]:
+        pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
+        return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
+
+    def _guard_again(self, bound: BoundParameter) -> None:
+        self._guarded = None
+        if self._depth == 0:
+            bound.parameter.__class__ = bound.guarded_class
+
+    def open(self, bound: BoundParameter) -> None:
+        """Give a sharded parameter its whole value and its own class.  Collective; nests."""
+        with self._lock:
+            if bound.open_count == 0:
+                self.settle([bound])
+                whole, parameter = bound.gather(), bound.parameter
+                parameter.__class__ = bound.own_class
+                parameter.data = whole  # type: ignore[union-attr]
+                self._guarded = None
+            bound.open_count += 1
+
+    def close(self, bound: BoundParameter) -> None:
+        """Undo one ``open``: the last one keeps this rank's range of what was written."""
+        with self._lock:
+            bound.open_count -= 1
+            parameter = bound.parameter
+            if bound.open_count or bound.retired or parameter is None:
+                return
+            try:
+                self._follow(bound, parameter)
+            except ValueError:
+                self.retire(bound)
+                raise
+            self.carried.shard_changes(bound)
+            bound.free()
+            self._guard_again(bound)
+
+    def write(self, bound: BoundParameter, whole: torch.Tensor) -> None:
+        """Keep this rank's range of ``whole`` as the sharded parameter's value."""
+        with self._lock:
+            self.settle([bound])
+            how = "load_state_dict() or copy_()"
+            self.carried.shard_changes(bound, by=how)
+            bound.write(whole)
+            self.note_write(bound, how)
+
+    def settle(
+        self,
+        bounds: Collection[BoundParameter],
+        optimizers: Collection[torch.optim.Optimizer] = (),
+    ) -> None:
+        """Wait for delayed updates of these and what they were left with, and store them.
+
+        Raises: what an update has raised.
+        """
+        for delayed in list(self.delayed):
+            delayed.settle(bounds, optimizers)
+
+    def note_write(self, bound: BoundParameter, how: str) -> None:
+        """Note that this rank has written its shards: the others must too, each their own."""
+        if bound.communicator.world_size > 1:
+            self.written.setdefault(bound, set()).add(how)
+
+    def _follow(self, bound: BoundParameter, parameter: nn.Parameter) -> None:
+        was = bound.info
+        bound.follow(parameter)
+        if bound.info is not was:
+            self._stubs.pop(id(bound.stub), None)
+            bound.stub = bound.gradient = None
+
+    def retire(self, bound: BoundParameter) -> None:
+        """Forget a parameter, which must be whole by now, and leave it plain."""
+        with self._lock:
+            parameter = bound.parameter
+            if parameter is not None:
+                parameter.__class__ = bound.own_class
+                bound.allow_accumulation(parameter)
+            self._drop(bound, id(parameter))
+
+    def store_gradient(
+        self, bound: BoundParameter, gradient: torch.Tensor, *, unreduced: bool = False
+    ) -> torch.Tensor:
+        """Keep a gradient's shard, and return what to store as ``parameter.grad``.
+
+        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.
+
+        Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
+        object every time, so that Dynamo's guards on it hold.
+        """
+        with self._lock, ordinary_tensors():
+            if bound.stub is None:
+                bound.stub = without_storage(bound.info)
+                self._stubs[id(bound.stub)] = bound
+            bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
+            if self._depth == 0:
+                _guard_stub(bound)
+            return bound.stub
+
+    def gradient_shard(self, bound: BoundParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
+
+        Raises: RuntimeError for a stub whose gradient has been released, another's stub, or a
+        gradient that was left unreduced.
+        """
+        if gradient is bound.stub and bound.gradient is not None:
+            if bound.is_unreduced:
+                _refuse_unreduced(bound)
+            return bound.gradient
+        self.check_averaged(bound, gradient)
+        with ordinary_tensors():
+            return take_shard(gradient, bound.info, bound.communicator.rank)
+
+    def unreduced_gradient(
+        self, bound: BoundParameter, gradient: torch.Tensor, is_changed: bool
+    ) -> torch.Tensor:
+        """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
+
+        An average is one, and so is its shard times the number of ranks among zeros.
+
+        Raises: RuntimeError as ``check_averaged``; and for a plain tensor ``is_changed``, which
+        would then hold what is no average, for all to read.
+        """
+        if gradient is not bound.stub or bound.gradient is None:
+            self.check_averaged(bound, gradient)
+            if is_changed:
+                raise RuntimeError(
+                    f"the gradient of parameter {bound.name!r} was left by a function without "
+                    "accumulate='local', as a whole average, and this function has that option. "
+                    "Give it to every function that backward, clipping and the update are in, or "
+                    "call optimizer.zero_grad() in between."
+                )
+            return gradient
+        if not bound.is_unreduced:
+            with ordinary_tensors():
+                shares = bound.gradient * bound.communicator.world_size
+                whole = whole_from_shard(shares, bound.info, bound.communicator.rank)
+            bound.gradient, bound.is_unreduced = whole, True
+        return bound.gradient
+
+    def mark_averaged(
+        self, gradient: torch.Tensor, bound: BoundParameter | None = None
+    ) -> torch.Tensor:
+        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks.
+
+        It is no longer once an eager ``backward()`` has added to it: of ``bound``, that is seen.
+        """
+        gradient._zerofx_averaged = True
+        if bound is not None and bound.communicator.world_size > 1:
+            self._averaged.append(bound)
+        return gradient
+
+    def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Raise RuntimeError for what is not the whole mean over the ranks.
+
+        That is a whole gradient that one rank computed for itself, or a stub.
+        """
+        owner = self._stubs.get(id(gradient))
+        if owner is not None and owner.stub is gradient:
+            if owner is bound and bound.gradient is not None:
+                _refuse_unreduced(bound)
+            raise RuntimeError(
+                f"the gradient of parameter {bound.name!r} stands for one of {owner.name!r} "
+                "that has been released or belongs to that parameter: it was taken off p.grad and "
+                "put back. Leave p.grad to backward() and zero_grad()."
+            )
+        if bound.communicator.world_size == 1 or hasattr(gradient, "_zerofx_averaged"):
+            return
+        raise RuntimeError(
+            f"the gradient of parameter {bound.name!r} was not computed by a zero-compiled "
+            "function: it is this rank's own, and the update needs the mean over all ranks. Call "
+            "backward() in a function compiled with torch.compile(..., backend='zero'), or set "
+            "p.grad = None before the step."
+        )
+
+    def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
+        """Bytes this rank holds between steps, padding included, by kind.
+
+        ``carried`` is what the last step has gathered for the next.  States that are in files do
+        not count, nor what host memory caches of them.
+        """
+        parameters = gradients = 0
+        memories: set[BucketMemory] = set()
+        for bound in list(self._bound.values()):
+            parameter = bound.parameter
+            if parameter is None:
+                continue
+            shard = bound.shard if bound.is_sharded and not bound.is_open else None
+            parameters += parameter.nbytes if shard is None else shard.nbytes
+            if bound.memory is not None:
+                memories.add(bound.memory)
+            if bound.gradient is not None and parameter.grad is bound.stub:
+                gradients += bound.gradient.nbytes
+            elif parameter.grad is not None and parameter.grad is not bound.stub:
+                gradients += parameter.grad.nbytes
+        parameters += sum(memory.padding_bytes for memory in memories)
+        states = sum(
+            value.nbytes
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and not isinstance(value, GuardedState)
+        )
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer_states": states,
+            "carried": self.carried.nbytes,
+        }
+
+
+def _empty_bucket(info: ParameterInfo, host: HostMemory | None) -> torch.Tensor:
+    if host is not None:
+        pinned = info.device.type == "cuda"
+        return host.empty(info.place.shard_numel, info.dtype, pinned).zero_()
+    buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
+    prefer_huge_pages(buffer)
+    return buffer
+
+
+def _guard_stub(bound: BoundParameter) -> None:
+    assert bound.stub is not None
+    bound.stub.__class__ = UnreducedGradient if bound.is_unreduced else ShardedGradient
+
+
+def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
+    raise RuntimeError(
+        f"the gradient of parameter {bound.name!r} was left by a function with "
+        f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
+        "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
+        "clipping and the update are in, or call optimizer.zero_grad() in between."
+    )
+
+
+def _has_average(bound: BoundParameter) -> bool:
+    parameter = bound.parameter
+    return parameter is not None and hasattr(parameter.grad, "_zerofx_averaged")
+
+
+def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
+    def forget(_reference: Any) -> None:
+        table.pop(key, None)
+
+    return forget
+
+
+def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) -> None:
+    remedy = (
+        "A model is bound by the first zero-compiled function it goes through, evaluation "
+        "included: give every function that touches it the same options, or call "
+        "zerofx.unshard(model, optimizer) first."
+    )
+    if bound.stage != stage:
+        raise ValueError(
+            f"parameter {bound.name!r} is bound at ZeRO stage {bound.stage}, and this function "
+            f"asks for stage {stage}. {remedy}"
+        )
+    mine, other = bound.communicator, communicator
+    ranks = [(c.rank, c.world_size, getattr(c, "group", None)) for c in (mine, other)]
+    if mine is not other and ranks[0] != ranks[1]:
+        raise ValueError(
+            f"parameter {bound.name!r} is bound to another process group (rank {mine.rank} of "
+            f"{mine.world_size}) than this function asks for (rank {other.rank} of "
+            f"{other.world_size}). {remedy}"
+        )
+
+
+def _check_same_place(bound: BoundParameter, info: ParameterInfo) -> None:
+    """Programs are laid out like what is bound when they are compiled, but not what is later."""
+    mine, other = bound.info.place, info.place
+    same = (mine.offset, mine.extent, mine.shard_numel) == (
+        (other.offset, other.extent, other.shard_numel)
+    )
+    if bound.stage > 0 and not same:
+        raise ValueError(
+            f"parameter {bound.name!r} has been given back by zerofx.unshard since this function "
+            "was compiled, and another function has sharded it in other buckets. Call "
+            "torch.compiler.reset(), and this function is compiled anew, or give all functions "
+            "options={'bucket': False}."
+        )
+
+
+REGISTRY = ParameterRegistry()

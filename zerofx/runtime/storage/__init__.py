@@ -1,0 +1,1 @@
+"""Memory that is not on the device: host buffers, copies, files."""

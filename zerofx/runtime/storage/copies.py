@@ -1,0 +1,243 @@
+"""Copies between a device and the host: started on streams of their own, waited for by events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.optimizer.joined import adjoin, join
+from zerofx.runtime.storage.file_values import ValueBucket
+from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.workers import Lane
+
+
+class Mover:
+    """The moves of one compiled function, its staging buffers and its updates in host memory.
+
+    ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
+    Where there is no GPU, a move is a copy that is made as it starts, or on a lane of ``copies``,
+    which are by way.  The way over CUDA streams has not been run on one.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.updates = Lane("updates")
+        self.copies: Mapping[str, Lane] = {}
+        self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
+        self.filed: dict[int, ValueBucket] = {}  # by slot, what is in a file instead
+        self._slots: dict[int, Tensor] = {}
+        self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+        self._read: dict[int, Any] = {}  # by address of a staging buffer: when it has left again
+
+    def to_host_start(
+        self, pieces: Sequence[Tensor], slot: int, memory: Tensor | None = None
+    ) -> Tensor:
+        """Start copying flat tensors, one behind the other, to a staging buffer.
+
+        Or to other ``memory`` on the host, uint8 and large enough.
+        """
+        first = pieces[0]
+        on_gpu = _on_gpu(first.device)
+        numel = sum(piece.numel() for piece in pieces)
+        buffer = memory
+        if buffer is None:
+            buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
+        into = buffer[: numel * first.itemsize].view(first.dtype)
+        if on_gpu:
+            after = self._read.pop(buffer.data_ptr(), None)
+            event = self._copy_beside("to host", first.device, pieces, into, after)
+            if memory is not None:
+                self.memory.is_read_until(event, into)
+        else:
+            event = self._copy_on_lane("to host", pieces, into)
+        self.to_host_bytes += into.nbytes
+        self._started[id(into)] = into, pieces, None, event
+        return into
+
+    def to_device_start(
+        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool | _Fresh
+    ) -> Tensor:
+        """Start copying flat tensors in host memory, one behind the other, to a device."""
+        numel = sum(piece.numel() for piece in pieces)
+        event: Any
+        if _on_gpu(device):
+            into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
+            event = self._copy_beside("to device", device, pieces, into, None)
+            for piece in pieces:
+                self._read[piece.untyped_storage().data_ptr()] = event
+                self.memory.is_read_until(event, piece)
+        else:
+            into = buffers.empty(numel, pieces[0])
+            event = self._copy_on_lane("to device", pieces, into)
+        self.to_device_bytes += into.nbytes
+        self._started[id(into)] = into, pieces, device, event
+        return into
+
+    def store_start(self, pieces: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
+        """Start copying flat tensors on a device to shards in host memory, each to its own."""
+        device, event = pieces[0].device, None
+        into = list(shards)
+        for parts, place in _to_neighbours(pieces, into):
+            if _on_gpu(device):  # behind what has been brought from there, which it waited for
+                event = self._copy_beside("to host", device, parts, place, None)
+            else:
+                event = self._copy_on_lane("to host", parts, place)
+        self.to_host_bytes += sum(piece.nbytes for piece in pieces)
+        self._started[id(into)] = into, pieces, None, event
+        return into
+
+    def offload_start(self, value: Tensor, slot: int, memory: Tensor | None = None) -> Tensor:
+        """Start copying a value to a staging buffer, where it has its shape and strides.
+
+        Or to other ``memory``, as above.  ``wait`` lets go of its memory on the device: kernels
+        that the device is given later may use it.
+        """
+        moved = self.to_host_start([_span(value)], slot, memory)
+        return self._laid_out(moved, value, value.device)
+
+    @staticmethod
+    def span_bytes(value: Tensor) -> int:
+        """What a value takes where ``offload_start`` copies it."""
+        return _span(value).nbytes
+
+    def reload_start(self, host: Tensor, device: torch.device) -> Tensor:
+        """Start copying back what ``offload_start`` has moved, to memory of its own."""
+        return self._laid_out(self.to_device_start([_span(host)], device, _FRESH), host, device)
+
+    def _laid_out(self, into: Tensor, like: Tensor, device: torch.device) -> Tensor:
+        """What a move writes to as a tensor laid out like another; the device waits for it."""
+        laid_out = into.as_strided(like.shape, like.stride())
+        _, pieces, _, event = self._started.pop(id(into))
+        self._started[id(laid_out)] = laid_out, pieces, device, event
+        return laid_out
+
+    def wait(self, started: Any) -> Any:
+        """Complete a move: what is now on the host can be read, on the device by its kernels."""
+        into, _, device, event = self._started.pop(id(started))
+        if event is not None and (device is None or isinstance(event, _Copying)):
+            event.synchronize()
+        elif event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+        return into
+
+    def arrival(self, started: Tensor) -> Callable[[], object]:
+        """What returns, in any thread, when a move to the host has come to its end."""
+        *_, event = self._started[id(started)]
+        return event.synchronize if event is not None else lambda: None
+
+    def bytes_to_come(self, staging: Mapping[int, int]) -> int:
+        """What staging buffers of these sizes, by number, will take that is not there yet."""
+        there = {slot: buffer.numel() for slot, buffer in self._slots.items()}
+        return sum(max(nbytes - there.get(slot, 0), 0) for slot, nbytes in staging.items())
+
+    def abandon(self) -> None:
+        """Forget what is under way, after a step that failed."""
+        for lane in (self.updates, *self.copies.values()):
+            lane.abandon()
+        for *_, event in self._started.values():
+            if event is not None and not isinstance(event, _Copying):
+                event.synchronize()
+        self._started.clear()
+
+    def _buffer(self, slot: int, nbytes: int, pinned: bool) -> Tensor:
+        """The staging buffer of this number, as large as it has ever had to be."""
+        known = self._slots.get(slot)
+        if known is None or known.numel() < nbytes or known.is_pinned() < pinned:
+            self._slots.pop(slot, None)  # before there is another
+            known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
+        return known
+
+    def _copy_on_lane(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> _Copying | None:
+        """Copy on this way's lane, or now if it has none."""
+        if way in self.copies:
+            return _Copying(self.copies[way].start(partial(_copy, pieces, into)))
+        _copy(pieces, into)
+        return None
+
+    def _copy_beside(
+        self, way: str, device: torch.device, pieces: Sequence[Tensor], into: Tensor, after: Any
+    ) -> Any:
+        """Copy on a stream of this way's own, behind what the device has been given until now."""
+        if (device, way) not in self._streams:
+            self._streams[device, way] = torch.cuda.Stream(device)
+        stream = self._streams[device, way]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            _copy(pieces, into)
+            event = torch.cuda.Event()
+            event.record(stream)
+        if into.device.type == "cuda":
+            into.record_stream(stream)
+        return event
+
+
+class _Copying:
+    """A copy on a lane, as what waits for a GPU's sees it."""
+
+    def __init__(self, copying: Future) -> None:
+        self.synchronize = copying.result
+
+
+def _to_neighbours(
+    pieces: Sequence[Tensor], shards: Sequence[Tensor]
+) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+    """What to copy where: all at once to shards that lie next to each other, or one by one."""
+    pairs = [
+        (piece if piece.shape == shard.shape else piece.expand(shard.shape).contiguous(), shard)
+        for piece, shard in zip(pieces, shards, strict=True)
+        if shard.numel()
+    ]
+    if pairs and all(adjoin(one, other) for (_, one), (_, other) in pairwise(pairs)):
+        yield [piece for piece, _ in pairs], join([shard for _, shard in pairs])
+        return
+    for piece, shard in pairs:
+        yield [piece], shard
+
+
+class _Fresh:
+    """Gives memory of torch's allocator: what comes back to stay for long is nobody's to keep."""
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_empty(numel)
+
+
+_FRESH = _Fresh()
+
+
+def _span(value: Tensor) -> Tensor:
+    """The stretch of memory that a tensor's elements lie in, as a flat tensor.
+
+    As long as the tensor if it is dense; with gaps between rows longer, expanded shorter.
+    """
+    value = value.detach()
+    numel = int(value.numel() > 0)
+    if numel:
+        steps = zip(value.shape, value.stride(), strict=True)
+        numel += sum((size - 1) * stride for size, stride in steps)
+    return value.as_strided((numel,), (1,))
+
+
+def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:
+    there = [piece.detach() for piece in pieces if piece.numel()]
+    if not there:
+        return
+    if all(adjoin(one, other) for one, other in pairwise(there)):
+        there = [join(there)]
+    position = 0
+    for piece in there:
+        into[position : position + piece.numel()].copy_(piece, non_blocking=True)
+        position += piece.numel()
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -1,0 +1,82 @@
+"""Where the tensors of a bucket lie, in its files and in memory alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from zerofx.runtime.memory.pages import PAGE_BYTES
+
+ALIGNMENT = PAGE_BYTES
+"""What positions, lengths and addresses are multiples of, in bytes: direct I/O asks for it."""
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that holds so many bytes."""
+    return -(-nbytes // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Field:
+    """One flat tensor of a bucket: ``shard``, ``exp_avg``, ...  ``numel`` may be 0."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket's tensors one after the other, each from a multiple of ``ALIGNMENT`` on.
+
+    The same in the files and in memory, so that a bucket is read as it is used.
+
+    Raises: ValueError for two fields of one name, or a negative length.
+    """
+
+    bucket: str
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"bucket {self.bucket!r} has two fields of one name, of {', '.join(names)}: a"
+                " field is read and written by its name. Rename one"
+            )
+        for field in self.fields:
+            if field.numel < 0:
+                raise ValueError(
+                    f"field {field.name!r} of bucket {self.bucket!r} has {field.numel} elements:"
+                    " give 0 or more"
+                )
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each field begins.  Units: bytes."""
+        offsets, end = {}, 0
+        for field in self.fields:
+            offsets[field.name] = end
+            end += round_up(field.nbytes, ALIGNMENT)
+        return offsets
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The whole bucket with the padding between and after its fields.  Units: bytes."""
+        return sum(round_up(field.nbytes, ALIGNMENT) for field in self.fields)
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The fields of a bucket that lies in ``memory``, by name.
+
+        Shapes: uint8[nbytes] -> ``[field.numel]`` of ``field.dtype`` each.
+        """
+        return {
+            field.name: memory.narrow(0, self.offsets[field.name], field.nbytes).view(field.dtype)
+            for field in self.fields
+        }

@@ -1,0 +1,379 @@
+"""The files that a process keeps for what is not in memory: opened, used in order, given up."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import FileTierError, StepError
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.storage.disk import FileStore, HostCache
+from zerofx.runtime.storage.disk.system import SystemCalls
+from zerofx.runtime.storage.file_bucket import FiledBucket, Left, words_for
+from zerofx.runtime.storage.file_shards import ShardBucket
+from zerofx.runtime.storage.file_states import Parts, StateBucket, parts_there
+from zerofx.runtime.storage.file_values import ValueBucket
+from zerofx.runtime.storage.host import HostMemory
+
+DEFAULT_SHARE = 0.5
+"""Of what the machine has available, for the caches of all its ranks together."""
+
+
+Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
+"""Whose states a bucket holds, what it is called, and what it will hold."""
+
+
+class FileTier:
+    """Buckets in files of some directories, and a bounded part of them in host memory.
+
+    ``*_bucket`` give those that a program will use, and ``reserve`` makes room for them. A step is
+    ``begin`` with the buckets as it uses them, ``fetch`` and ``release`` for each of these in that
+    order, ``finish``; or ``failed`` at any time. What fails with a FileTierError leaves the states
+    ``lost``: part of them are of the step before.
+
+    ``cache_bytes`` None is half of what the machine has available divided by ``ranks_here``.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        cache_bytes: int | None,
+        checksums: bool,
+        ranks_here: int,
+        host: HostMemory,
+        system: SystemCalls | None,
+    ) -> None:
+        self.directories = tuple(directories)
+        self.given_cache_bytes, self.checksums = cache_bytes, checksums
+        self.ranks_here = ranks_here
+        self.host = host
+        self.lost: FileTierError | None = None
+        self.store = FileStore(directories, checksums=checksums, system=system)
+        self.cache: HostCache | None = None
+        self._system = system
+        self._bound_bytes = cache_bytes
+        self._state_buckets: weakref.WeakValueDictionary[tuple, StateBucket] = (
+            weakref.WeakValueDictionary()
+        )
+        self._all: weakref.WeakSet[FiledBucket] = weakref.WeakSet()
+        self._lost_with: list[tuple[Any, Any]] = []  # optimizers, and the states that they had
+        self._numbers = itertools.count()
+        self._gone: deque[str] = deque()  # names in the store that nobody needs any more
+        self._in_use: dict[FiledBucket, int] = {}  # how often each is, in order
+        self.is_pinned = False
+        # A worker may fetch and release while the thread that runs the step asks for something.
+        self._lock = threading.RLock()
+
+    # Before the first step
+
+    def state_buckets(self, groups: Sequence[Group]) -> list[StateBucket]:
+        """The buckets of these groups of updates: those that there are, or new ones."""
+        with self._lock:
+            found: list[StateBucket] = []
+            for optimizer, parameters, words, parts in groups:
+                key = (id(optimizer), *map(id, parameters))
+                bucket = self._state_buckets.get(key)
+                is_known = bucket is not None and bucket.is_of(optimizer, parameters)
+                if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
+                    # One that holds nothing yet is not worth its room if it is of another layout.
+                    bucket = StateBucket(self, self._name(words), optimizer, parameters, parts)
+                found.append(bucket)
+            return found
+
+    def shard_bucket(self, words: str, infos: Sequence[ParameterInfo]) -> ShardBucket:
+        """A new bucket for the shards of these parameters."""
+        return ShardBucket(self, self._name(words), infos)
+
+    def value_bucket(self, words: str, num_bytes: int) -> ValueBucket:
+        """A new bucket for a value of a step."""
+        return ValueBucket(self, self._name(words), num_bytes)
+
+    def reserve(self, buckets: Sequence[FiledBucket], in_use_bytes: int = 0) -> None:
+        """Make room on disk for what of a program's buckets is new, for all of it or for none.
+
+        ``in_use_bytes`` is what the program uses at once, at most.
+
+        Raises: FileTierError with the numbers if a disk has no room, StepError if the cache's
+        bound is too small for them.
+        """
+        with self._lock:
+            if self.lost is not None:
+                self._open_again()
+            self._remove_gone()
+            new = [one for one in dict.fromkeys(buckets) if one.name not in self.store.layouts]
+            self._check_cache(buckets, in_use_bytes)
+            self._make_room(new)
+
+    def _make_room(self, new: Sequence[FiledBucket]) -> None:
+        try:
+            self.store.add([bucket.layout for bucket in new])
+        except FileTierError as error:
+            if error.errno in _NO_ROOM:
+                raise self._no_room(new, error) from error
+            raise
+        for bucket in new:
+            self._all.add(bucket)
+            weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
+            if isinstance(bucket, StateBucket):
+                self._state_buckets[_key(bucket)] = bucket
+            self.is_pinned |= not isinstance(bucket, StateBucket) and torch.cuda.is_available()
+
+    def cache_bytes_to_come(self, buckets: Sequence[FiledBucket]) -> int:
+        """Host memory that the cache will take for these buckets and does not hold yet."""
+        total = sum({bucket.name: bucket.layout.nbytes for bucket in buckets}.values())
+        return max(min(total, self.cache_bytes) - self.cached_bytes, 0)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Host memory that the cache holds now."""
+        return self.cache.held_bytes if self.cache is not None else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bound of what host memory keeps."""
+        assert self._bound_bytes is not None, "known once buckets have been reserved"
+        return self._bound_bytes
+
+    def _check_cache(self, buckets: Sequence[FiledBucket], in_use_bytes: int) -> None:
+        sizes = {bucket: bucket.layout.nbytes for bucket in buckets}
+        if not sizes:
+            return
+        largest = max(sizes, key=lambda bucket: sizes[bucket])
+        least = max(2 * sizes[largest], in_use_bytes)
+        smaller = "bucket_bytes" if largest.outlives_steps else "batch"
+        if self.given_cache_bytes is None:
+            if self._bound_bytes is None:
+                available = self.host.available_bytes() or 0
+                self._bound_bytes = int(available * DEFAULT_SHARE) // self.ranks_here
+            self._bound_bytes = max(self._bound_bytes, least)
+            if self.cache is not None:
+                self.cache.memory_bytes = self._bound_bytes
+        elif self.given_cache_bytes < 2 * sizes[largest]:
+            raise StepError(
+                f"offload_cache_bytes={self.given_cache_bytes} is less than two of the largest "
+                f"buckets of {largest.what}: {largest.name!r} takes {sizes[largest]} bytes on this "
+                "rank, and one is read while another is used. Give at least "
+                f"{least}, or a smaller {smaller}."
+            )
+        elif self.given_cache_bytes < least:
+            raise StepError(
+                f"offload_cache_bytes={self.given_cache_bytes} is less than what a step has in use "
+                f"at once of what is in files: {least} bytes on this rank. Give at least that, or "
+                f"a smaller {smaller}."
+            )
+
+    def _name(self, words: str) -> str:
+        return f"{words}, {next(self._numbers)}"
+
+    def _no_room(self, new: Sequence[FiledBucket], error: FileTierError) -> FileTierError:
+        needed = sum(bucket.layout.nbytes for bucket in new)
+        return FileTierError(
+            f"this rank's {words_for(new)} need {needed} bytes in files: {error}",
+            path=error.path,
+            errno=error.errno,
+        )
+
+    # In a step
+
+    def begin(self, buckets: Sequence[FiledBucket]) -> None:
+        """Start a step that uses these buckets, each time it does, in this order.
+
+        Raises: FileTierError if what they hold is lost, or a write has failed since.
+        """
+        with self._lock, ordinary_tensors():
+            if self.lost is not None:
+                self._open_again()
+            self._remove_gone()
+            order = [bucket.name for bucket in buckets]
+            if self.cache is None:
+                self.cache = HostCache(
+                    self.store, order, memory_bytes=self.cache_bytes, allocate=self._allocate
+                )
+            else:
+                self.cache.begin(order)
+
+    def fetch(self, bucket: FiledBucket) -> None:
+        """Have a bucket in host memory, where its user finds it.
+
+        What comes from elsewhere (the device, a state dict, other buckets) comes in here.
+
+        Raises: FileTierError if it cannot be read.
+        """
+        with self._lock, ordinary_tensors():
+            assert self.cache is not None, "a step has begun"
+            views = self.cache.use(bucket.name)
+            bucket.make_whole()
+            self._in_use[bucket] = self._in_use.get(bucket, 0) + 1  # it may be interrupted
+            bucket.arrive(views)
+
+    def release(self, bucket: FiledBucket, *, is_dirty: bool = True, is_void: bool = False) -> None:
+        """Take a bucket back from its user, with what has been changed or made of it.
+
+        If it ``is_void`` nobody wants what it holds.
+        """
+        with self._lock, ordinary_tensors():
+            assert self.cache is not None, "a step has begun"
+            name, views = bucket.name, self.cache.views(bucket.name)
+            is_last = self._in_use[bucket] == 1
+            left = bucket.leave(views) if is_last else Left.KNOWN
+            if left is Left.OTHERWISE:
+                assert isinstance(bucket, StateBucket), "others hold what they are laid out for"
+                self._lay_out_anew(bucket)
+            # Only now may something else be read into the memory that it lay in.
+            is_dirty = left is Left.NEW or (left is Left.KNOWN and is_dirty)
+            self.cache.release(name, dirty=is_dirty, void=is_void)
+            self._in_use[bucket] -= 1
+            if is_last:
+                del self._in_use[bucket]
+
+    def grow(self, bucket: ValueBucket, num_bytes: int, in_use_bytes: int) -> None:
+        """Give a bucket that holds nothing, and is not in use, more room.
+
+        ``in_use_bytes`` is what the program then uses at once, at most.
+
+        Raises: StepError if there is none; nothing has changed then.
+        """
+        with self._lock:
+            assert self.cache is not None, "a step has begun"
+            words = bucket.name.rpartition(", ")[0]
+            larger = ValueBucket(self, self._name(words), num_bytes)
+            self._check_cache([larger], in_use_bytes)
+            try:
+                self.store.add([larger.layout])
+            except FileTierError as error:
+                raise StepError(str(self._no_room([larger], error))) from error
+            self.cache.replace(bucket.name, larger.name)
+            self._gone.append(bucket.name)
+            bucket.name, bucket.num_bytes = larger.name, num_bytes
+            weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
+
+    def finish(self) -> None:
+        """End a step.  Raises: FileTierError if a write is known to have failed."""
+        assert not self._in_use, "a program lets go of all that it uses"
+        self.store.check_usable()
+
+    def failed(
+        self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
+        """After a step that failed: nobody holds memory of the cache any more.
+
+        If what files hold is lost, a checkpoint has to be loaded into these ``optimizers`` too.
+        """
+        with self._lock:
+            was_lost = self.lost is not None
+            if isinstance(error, FileTierError):
+                self._lose(error)
+            for bucket in list(self._in_use):
+                try:
+                    self._in_use[bucket] = 1  # ``begin`` forgets how often it was in use
+                    self.release(bucket, is_void=isinstance(bucket, ValueBucket))
+                except FileTierError as another:
+                    self._lose(another)
+                except Exception as another:
+                    self._lose(
+                        FileTierError(
+                            f"{bucket.name!r} could not be let go of after {error!r}: {another}",
+                            bucket=bucket.name,
+                        )
+                    )
+            self._in_use.clear()
+            if self.lost is not None and not was_lost:
+                self._lost_with += [
+                    (weakref.ref(one), one.state) for one in optimizers if one.state
+                ]
+
+    def read(self, bucket: FiledBucket) -> dict[str, Tensor]:
+        """All of a bucket, in memory of its own, at any time.
+
+        Raises: FileTierError if it is lost, or cannot be read.
+        """
+        with self._lock, ordinary_tensors():
+            self._check_not_lost()
+            assert self.cache is not None, "what holds something has been in a step"
+            return self.cache.read(bucket.name)
+
+    def _lay_out_anew(self, bucket: StateBucket) -> None:
+        """Write states of another kind than were expected, and keep them as such from now on."""
+        states = bucket.states()
+        self._gone.append(bucket.name)
+        bucket.forget()
+        bucket.name = self._name(bucket.name.rpartition(", ")[0])
+        bucket.parts = parts_there(states)
+        weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
+        self.store.add([bucket.layout])
+        memory = self.store.empty(bucket.name)
+        bucket.take(states, bucket.layout.views(memory))
+        self.store.wait(self.store.start_write(bucket.name, memory))
+
+    def _allocate(self, bucket: str) -> Tensor:
+        # States need not be pinned: updates run on the CPU, and no GPU copies these.
+        return self.host.empty(self.store.layout(bucket).nbytes, torch.uint8, self.is_pinned)
+
+    def _remove_gone(self) -> None:
+        for bucket in list(self._all):
+            if bucket.is_gone:  # a program that outlives it has the bucket still
+                self._all.discard(bucket)
+                self._gone.append(bucket.name)
+        while self._gone:
+            name = self._gone.popleft()
+            if name in self.store.layouts:
+                if self.cache is not None:
+                    self.cache.drop(name)
+                self.store.remove(name)
+
+    # After a failure
+
+    def _check_not_lost(self) -> None:
+        if self.lost is None:
+            return
+        raise FileTierError(
+            f"the {words_for(self._all)} in files are lost since a step failed in the middle: some"
+            " are of that step and some of the one before. Load a checkpoint into the model and the"
+            " optimizer (load_state_dict of both), or start again from one. The step had failed"
+            f" with: {self.lost}",
+            path=self.lost.path,
+            bucket=self.lost.bucket,
+            offset=self.lost.offset,
+            errno=self.lost.errno,
+        ) from self.lost
+
+    def _lose(self, error: FileTierError) -> None:
+        if self.lost is None:
+            self.lost = error
+            optimizers = [one.optimizer() for one in self._all if isinstance(one, StateBucket)]
+            alive = {id(optimizer): optimizer for optimizer in optimizers if optimizer is not None}
+            self._lost_with = [(weakref.ref(one), one.state) for one in alive.values()]
+
+    def _open_again(self) -> None:
+        """Go on with new files once a checkpoint has been loaded into every optimizer."""
+        buckets = list(self._all)
+        if any(bucket.has_any() for bucket in buckets):
+            self._check_not_lost()
+        for optimizer, states in self._lost_with:
+            alive = optimizer()
+            if alive is not None and alive.state is states:
+                self._check_not_lost()
+        self.store.close()
+        self.store = FileStore(self.directories, checksums=self.checksums, system=self._system)
+        self.store.add([bucket.layout for bucket in buckets])
+        self.cache = None
+        self._gone.clear()
+        for bucket in buckets:
+            bucket.forget()
+        self.lost, self._lost_with = None, []
+
+
+def _key(bucket: StateBucket) -> tuple:
+    return (id(bucket.optimizer()), *(id(reference()) for reference in bucket.parameters))
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,0 +1,117 @@
+"""The invariants of gradients, once they are averaged over the ranks."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    gradient_outputs,
+    input_role,
+    operands_of_updates,
+    provenance,
+    rank_varying,
+    unreduced_results,
+    written_gradients,
+)
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.verify.broken import broken
+
+
+def verify_averages(graph: fx.Graph, table: ParameterTable) -> None:
+    """Check that updates read averages, and that what a step leaves in ``p.grad`` is one.
+
+    Raises: GraphError.
+    """
+    _updates_read_averaged_gradients(graph, table)
+    _stored_gradients_are_what_they_are_called(graph, table)
+
+
+def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> None:
+    """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
+    written: dict[fx.Node, fx.Node] = {}
+    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
+    for node in graph.nodes:
+        if node.target is ops.gradient:
+            raise broken(node, "is a gradient that nobody averages over the ranks.")
+        if node.target is ops.optimizer_step:
+            operands = list(zip(node.args[1], node.args[4], strict=True))
+        else:
+            operands = [(update.gradient, update.parameter) for update in operands_of_updates(node)]
+        if node.target in (ops.update, *ops.HOST_UPDATES):
+            is_kept = node.target is ops.update_kept_start
+            for value in node.args[0] if is_kept else node.args[:1]:
+                if value in written:
+                    raise broken(node, f"updates what {written[value].name} has updated.")
+                written[value] = node
+        for gradient, parameter in operands:
+            if not _is_average_of(gradient, table[parameter]):
+                raise broken(
+                    node,
+                    f"updates {table[parameter].name!r} with {gradient.name}, which is not "
+                    "computed from the average of its gradient.",
+                )
+            if gradient in varying:
+                raise broken(
+                    node,
+                    f"updates {table[parameter].name!r} with {gradient.name}, which differs "
+                    "between ranks.",
+                )
+
+
+def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: ParameterTable) -> None:
+    """What a step leaves in ``p.grad`` is the same on all ranks, or declared to be unreduced."""
+    results = graph.output_node().args[0]
+    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
+    declared = unreduced_results(graph)
+    for position, parameter in {**gradient_outputs(graph), **written_gradients(graph)}.items():
+        result = results[position]
+        if result in varying and position not in declared and result.op != "placeholder":
+            raise broken(
+                result,
+                f"becomes the gradient of {table[parameter].name!r}, and is neither averaged over "
+                "the ranks nor declared to be unreduced.",
+            )
+
+
+def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
+    """Whether a node is the parameter's range of its bucket's averaged gradients."""
+    reduced, dim, start, stop = node.args
+    if reduced.target is not ops.wait or reduced.args[0].target is not ops.reduce_scatter_start:
+        return False
+    flat, reduction = reduced.args[0].args[:2]
+    return (
+        reduction == "mean"
+        and flat.target is ops.flatten_bucket
+        and info.index in flat.args[1]
+        and (dim, start) == (0, info.position_in_shard)
+        and stop - start == info.shard_numel
+    )
+
+
+def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
+    """Whether the parameter's averaged gradient is among what ``gradient`` is computed from."""
+    parameter = info.index
+    pending, seen = [gradient], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            role_of_input = input_role(node)
+            is_gradient = role_of_input.kind == "gradient" and not role_of_input.unreduced
+            if is_gradient and role_of_input.parameter == parameter:
+                return True
+            continue
+        origin = provenance(node)
+        if origin and origin.role == "reduce_gradient" and node.target is ops.wait:
+            if origin.parameter == parameter and node.args[0].args[1] == "mean":
+                return True
+            continue
+        if origin and origin.role == "reduced_gradient":
+            if origin.parameter == parameter and _is_own_range(node, info):
+                return True
+            continue
+        pending.extend(node.all_input_nodes)
+    return False

@@ -1,0 +1,308 @@
+"""The invariants of what leaves the device: moves, and updates in host memory."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliases,
+    brought_from,
+    input_role,
+    is_kept_on_host,
+    memory_of,
+    moved_values,
+    operands_of_updates,
+    parameter_of,
+    role,
+    shard_of,
+    slot_of,
+    staged_until,
+    writers,
+)
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.verify.broken import broken
+
+aten = torch.ops.aten
+
+_WAITS = {
+    ops.to_host_start: ops.wait_move,
+    ops.to_device_start: ops.wait_move,
+    ops.store_start: ops.wait_store,
+    ops.offload_start: ops.wait_move,
+    ops.reload_start: ops.wait_move,
+    ops.update_on_host_start: ops.wait_update,
+    ops.update_kept_start: ops.wait_store,
+}
+"""What completes each operator that goes on beside the step."""
+
+
+def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]) -> None:
+    """Check every rule of a program's moves, and of what reads and writes host memory.
+
+    Raises: GraphError.
+    """
+    _moves_are_waited_once(graph)
+    _nothing_changes_while_it_moves(graph, order)
+    _staging_buffers_are_free(graph, order)
+    _what_left_comes_back(graph, order)
+    _moves_carry_what_they_say(graph, table)
+
+
+def _moves_are_waited_once(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in _WAITS:
+            readers = sorted(node.users)
+            updates = [reader for reader in readers if reader.target in ops.HOST_UPDATES]
+            waits = [reader.target for reader in readers if reader not in updates]
+            # What goes to the host is there for one update, which begins when it has arrived.
+            is_read = len(updates) == 1 if node.target is ops.to_host_start else not updates
+            if waits != [_WAITS[node.target]] or not is_read:
+                names = ", ".join(reader.name for reader in readers) or "nobody"
+                what = "move" if ops.is_move(node.target) else "update"
+                raise broken(
+                    node,
+                    f"a started {what} must have one wait and no other reader, but for the update "
+                    f"of what goes to the host; it has {names}.",
+                )
+        elif node.target in _WAITS.values():
+            if _WAITS.get(node.args[0].target) is not node.target:
+                raise broken(node, "waits for something that was never started.")
+
+
+def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """What a move copies, and a started update reads, nobody overwrites before its wait."""
+    for start in graph.nodes:
+        if start.target not in _WAITS:
+            continue
+        wait = _wait_of(start)
+        is_move = ops.is_move(start.target)
+        pieces = moved_values(start) if is_move else start.args[:2]
+        if start.target is ops.update_kept_start:
+            pieces = [*start.args[0], start.args[1]]
+        for piece in pieces:
+            for writer in {w for source in memory_of(piece) for w in writers(source)}:
+                if order[start] < order[writer] < order[wait]:
+                    what = "copies" if is_move else "reads"
+                    raise broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    return next(user for user in start.users if user.target is _WAITS[start.target])
+
+
+def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """A staging buffer is written to again only when all of it has been read."""
+    used: dict[int, tuple[fx.Node, int]] = {}
+    for start in graph.nodes:
+        if start.target not in ops.TO_HOST or slot_of(start) < 0:
+            continue
+        slot = slot_of(start)
+        if slot in used and used[slot][1] >= order[start]:
+            raise broken(
+                start, f"writes to staging buffer {slot}, which {used[slot][0].name} still uses."
+            )
+        used[slot] = start, staged_until(start, order)
+
+
+def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """What has left the device is read no more, but for what comes back of it, once."""
+    for start in graph.nodes:
+        if start.target is ops.offload_start:
+            _is_read_before_it_leaves(start, order)
+        elif start.target is ops.reload_start:
+            origin = _before_files(start.args[0])
+            if origin.target is not ops.wait_move or origin.args[0].target is not ops.offload_start:
+                raise broken(start, f"brings back {origin.name}, which has not left the device.")
+            (wait,) = start.users
+            left = origin.args[0].args[0]
+            if not wait.users:
+                raise broken(start, f"brings back {left.name}, and nobody reads it there.")
+            if torch.device(start.args[1]) != left.meta["val"].device:
+                raise broken(start, f"brings {left.name} back to another device.")
+
+
+def _before_files(there: fx.Node) -> fx.Node:
+    """What was let go of to a file, of what has been read from there; else the node itself."""
+    for target in (ops.wait_file, ops.value_from_file_start, ops.value_to_file):
+        if there.target is target:
+            there = there.args[0]
+    return there
+
+
+def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None:
+    (wait,) = start.users
+    value = start.args[0]
+    for source in memory_of(value) - {value}:
+        if isinstance(source.meta["val"], torch.Tensor):
+            raise broken(start, f"moves a view: {source.name} keeps its memory on the device.")
+    if value.op == "placeholder":
+        raise broken(start, f"moves {value.name}, which the caller keeps on the device.")
+    if [reader.target for reader in wait.users] not in ([ops.reload_start], [ops.value_to_file]):
+        readers = ", ".join(reader.name for reader in wait.users) or "nobody"
+        raise broken(
+            wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
+        )
+    for alias in aliases(value):
+        for reader in alias.users:
+            if order[reader] > order[wait]:
+                raise broken(
+                    reader, f"reads {alias.name}, which has left the device at {wait.name}."
+                )
+
+
+def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+    """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
+    for node in graph.nodes:
+        if node.target in _WAITS and node.target not in ops.ACTIVATION_MOVES:
+            indices = node.args[1] if node.target in ops.MOVES else node.args[3]
+            infos = [table[index] for index in indices]
+            offsets = [info.place.offset for info in infos]
+            if len({info.place.bucket for info in infos}) > 1:
+                raise broken(node, "is not of parts of one bucket.")
+            if offsets != sorted(offsets) or len(set(indices)) != len(indices):
+                raise broken(node, "does not take a bucket's parts in the order of the bucket.")
+        if node.target is ops.to_host_start:
+            if len(node.args[0]) != len(indices):
+                raise broken(node, "does not move one part for each parameter.")
+            _host_memory_is_for_updates(node)
+        if node.target is ops.to_device_start:
+            _pieces_are_read_where_they_lie(node, infos)
+            if any(map(is_kept_on_host, node.args[0])):
+                _brings_what_it_says(node, table)
+            else:
+                _is_return_of_an_update(node, table)
+        if node.target is ops.store_start:
+            _stores_what_it_says(node, infos)
+        if node.target in ops.HOST_UPDATES:
+            _is_update_of_what_has_arrived(node, table)
+        if node.target is ops.update and brought_from(node.args[0]) is not None:
+            _is_stored(node, table)
+        if node.op == "placeholder" and input_role(node).on_host:
+            _is_read_where_it_is(node)
+        is_copy = node.target is aten.copy_.default
+        if (
+            is_copy
+            and role(node) == "store"
+            and shard_of(node.args[0]) != parameter_of(node.args[1])
+        ):
+            raise broken(node, f"stores {node.args[1].name}, which is of another parameter.")
+
+
+def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:
+    for piece in move.args[0]:
+        start = piece.args[0] if piece.target is ops.wait_update else None
+        if len(move.args[0]) > 1 or start is None or start.args[3] != move.args[1]:
+            names = ", ".join(table[index].name for index in move.args[1])
+            raise broken(move, f"moves {piece.name} as if it were the update of {names}.")
+
+
+def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) -> None:
+    """Of what has arrived, each parameter's range is read, and nothing else."""
+    (wait,) = start.users
+    position, ranges = 0, {}
+    for info in infos:
+        ranges[info.index] = (0, position, position + info.shard_numel)
+        position += info.shard_numel
+    read = set()
+    for piece in wait.users:
+        index = parameter_of(piece)
+        if piece.target is not aten.slice.Tensor or tuple(piece.args[1:]) != ranges.get(index):
+            raise broken(piece, f"is not the range of a parameter in what {start.name} moves.")
+        read |= {index} if piece.users else set()
+    for info in infos:
+        if info.index not in read:
+            raise broken(start, f"moves what is of {info.name!r}, and nobody reads it there.")
+
+
+def _stores_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
+    """Each new value goes to its own parameter's shard, and is read as that."""
+    values, _, shards = start.args
+    if len(shards) != len(infos) or not all(map(is_kept_on_host, shards)):
+        raise broken(start, "does not store to shards that are kept in host memory.")
+    for value, info, shard in zip(values, infos, shards, strict=True):
+        is_update = value.target is ops.update
+        if shard_of(shard) != info.index or (is_update and value.args[3] != info.index):
+            raise broken(start, f"stores {value.name} as if it were of {info.name!r}.")
+    (wait,) = start.users
+    for stored in wait.users:
+        if stored.target is not operator.getitem or (
+            parameter_of(stored) != infos[stored.args[1]].index
+        ):
+            raise broken(stored, f"is not the shard that {start.name} stores at that place.")
+
+
+def _is_stored(update: fx.Node, table: ParameterTable) -> None:
+    """Whether what an update makes of a shard that was brought to the device is stored, once."""
+    index = update.args[3]
+    shard = brought_from(update.args[0])
+    if shard_of(shard) != index:
+        raise broken(update, f"updates {table[index].name!r} from the value of another parameter.")
+    stores = [user for user in update.users if user.target is ops.store_start]
+    if len(stores) != 1 or len(update.users) != 1:
+        raise broken(
+            update,
+            f"what it makes of {table[index].name!r} is stored in host memory {len(stores)} times "
+            f"and read by {len(update.users)}; it must be stored once, and read from there.",
+        )
+
+
+def _is_read_where_it_is(shard: fx.Node) -> None:
+    """Whether only moves, and updates that run on the host, read a shard that is kept there."""
+    for alias in aliases(shard):
+        for reader in alias.users:
+            on_host = reader.target is ops.update_kept_start
+            passes_on = reader.target in (ops.wait_store, operator.getitem)
+            moves = reader.target is ops.to_device_start or (
+                reader.target is ops.store_start and alias not in reader.args[0]
+            )
+            if not (on_host or passes_on or moves or reader.op == "output"):
+                raise broken(reader, f"reads {alias.name}, which is in host memory.")
+
+
+def _host_memory_is_for_updates(start: fx.Node) -> None:
+    for alias in aliases(start):
+        for reader in alias.users:
+            if reader.target not in (*_WAITS, *_WAITS.values()):
+                raise broken(reader, f"reads {alias.name}, which is in host memory.")
+
+
+def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> None:
+    """Whether an update reads what has been moved for it, and what it makes is moved back, once.
+
+    Of shards that are kept on the host, neither the values are moved nor what they become.
+    """
+    indices = update.args[3]
+    is_kept = update.target is ops.update_kept_start
+    moved = update.args[1:2] if is_kept else update.args[:2]
+    for operand in moved:
+        if operand.target is not ops.to_host_start:
+            raise broken(update, f"reads {operand.name}, which is not moved to the host.")
+        if list(operand.args[1]) != list(indices):
+            raise broken(update, f"reads {operand.name}, which is of another parameter.")
+    if is_kept and len(update.args[0]) != len(indices):
+        raise broken(update, "does not update one shard for each parameter.")
+    for operands in operands_of_updates(update):
+        name = table[operands.parameter].name
+        if is_kept and not is_kept_on_host(operands.value):
+            raise broken(update, f"updates {name!r} on the host, and its shard is not kept there.")
+        is_a_shard = operands.value.op == "placeholder" or role(operands.value) is not None
+        if is_a_shard and shard_of(operands.value) not in (operands.parameter, -1):
+            raise broken(update, f"updates {name!r} from the value of another parameter.")
+    wait = _wait_of(update)
+    if any(_wait_of(operand) > wait for operand in moved):
+        raise broken(update, "is waited for before what it reads.")
+    if not is_kept and [user.target for user in wait.users] != [ops.to_device_start]:
+        raise broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
+
+
+def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
+    """Whether a move to the device takes the shards of the parameters that it names."""
+    for piece, index in zip(*start.args[:2], strict=True):
+        if not is_kept_on_host(piece) or shard_of(piece) != index:
+            raise broken(
+                start, f"moves {piece.name} as if it were the shard of {table[index].name!r}."
+            )

@@ -1,0 +1,333 @@
+"""The invariants of a program, checked before the first pass and after every one.
+
+A program that breaks one would corrupt training in silence, or hang a cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zerofx.errors import GraphError
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliases,
+    call_text,
+    captured_updates,
+    gradient_of,
+    input_role,
+    layout_text,
+    mutated_inputs,
+    parameter_of,
+    placeholders,
+    program_order,
+    provenance,
+    role,
+    shard_of,
+    updates,
+    writers,
+)
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.verify.broken import broken
+from zerofx.verify.files import verify_files
+from zerofx.verify.gradients import verify_averages
+from zerofx.verify.names import verify_names
+from zerofx.verify.offload import verify_offload
+
+aten = torch.ops.aten
+
+
+@dataclass
+class CheckedMetadata:
+    """What earlier checks have found, as running operators' fakes is the slowest check by far.
+
+    ``made_from`` says which nodes' metadata has been compared, and the identities that it was
+    made from; ``computed`` what a call gives for operands of these layouts, as in every layer.
+    """
+
+    made_from: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    computed: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+
+
+def verify(
+    gm: fx.GraphModule,
+    table: ParameterTable,
+    facts: Set[str] = frozenset(),
+    checked: CheckedMetadata | None = None,
+) -> None:
+    """Check every rule that holds of a program with these facts.
+
+    ``checked`` is what to remember from call to call.
+
+    Raises: GraphError naming the node, the rule and the user's line.
+    """
+    order = program_order(gm.graph)
+    verify_names(gm.graph, table)
+    _starts_are_waited_once(gm.graph)
+    _what_is_carried_is_resumed(gm.graph, order)
+    verify_offload(gm.graph, table, order)
+    verify_files(gm.graph, table, order)
+    _nothing_reads_freed_memory(gm.graph, order)
+    _gathers_are_freed(gm.graph)
+    _nothing_reads_what_was_overwritten(gm.graph, order)
+    _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
+    _sharded_inputs_are_read_as_shards(gm.graph)
+    _buckets_hold_what_they_say(gm.graph, table)
+    _updates_are_those_captured(gm.graph, table)
+    if "averaged_gradients" in facts:
+        verify_averages(gm.graph, table)
+
+
+def _starts_are_waited_once(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in ops.STARTS:
+            waits = [user for user in node.users if user.target is ops.wait]
+            if [user.target for user in node.users] == [ops.carry]:
+                continue  # the next call's to wait for
+            if len(waits) != 1 or len(node.users) != 1:
+                raise broken(
+                    node,
+                    f"a started collective has {len(waits)} waits and {len(node.users)} readers; "
+                    "it must have exactly one wait and no other reader.",
+                )
+        elif node.target is ops.wait and node.args[0].target not in ops.STARTS:
+            raise broken(node, "waits for something that was never started.")
+
+
+def _what_is_carried_is_resumed(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """What one call leaves in flight the next one takes, and nothing is written to it before."""
+    resumed = Counter(map(_of, (n for n in graph.nodes if n.target is ops.resume_gather)))
+    carried = Counter(map(_of, (n for n in graph.nodes if n.target is ops.carry)))
+    for node in graph.nodes:
+        if node.target is ops.carry:
+            if node.args[0].target is not ops.all_gather_start:
+                raise broken(node, "carries over what is no gather.")
+            _nothing_is_written_later(graph, node, order)
+        elif node.target is ops.resume_gather:
+            if any(part.op != "placeholder" for part in _gathered_shards(node)):
+                raise broken(node, "resumes a gather of what only this call computes.")
+        else:
+            continue
+        if list(map(shard_of, _gathered_shards(node))) != list(node.args[1]):
+            raise broken(node, "does not gather the parameters that it names.")
+        if (resumed[_of(node)], carried[_of(node)]) != (1, 1):
+            raise broken(
+                node,
+                "what a program carries over it must resume, once: it carries this gather "
+                f"{carried[_of(node)]} times and resumes it {resumed[_of(node)]} times.",
+            )
+
+
+def _of(node: fx.Node) -> tuple:
+    """What a ``carry`` and its ``resume_gather`` have in common."""
+    value = (node.args[0] if node.target is ops.carry else node).meta["val"]
+    return tuple(node.args[1]), value.dtype, value.shape
+
+
+def _gathered_shards(node: fx.Node) -> list[fx.Node]:
+    """The shards that a gather puts together, or the gather that is carried over."""
+    sent = node.args[0].args[0] if node.target is ops.carry else node.args[0]
+    if role(sent) == "gather_cast":
+        sent = sent.args[0]
+    return list(sent.args[0]) if sent.target is ops.pack else [sent]
+
+
+def _nothing_is_written_later(graph: fx.Graph, carry: fx.Node, order: dict[fx.Node, int]) -> None:
+    """What is gathered for the next call is what this one leaves behind."""
+    started = order[carry.args[0]]
+    for parameter in placeholders(graph, "parameter"):
+        if input_role(parameter).parameter not in carry.args[1]:
+            continue
+        for writer in writers(parameter):
+            if order[writer] > started:
+                raise broken(
+                    writer, f"overwrites {parameter.name}, which {carry.name} carries over."
+                )
+
+
+def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    for free in graph.nodes:
+        if free.target is not ops.free:
+            continue
+        for alias in aliases(free.args[0]):
+            for reader in alias.users:
+                if reader is not free and order[reader] > order[free]:
+                    raise broken(
+                        reader, f"reads {alias.name}, whose memory {free.name} has freed before."
+                    )
+
+
+def _gathers_are_freed(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    for wait in graph.nodes:
+        if wait.target is not ops.wait or role(wait) != "gather":
+            continue
+        frees = [user for user in wait.users if user.target is ops.free]
+        escapes = any(output in alias.users for alias in aliases(wait))
+        if len(frees) != (0 if escapes else 1):
+            raise broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
+
+
+def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """Whoever wants the old value reads it before; the new value is the writer's result.
+
+    A gathered buffer counts as the shard's memory, which it is in a world of one.
+    """
+    output = graph.output_node()
+    for writer in graph.nodes:
+        for target in mutated_inputs(writer):
+            renewed = _renewed_by(writer)
+            late = [
+                (order[reader], reader, alias)
+                for alias in aliases(target, through_gathers=True) - renewed
+                for reader in alias.users
+                if order[reader] > order[writer]
+                and reader is not output
+                and reader not in renewed
+                and reader.target not in (ops.free, ops.wait_move)
+                and not _only_overwrites(reader, alias)
+            ]
+            if late:
+                _, reader, alias = min(late, key=lambda found: found[0])
+                raise broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
+
+
+def _renewed_by(writer: fx.Node) -> set[fx.Node]:
+    """What has the new value: the writer's result, or those of its wait."""
+    renewed = aliases(writer, through_gathers=True)
+    if writer.target in (ops.store_start, ops.update_kept_start):
+        for stored in [stored for wait in writer.users for stored in wait.users]:
+            renewed |= aliases(stored, through_gathers=True)
+    return renewed
+
+
+def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
+    if node.target is ops.store_start:
+        return target not in node.args[0]
+    return (
+        node.target is aten.copy_.default and node.args[0] is target and node.args[1] is not target
+    )
+
+
+def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
+    """Shapes and dtypes of inserted nodes, and of who reads one, are what operators compute."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_touched(node):
+            continue
+        recorded = node.meta["val"]
+        made_from = (id(recorded), *(id(source.meta["val"]) for source in node.all_input_nodes))
+        if checked.made_from.get(node) == made_from:
+            continue
+        checked.made_from[node] = made_from
+        if getattr(recorded, "fake_mode", None) is None or _is_symbolic(recorded):
+            continue
+        call = call_text(node, lambda source: layout_text(source.meta["val"]))
+        if call not in checked.computed:
+            actual = _run_fake(node)
+            checked.computed[call] = actual.dtype, actual.shape
+        dtype, shape = checked.computed[call]
+        if (dtype, shape) != (recorded.dtype, recorded.shape):
+            raise broken(
+                node,
+                f"is recorded as {recorded.dtype}{list(recorded.shape)} but computes "
+                f"{dtype}{list(shape)}.",
+            )
+
+
+def _run_fake(node: fx.Node) -> torch.Tensor:
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    try:
+        with node.meta["val"].fake_mode, torch.no_grad():
+            return node.target(*args, **kwargs)
+    except Exception as error:
+        raise broken(node, f"refuses its operands: {error}") from error
+
+
+def _is_touched(node: fx.Node) -> bool:
+    return any(provenance(n) is not None for n in (node, *node.all_input_nodes))
+
+
+def _is_symbolic(value: torch.Tensor) -> bool:
+    """Comparing symbolic sizes would make guards of the comparison."""
+    return any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
+    for node in placeholders(graph):
+        if not input_role(node).sharded:
+            continue
+        for reader in node.users:
+            understands = provenance(reader) is not None or reader.target is aten.copy_.default
+            if not understands and reader.op != "output":
+                raise broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
+
+
+def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+    """What is put into a bucket as a parameter's is that, and is read from where it lies."""
+    for node in graph.nodes:
+        if node.target is ops.pack:
+            for part, info in _members(node, table, num_shards=1):
+                if shard_of(part) != info.index:
+                    raise broken(
+                        node, f"packs {part.name} as if it were the shard of {info.name!r}."
+                    )
+        elif node.target is ops.flatten_bucket:
+            num_shards = table[node.args[1][0]].world_size
+            for part, info in _members(node, table, num_shards):
+                is_cast = role(part) == "reduce_cast"
+                marked = {parameter_of(part)} if is_cast else gradient_of(part)
+                fits = tuple(part.meta["val"].shape) == info.shape
+                if not fits or (marked and info.index not in marked):
+                    raise broken(
+                        node, f"lays out {part.name} as if it were the gradient of {info.name!r}."
+                    )
+        elif role(node) == "whole" and node.args[0].target is ops.wait:
+            packed = node.args[0].args[0].args[0]
+            if role(packed) == "gather_cast":
+                packed = packed.args[0]
+            if packed.target is ops.pack:
+                _reads_its_own_range(node, packed, table[parameter_of(node)])
+
+
+def _members(
+    node: fx.Node, table: ParameterTable, num_shards: int
+) -> list[tuple[fx.Node, ParameterInfo]]:
+    """The parts of a ``pack`` or ``flatten_bucket`` and the parameters that they are of."""
+    parts, indices, numel = node.args
+    infos = [table[index] for index in indices]
+    place = infos[0].place
+    same = all(
+        (info.place.bucket, info.place.shard_numel) == (place.bucket, place.shard_numel)
+        for info in infos
+    )
+    if not same or len(set(indices)) != len(parts) or numel != place.shard_numel * num_shards:
+        raise broken(node, "does not hold parameters of one bucket, each once, and nothing else.")
+    return list(zip(parts, infos, strict=True))
+
+
+def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) -> None:
+    start, stop = info.place.offset, info.place.offset + info.numel
+    whole = node.target is aten.slice.Tensor and tuple(node.args[1:]) == (0, start, stop)
+    alone = node.target is not aten.slice.Tensor and info.numel == node.args[0].meta["val"].numel()
+    if info.index not in packed.args[1] or not (whole or alone):
+        raise broken(node, f"does not read what {packed.name} holds of {info.name!r}.")
+
+
+def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
+    """No pass loses or adds an update."""
+    expected = captured_updates(graph)
+    if expected is None:
+        return
+    found = updates(graph)
+    for (optimizer, parameter), count in (expected - found).items():
+        raise GraphError(
+            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} are missing."
+        )
+    for (optimizer, parameter), count in (found - expected).items():
+        raise GraphError(
+            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} too many."
+        )
