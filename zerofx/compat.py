@@ -382,14 +382,16 @@ def source_name(placeholder: torch.fx.Node) -> str:
 def modified_sources() -> list[str]:
     """Dynamo's expressions for the objects that the function being compiled writes to.
 
-    For 2.11 to 2.15; can go when Dynamo tells a backend of writes outside the graph.
+    Objects that it builds itself have none: their ``TempLocalSource`` refuses to be named.  For
+    2.11 to 2.15; can go when Dynamo tells a backend of writes outside the graph.
     """
     side_effects = InstructionTranslator.current_tx().output.side_effects
-    return [
-        getattr(variable.source, "name", "")
-        for variable in side_effects.id_to_variable.values()
-        if variable.source is not None and side_effects.is_modified(variable)
-    ]
+    names = []
+    for variable in side_effects.id_to_variable.values():
+        if variable.source is not None and side_effects.is_modified(variable):
+            with contextlib.suppress(NotImplementedError):
+                names.append(variable.source.name)
+    return names
 
 
 def owners_looked_into(attribute: str) -> list[Any]:
