@@ -67,7 +67,7 @@ def measure(rank: int, num_ranks: int, layers: int, steps: int, variant: str) ->
         spent += time.perf_counter() - began
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {"lowering": "eager", "link": "latency_s=3e-4 bytes_per_s=1e9"}
+        options = {"lowering": "eager", "hardware": "latency_s=3e-4 bytes_per_s=1e9"}
         if variant == "dumped":
             options["dump"] = folder
         compiled = torch.compile(step, backend="zero", options=options)

@@ -98,7 +98,7 @@ def results(
         "offload": offload,
         "recompute": False,
         "bucket_bytes": max(sum(p.nbytes for p in model.parameters()) // (2 * sizes.layers), 4),
-        "link": "latency_s=1e-6 bytes_per_s=1e9",
+        "hardware": "latency_s=1e-6 bytes_per_s=1e9",
     }
     if directory is not None:
         options |= {"offload_tier": "nvme", "offload_dir": directory}

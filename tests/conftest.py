@@ -11,7 +11,7 @@ import os
 import pytest
 import torch._dynamo
 
-os.environ.setdefault("ZEROFX_LINK", "latency_s=2.5e-4 bytes_per_s=1e9")
+os.environ.setdefault("ZEROFX_HARDWARE", "latency_s=2.5e-4 bytes_per_s=1e9")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -157,7 +157,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         rank,
         captured.world_size,
         captured.num_backwards,
-        figures=resolved.link or NOMINAL,
+        figures=resolved.hardware or NOMINAL,
         whole_updates=whole_updates(captured),
         state_bytes=state_bytes(captured, resolved),
         host_parameters=on_host,

@@ -48,7 +48,7 @@ class moving_small_values:
     def __enter__(self):
         self.patches = (
             mock.patch("zerofx.passes.offload.offload_activations.SMALLEST_BYTES", 1),
-            mock.patch.dict(os.environ, {"ZEROFX_LINK": SLOW}),
+            mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": SLOW}),
         )
         for patch in self.patches:
             patch.__enter__()
@@ -245,7 +245,7 @@ def test_equal_layers_are_compiled_once_however_many_there_are(stage, small_valu
 
 
 def on_a_slow_device(stage, options):
-    with mock.patch.dict(os.environ, {"ZEROFX_LINK": SLOW}):
+    with mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": SLOW}):
         return measured(stage=stage, **options)
 
 

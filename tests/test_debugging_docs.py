@@ -24,7 +24,7 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     (script,) = re.findall(r"Save this as `train.py`:\n\n```python\n(.*?)```", PAGE, re.S)
     (tmp_path / "train.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    environment["ZEROFX_LINK"] = "latency_s=2.5e-4 bytes_per_s=1e9"
+    environment["ZEROFX_HARDWARE"] = "latency_s=2.5e-4 bytes_per_s=1e9"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)  # for what bisect runs
     outputs = {}

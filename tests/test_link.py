@@ -21,7 +21,7 @@ from zerofx.runtime.comm.agreement import AgreementError
 from zerofx.runtime.comm.communication import Communicator
 
 MIB = 2**20
-MEASURING = {"ZEROFX_LINK": ""}
+MEASURING = {"ZEROFX_HARDWARE": ""}
 
 
 def figures(**values) -> Figures:
@@ -163,7 +163,7 @@ def test_reads_of_a_neighbours_memory_do_not_overlap(ranks, request):  # noqa: F
 
 
 def test_a_world_of_one_measures_nothing(monkeypatch):
-    monkeypatch.setenv("ZEROFX_LINK", "")
+    monkeypatch.setenv("ZEROFX_HARDWARE", "")
     with mock.patch.object(measure, "own_figures", side_effect=AssertionError("measured")):
         assert train()[1].figures == NOMINAL
 
@@ -187,7 +187,7 @@ def explained(folder: str) -> str:
     measure._known.clear()
     with (
         mock.patch.object(measure, "own_figures", side_effect=AssertionError("measured")),
-        mock.patch.dict(os.environ, {"ZEROFX_LINK": GIVEN, "ZEROFX_DUMP": folder}),
+        mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": GIVEN, "ZEROFX_DUMP": folder}),
     ):
         compiled, _, _ = train()
         return zerofx.explain(compiled)
@@ -203,7 +203,7 @@ def test_given_figures_are_taken_and_shown(ranks, tmp_path):  # noqa: F811
         assert len(programs) > 5
         for program in programs:
             header = program.read_text().partition("\n\n")[0].splitlines()
-            assert any(line.startswith(f"# link: {GIVEN}") for line in header)
+            assert any(line.startswith(f"# hardware: {GIVEN}") for line in header)
         assert "predicted: " in (folder / "summary.txt").read_text()
 
 

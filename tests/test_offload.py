@@ -239,7 +239,7 @@ def within_budget(room):
         torch.manual_seed(0)
         model = Deep()
         optimizer = torch.optim.AdamW(model.parameters())
-        options = {"lowering": "eager", "link": "latency_s=1e-4 bytes_per_s=1e9", **OFFLOAD}
+        options = {"lowering": "eager", "hardware": "latency_s=1e-4 bytes_per_s=1e9", **OFFLOAD}
         options["memory_budget"] = budget = budget or least + room
         compiled = torch.compile(squares, backend="zero", options=options)
         try:

@@ -273,7 +273,7 @@ def test_a_memory_budget_has_room_for_what_travels(offload, room):
         torch.manual_seed(0)
         model = Deep()
         optimizer = torch.optim.AdamW(model.parameters())
-        options = {"lowering": "eager", "link": "latency_s=1e-4 bytes_per_s=1e9", **offload}
+        options = {"lowering": "eager", "hardware": "latency_s=1e-4 bytes_per_s=1e9", **offload}
         options["memory_budget"] = budget = budget or least + room
         compiled = torch.compile(squares, backend="zero", options=options)
         try:

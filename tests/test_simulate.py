@@ -47,7 +47,10 @@ class Trained:
         self.pair = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
         options = {"stage": stage, "lowering": "eager", "offload": "optimizer", "recompute": False}
-        options |= {"bucket_bytes": nbytes // (2 * layers), "link": "latency_s=1e-6 bytes_per_s=1"}
+        options |= {
+            "bucket_bytes": nbytes // (2 * layers),
+            "hardware": "latency_s=1e-6 bytes_per_s=1",
+        }
         self.compiled = torch.compile(step, backend="zero", options=options)
         self.losses = [self(), self()]  # the second traces updates of states that are there
         functions = [f for f in backend.zero.functions if f.code is step.__code__ and f.programs]

@@ -141,8 +141,8 @@ class CompiledFunction:
     def _figures(self, inputs: list[Any]) -> Figures:
         """What to plan with: as the user says, or as the ranks measure, all at their first call."""
         assert self.options is not None
-        if self.options.link is not None:
-            return self.options.link
+        if self.options.hardware is not None:
+            return self.options.hardware
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
         name = f"the first call of compiled function {self.number}"  # as all ranks count them

@@ -61,7 +61,7 @@ class Figures:
         return LARGEST_BUCKET_BYTES
 
     def __str__(self) -> str:
-        """As the option ``link`` takes it, without the host's figures where they are assumed."""
+        """The text that the option ``hardware`` takes, without what is assumed of the host."""
         names = ("copy_bytes_per_s", "host_bytes_per_s", "file_bytes_per_s")
         assumed = {name: getattr(Figures, name) for name in names}
         values = {

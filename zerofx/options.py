@@ -1,11 +1,11 @@
-"""What a user may choose about one compiled step; the only reader of ``os.environ``."""
+"""The options of one compiled step, each declared once; the only reader of ``os.environ``."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,16 +14,6 @@ from zerofx import hardware
 from zerofx.hardware import Figures
 
 ENVIRONMENT_PREFIX = "ZEROFX_"
-
-# Each of these is also a boolean field of Options: a pass is turned off by its own name.
-OPTIONAL_PASSES = (
-    "recompute",
-    "hoist_casts",
-    "bucket",
-    "update_in_backward",
-    "prefetch",
-    "prefetch_across_steps",
-)
 
 STOPS = (
     "data_parallel",
@@ -40,8 +30,222 @@ STOPS = (
 )
 """Passes behind which a program runs without the later ones, as ``stop_after`` has it."""
 
+RENAMED = {"link": "hardware"}
+"""Old names of options, and their names of today."""
+
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = ("clip",)
+
+
+class _Kind:
+    """The values that an option accepts.
+
+    ``check`` takes an object from ``options=``, ``parse`` the text of an environment variable;
+    both return the option's value.  Raises: TypeError or ValueError that begins with ``name``.
+    """
+
+    def check(self, name: str, value: Any) -> object:
+        raise NotImplementedError
+
+    def parse(self, name: str, text: str) -> object:
+        return self.check(name, text)
+
+
+class _Choice(_Kind):
+    """One of a few values of one type."""
+
+    def __init__(self, *choices: object) -> None:
+        self.choices = choices
+        self.listed = ", ".join(map(str, choices))
+
+    def check(self, name: str, value: Any) -> object:
+        expected = type(self.choices[0])
+        # isinstance(True, int) holds, and stage=True is a mistake.
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise TypeError(
+                f"{name} must be one of {self.listed} ({expected.__name__}), not {_kind_of(value)}"
+            )
+        if value not in self.choices:
+            raise ValueError(f"{name} must be one of {self.listed}, not {value!r}")
+        return value
+
+    def parse(self, name: str, text: str) -> object:
+        for choice in self.choices:
+            if text == str(choice):
+                return choice
+        raise ValueError(f"{name} must be one of {self.listed}, not {text!r}")
+
+
+class _Several(_Kind):
+    """Some of a few words, separated by commas or in a list."""
+
+    def __init__(self, *choices: str) -> None:
+        self.one = _Choice(*choices)
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple | set | frozenset):
+            raise TypeError(
+                f"{name} must be words like {', '.join(map(repr, self.one.choices))}, or a list of"
+                f" them, not {_kind_of(value)}"
+            )
+        chosen = {
+            self.one.check(name, word.strip() if isinstance(word, str) else word) for word in words
+        }
+        return tuple(word for word in map(str, self.one.choices) if word in chosen)
+
+
+class _Switch(_Kind):
+    """On or off."""
+
+    WORDS = dict(zip("0 1 false true off on no yes".split(), (False, True) * 4, strict=True))
+
+    def check(self, name: str, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, int | str):
+            raise TypeError(f"{name} must be True or False, not {_kind_of(value)}")
+        if str(value).lower() not in self.WORDS:
+            raise ValueError(f"{name} must be one of {', '.join(self.WORDS)}, not {value!r}")
+        return self.WORDS[str(value).lower()]
+
+
+class _Dtype(_Kind):
+    """One of a few dtypes, or its name."""
+
+    def __init__(self, *allowed: torch.dtype) -> None:
+        self.allowed = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
+
+    def check(self, name: str, value: Any) -> torch.dtype:
+        if not isinstance(value, torch.dtype | str):
+            raise TypeError(f"{name} must be a torch.dtype or its name, not {_kind_of(value)}")
+        dtype = self.allowed.get(str(value).removeprefix("torch."))
+        if dtype is None:
+            raise ValueError(f"{name} must be one of {', '.join(self.allowed)}, not {str(value)!r}")
+        return dtype
+
+
+class _Integer(_Kind):
+    """Any integer."""
+
+    def check(self, name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer, not {_kind_of(value)}")
+        return value
+
+    def parse(self, name: str, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name} must be an integer, not {text!r}") from None
+
+
+class _Bytes(_Kind):
+    """A positive number of bytes."""
+
+    def check(self, name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number of bytes (int), not {_kind_of(value)}")
+        if value <= 0:
+            raise ValueError(f"{name} must be a positive number of bytes, not {value}")
+        return value
+
+    def parse(self, name: str, text: str) -> int:
+        try:
+            value = int(float(text))  # 25e6 too
+        except (ValueError, OverflowError):
+            raise ValueError(f"{name} must be a number of bytes, not {text!r}") from None
+        return self.check(name, value)
+
+
+class _Hardware(_Kind):
+    """Figures of the link and of compute: text, or a dict of names to numbers."""
+
+    EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
+
+    def check(self, name: str, value: Any) -> Figures:
+        if isinstance(value, Figures):
+            return value
+        if not isinstance(value, str | Mapping):
+            raise TypeError(
+                f"{name} must be text like '{self.EXAMPLE}' or a dict, not {_kind_of(value)}"
+            )
+        try:
+            return hardware.parse(value) if isinstance(value, str) else hardware.of(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be figures like '{self.EXAMPLE}', not {value!r}: {error}"
+            ) from None
+
+
+class _Folder(_Kind):
+    """A path."""
+
+    def check(self, name: str, value: Any) -> str:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str):
+            raise TypeError(f"{name} must be a folder's path, not {_kind_of(value)}")
+        if not path:
+            raise ValueError(f"{name} must be a folder's path, not an empty string")
+        return path
+
+
+class _Folders(_Kind):
+    """One path or several: a list of them, or text with the system's separator of paths."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = value.split(os.pathsep)
+        paths = value if isinstance(value, list | tuple) else [value]
+        for path in paths:
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(
+                    f"{name} must be a folder's path or a list of them, not {_kind_of(value)}"
+                )
+        paths = [os.fspath(path) for path in paths]
+        if not paths or not all(paths):
+            raise ValueError(f"{name} must be paths of folders, not an empty string or list")
+        real = [os.path.realpath(path) for path in paths]
+        if len(set(real)) != len(real):
+            raise ValueError(
+                f"{name} names one folder twice, of {', '.join(real)}: striping is over different"
+                " disks. Name each once"
+            )
+        return tuple(paths)
+
+
+class _Group(_Kind):
+    """A process group or a device mesh; the runtime checks its ranks."""
+
+    # Values that are passed by mistake.  new_group gives the ranks it leaves out a number.
+    NEVER_A_GROUP = (bool, int, float, str, bytes, list, tuple, set, dict, range)
+
+    def check(self, name: str, value: Any) -> object:
+        if isinstance(value, self.NEVER_A_GROUP):
+            raise TypeError(
+                f"{name} must be a process group or a device mesh, not {_kind_of(value)};"
+                " make one with torch.distributed.new_group on the ranks that take part"
+            )
+        return value
+
+    def parse(self, name: str, text: str) -> object:
+        raise ValueError(
+            f"{name} cannot be set: a process group is an object, which no environment variable"
+            " can hold. Unset it and pass options={'process_group': group}"
+        )
+
+
+def _option(default: Any, kind: _Kind) -> Any:
+    return field(default=default, metadata={"kind": kind})
+
+
+def _switch(default: bool) -> Any:
+    return _option(default, _Switch())
+
+
+def _pass(default: bool) -> Any:
+    """Declare the switch of an optional pass, which has the pass's name."""
+    return field(default=default, metadata={"kind": _Switch(), "is_pass": True})
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,63 +256,67 @@ class Options:
     compares by value, and two meshes over the same ranks may hold different communicators.
     """
 
-    stage: int = 3
-    """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
-    lowering: str = "inductor"
+    stage: int = _option(3, _Choice(0, 1, 2, 3))
+    """How much is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    lowering: str = _option("inductor", _Choice("eager", "inductor"))
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
-    process_group: object = None
+    process_group: object = _option(None, _Group())
     """The data-parallel ranks: a process group or device mesh.  None is the world."""
-    accumulate: str | None = None
+    accumulate: str | None = _option(None, _Choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = _option(
+        None, _Dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    )
     """The dtype gradients are reduced in; None is the captured gradient's."""
-    bucket_bytes: int | None = None
-    """How much travels together at most, in bytes; None chooses by the link's figures."""
-    link: Figures | None = None
-    """What plans are made with; None measures the group's own when it first compiles."""
-    memory_budget: int | None = None
+    bucket_bytes: int | None = _option(None, _Bytes())
+    """The most that travels together, in bytes; None chooses by the link's figures."""
+    memory_budget: int | None = _option(None, _Bytes())
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
-    offload: tuple[str, ...] = ()
-    """What does not stay on the device.  ``optimizer``: states, and updates run on the host;
+    hardware: Figures | None = _option(None, _Hardware())
+    """The figures that plans are made with; None measures the group's own at its first call."""
+    offload: tuple[str, ...] = _option((), _Several("optimizer", "params", "activations", "auto"))
+    """The targets that leave the device.  ``optimizer``: states, and updates run on the host;
     ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
-    for backward, while nobody reads it; ``auto``: as little of these as has to."""
-    offload_tier: str = "cpu"
-    """Where to: host memory, or files (``nvme``)."""
-    offload_dir: tuple[str, ...] = ()
+    for backward, until backward reads it; ``auto``: the smallest set that fits
+    ``memory_budget``."""
+    offload_tier: str = _option("cpu", _Choice("cpu", "nvme"))
+    """Their place: host memory, or files (``nvme``)."""
+    offload_dir: tuple[str, ...] = _option((), _Folders())
     """The folders for these files, on different disks: buckets are striped over them."""
-    offload_cache_bytes: int | None = None
-    """How much host memory may keep of what is in files, per rank; None takes half of what the
-    machine has available, divided by its ranks."""
-    offload_checksums: bool = False
-    """What is read from files is compared with a checksum of what was written there."""
-    delayed_update: bool = False
-    """Updates on the host go on while the next call computes, which stores what they make: a call
+    offload_cache_bytes: int | None = _option(None, _Bytes())
+    """Host memory that may hold what is in files, per rank; None takes half of what the machine
+    has available, divided by its ranks."""
+    offload_checksums: bool = _switch(False)
+    """Compare what is read from files with a checksum of what was written."""
+    delayed_update: bool = _switch(False)
+    """Updates on the host go on while the next call computes, which stores their results: a call
     computes with values that lack the last update.  Changes numerics; at stage 3."""
-    dump: str | None = None
+    dump: str | None = _option(None, _Folder())
     """The folder that receives the program after every pass; None writes nothing."""
-    validate: bool = False
-    """Each pass's program is run on random inputs, and compared with the one before; slow."""
-    stop_after: str | None = None
-    """The pass that is the last to run: what later ones shard or offload stays as it is."""
-    recompute: bool = True
-    hoist_casts: bool = True
-    bucket: bool = True
-    update_in_backward: bool = True
-    prefetch: bool = True
-    prefetch_across_steps: bool = False
-    fuse_optimizer: bool = True
+    validate: bool = _switch(False)
+    """Run each pass's program on random inputs, and compare it with the one before; slow."""
+    stop_after: str | None = _option(None, _Choice(*STOPS))
+    """The last pass to run: what later ones shard or offload stays as it is."""
+    recompute: bool = _pass(True)
+    hoist_casts: bool = _pass(True)
+    bucket: bool = _pass(True)
+    update_in_backward: bool = _pass(True)
+    prefetch: bool = _pass(True)
+    prefetch_across_steps: bool = _pass(False)
+    fuse_optimizer: bool = _switch(True)
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
-    peer_memory: bool = True
+    peer_memory: bool = _switch(True)
     """Ranks of one machine may read each other's memory; off, all goes through sockets."""
-    master_weights: bool = False
+    master_weights: bool = _switch(False)
     """bfloat16 and float16 parameters are trained in float32, kept as a state; changes numerics."""
-    stochastic_rounding: bool = False
-    """What an update stores in bfloat16 is rounded at random, unbiased; changes numerics."""
-    moment_dtype: torch.dtype | None = None
-    """What moments are kept in, bfloat16 or int8 by blocks; None is as the optimizer does.
+    stochastic_rounding: bool = _switch(False)
+    """Values that an update stores in bfloat16 are rounded at random, unbiased; changes
+    numerics."""
+    moment_dtype: torch.dtype | None = _option(None, _Dtype(torch.bfloat16, torch.int8))
+    """The dtype that moments are kept in, bfloat16 or int8 by blocks; None is the optimizer's.
     Changes numerics."""
-    rounding_seed: int = 0
-    """Of the random numbers that updates round with."""
+    rounding_seed: int = _option(0, _Integer())
+    """The seed of the random numbers that updates round with."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
@@ -120,13 +328,19 @@ class Options:
 
     def _identity(self) -> tuple[object, ...]:
         return tuple(
-            id(self.process_group) if field.name == "process_group" else getattr(self, field.name)
-            for field in fields(self)
+            id(self.process_group) if name == "process_group" else getattr(self, name)
+            for name in _FIELDS
         )
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""
         return getattr(self, pass_name) if pass_name in OPTIONAL_PASSES else True
+
+
+_FIELDS = {each.name: each for each in fields(Options)}
+
+OPTIONAL_PASSES = tuple(name for name, each in _FIELDS.items() if "is_pass" in each.metadata)
+"""Passes that a boolean option of their own name turns off."""
 
 
 def resolve(
@@ -142,11 +356,12 @@ def resolve(
     ``ZEROFX_DUMP=`` turns off a dump that the code asks for.  A value that the environment
     overrides is checked all the same.
 
-    ``environ`` is ``os.environ`` unless a test gives another.  What is not ``is_complete`` may
-    still lack what another option of it needs, as the environment may add that.
+    ``environ`` is ``os.environ`` unless a test gives another.  Options that are not
+    ``is_complete`` may still lack what another option of theirs needs, as the environment may add
+    that.
 
-    Raises: ValueError for an unknown or planned name and for a value outside what is allowed,
-    TypeError for a value of the wrong type.
+    Raises: ValueError for an unknown, renamed or planned name and for a value outside what is
+    allowed, TypeError for a value of the wrong type.
     """
     if options is None:
         options = {}
@@ -158,12 +373,16 @@ def resolve(
     values: dict[str, Any] = {}
     for name, value in options.items():
         _check_option_name(name)
-        values[name] = _ACCEPTED[name].from_object(name, value)
+        default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
+        is_unset = value is None and default in (None, ())
+        values[name] = default if is_unset else kind.check(name, value)
     for variable, text in sorted(environ.items()):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = _option_of(variable)
-        values[name] = _ACCEPTED[name].from_text(variable, text)
+        default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
+        is_unset = not text and default in (None, ()) and name != "process_group"
+        values[name] = default if is_unset else kind.parse(variable, text)
     _check_together(resolved := Options(**values))
     if is_complete:
         _check_files(resolved)
@@ -292,316 +511,34 @@ def refuse_mode(mode: object) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """One of a few values of one type; None too if ``optional``."""
-
-    choices: tuple[object, ...]
-    optional: bool = False
-
-    def from_object(self, name: str, value: object) -> object:
-        if value is None and self.optional:
-            return None
-        expected = type(self.choices[0])
-        # isinstance(True, int) holds, and stage=True is somebody's mistake.
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise TypeError(
-                f"{name} must be one of {self._allowed()} ({expected.__name__}),"
-                f" not {_kind_of(value)}"
-            )
-        if value not in self.choices:
-            raise self._refused(name, value)
-        return value
-
-    def from_text(self, name: str, text: str) -> object:
-        if not text and self.optional:
-            return None
-        for choice in self.choices:
-            if text == str(choice):
-                return choice
-        raise self._refused(name, text)
-
-    def _refused(self, name: str, value: object) -> ValueError:
-        return ValueError(f"{name} must be one of {self._allowed()}, not {value!r}")
-
-    def _allowed(self) -> str:
-        return ", ".join(str(choice) for choice in self.choices)
-
-
-class _Several:
-    """Some of a few words, one after the other with commas or in a list; none of them for None."""
-
-    def __init__(self, choices: tuple[str, ...]) -> None:
-        self.one = _Choice(choices)
-
-    def from_object(self, name: str, value: object) -> tuple[str, ...]:
-        if value is None:
-            return ()
-        words = value.split(",") if isinstance(value, str) else value
-        if not isinstance(words, list | tuple | set | frozenset):
-            raise TypeError(
-                f"{name} must be words like {', '.join(map(repr, self.one.choices))}, or a list of"
-                f" them, not {_kind_of(value)}"
-            )
-        chosen = {
-            self.one.from_object(name, word.strip() if isinstance(word, str) else word)
-            for word in words
-        }
-        return tuple(word for word in map(str, self.one.choices) if word in chosen)
-
-    def from_text(self, name: str, text: str) -> tuple[str, ...]:
-        return self.from_object(name, text) if text else ()
-
-
-class _Switch:
-    """On or off."""
-
-    WORDS = {
-        "0": False,
-        "1": True,
-        "false": False,
-        "true": True,
-        "off": False,
-        "on": True,
-        "no": False,
-        "yes": True,
-    }
-
-    def from_object(self, name: str, value: object) -> bool:
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, int | str):
-            raise TypeError(f"{name} must be True or False, not {_kind_of(value)}")
-        return self.from_text(name, str(value), shown=value)
-
-    def from_text(self, name: str, text: str, *, shown: object = None) -> bool:
-        if text.lower() in self.WORDS:
-            return self.WORDS[text.lower()]
-        given = text if shown is None else shown
-        raise ValueError(f"{name} must be one of {', '.join(self.WORDS)}, not {given!r}")
-
-
-class _Dtype:
-    """One of a few dtypes, or its name; or None."""
-
-    def __init__(self, *allowed: torch.dtype) -> None:
-        self.allowed = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
-
-    def from_object(self, name: str, value: object) -> torch.dtype | None:
-        if value is None:
-            return None
-        if isinstance(value, torch.dtype):
-            return self._named(name, str(value))
-        if isinstance(value, str):
-            return self._named(name, value)
-        raise TypeError(f"{name} must be a torch.dtype or its name, not {_kind_of(value)}")
-
-    def from_text(self, name: str, text: str) -> torch.dtype | None:
-        return self._named(name, text) if text else None
-
-    def _named(self, name: str, text: str) -> torch.dtype:
-        dtype = self.allowed.get(text.removeprefix("torch."))
-        if dtype is None:
-            raise ValueError(f"{name} must be one of {', '.join(self.allowed)}, not {text!r}")
-        return dtype
-
-
-class _Bytes:
-    """A positive number of bytes."""
-
-    def from_object(self, name: str, value: object) -> int | None:
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number of bytes (int), not {_kind_of(value)}")
-        if value <= 0:
-            raise ValueError(f"{name} must be a positive number of bytes, not {value}")
-        return value
-
-    def from_text(self, name: str, text: str) -> int | None:
-        if not text:
-            return None
-        try:
-            value = int(float(text))  # 25e6 too
-        except (ValueError, OverflowError):
-            raise ValueError(f"{name} must be a number of bytes, not {text!r}") from None
-        return self.from_object(name, value)
-
-
-class _Link:
-    """Figures of the link and of compute: text, or a dict of names to numbers."""
-
-    def from_object(self, name: str, value: object) -> Figures | None:
-        if value is None or isinstance(value, Figures):
-            return value
-        if isinstance(value, str):
-            return self._checked(name, value, hardware.parse)
-        if isinstance(value, Mapping):
-            return self._checked(name, value, hardware.of)
-        raise TypeError(
-            f"{name} must be text like '{self.EXAMPLE}' or a dict, not {_kind_of(value)}"
-        )
-
-    def from_text(self, name: str, text: str) -> Figures | None:
-        return self._checked(name, text, hardware.parse) if text else None
-
-    EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
-
-    def _checked(self, name: str, value: Any, read: Callable[[Any], Figures]) -> Figures:
-        try:
-            return read(value)
-        except ValueError as error:
-            raise ValueError(
-                f"{name} must be figures like '{self.EXAMPLE}', not {value!r}: {error}"
-            ) from None
-
-
-class _Integer:
-    """Any integer."""
-
-    def from_object(self, name: str, value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, not {_kind_of(value)}")
-        return value
-
-    def from_text(self, name: str, text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{name} must be an integer, not {text!r}") from None
-
-
-class _Folder:
-    """A path."""
-
-    def from_object(self, name: str, value: object) -> str | None:
-        if value is None:
-            return None
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(path, str):
-            raise TypeError(f"{name} must be a folder's path, not {_kind_of(value)}")
-        if not path:
-            raise ValueError(f"{name} must be a folder's path, not an empty string")
-        return path
-
-    def from_text(self, name: str, text: str) -> str | None:
-        return text or None
-
-
-class _Folders:
-    """One path or several: a list of them, or text with the system's separator of paths."""
-
-    def from_object(self, name: str, value: object) -> tuple[str, ...]:
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return self._split(name, value)
-        paths: Any = value if isinstance(value, list | tuple) else [value]
-        for path in paths:
-            if not isinstance(path, str | os.PathLike):
-                raise TypeError(
-                    f"{name} must be a folder's path or a list of them, not {_kind_of(value)}"
-                )
-        return self._checked(name, [os.fspath(path) for path in paths])
-
-    def from_text(self, name: str, text: str) -> tuple[str, ...]:
-        return self._split(name, text) if text else ()
-
-    def _split(self, name: str, text: str) -> tuple[str, ...]:
-        return self._checked(name, text.split(os.pathsep))
-
-    def _checked(self, name: str, paths: list[str]) -> tuple[str, ...]:
-        if not paths or not all(paths):
-            raise ValueError(f"{name} must be paths of folders, not an empty string or list")
-        real = [os.path.realpath(path) for path in paths]
-        if len(set(real)) != len(real):
-            raise ValueError(
-                f"{name} names one folder twice, of {', '.join(real)}: striping is over different"
-                " disks. Name each once"
-            )
-        return tuple(paths)
-
-
-class _Group:
-    """A process group or a device mesh; which ranks it holds is the runtime's to check."""
-
-    # What people pass by mistake.  new_group gives the ranks it leaves out a number.
-    NEVER_A_GROUP = (bool, int, float, str, bytes, list, tuple, set, dict, range)
-
-    def from_object(self, name: str, value: object) -> object:
-        if isinstance(value, self.NEVER_A_GROUP):
-            raise TypeError(
-                f"{name} must be a process group or a device mesh, not {_kind_of(value)};"
-                " make one with torch.distributed.new_group on the ranks that take part"
-            )
-        return value
-
-    def from_text(self, name: str, text: str) -> object:
-        raise ValueError(
-            f"{name} cannot be set: a process group is an object, which no environment variable"
-            " can hold. Unset it and pass options={'process_group': group}"
-        )
-
-
-_Accepted = (
-    _Choice | _Several | _Switch | _Dtype | _Integer | _Bytes | _Link | _Folder | _Folders | _Group
-)
-
-_ACCEPTED: dict[str, _Accepted] = {
-    "stage": _Choice((0, 1, 2, 3)),
-    "lowering": _Choice(("eager", "inductor")),
-    "process_group": _Group(),
-    "accumulate": _Choice(("local", "sharded"), optional=True),
-    "reduce_dtype": _Dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    "bucket_bytes": _Bytes(),
-    "memory_budget": _Bytes(),
-    "link": _Link(),
-    "offload": _Several(("optimizer", "params", "activations", "auto")),
-    "offload_tier": _Choice(("cpu", "nvme")),
-    "offload_dir": _Folders(),
-    "offload_cache_bytes": _Bytes(),
-    "dump": _Folder(),
-    "moment_dtype": _Dtype(torch.bfloat16, torch.int8),
-    "rounding_seed": _Integer(),
-    "stop_after": _Choice(STOPS, optional=True),
-}
-_SWITCHES = (
-    "fuse_optimizer",
-    "peer_memory",
-    "master_weights",
-    "stochastic_rounding",
-    "offload_checksums",
-    "delayed_update",
-    "validate",
-)
-_ACCEPTED |= {name: _Switch() for name in (*OPTIONAL_PASSES, *_SWITCHES)}
-
-
 def _check_option_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the names of options are strings, not {_kind_of(name)}")
-    if name in _ACCEPTED:
-        return
-    raise _bad_name("option", name, tuple(_ACCEPTED), PLANNED)
+    if name not in _FIELDS:
+        raise _bad_name("option", name, str)
 
 
 def _option_of(variable: str) -> str:
     """Return the name of the option that an environment variable is the twin of."""
-    for name in _ACCEPTED:
+    for name in _FIELDS:
         if variable == _twin(name):
             return name
-    # process_group has no twin: to offer it as one would lead to the next error.
-    known = tuple(_twin(name) for name in _ACCEPTED if name != "process_group")
-    planned = tuple(_twin(name) for name in PLANNED)
-    raise _bad_name("environment variable", variable, known, planned)
+    raise _bad_name("environment variable", variable, _twin)
 
 
 def _twin(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def _bad_name(what: str, name: str, known: tuple[str, ...], planned: tuple[str, ...]) -> ValueError:
+def _bad_name(what: str, name: str, spelled: Callable[[str], str]) -> ValueError:
+    """Return the error for a name that no option has; ``spelled`` writes an option's name."""
+    # process_group has no twin: to offer one would lead to the next error.
+    known = [spelled(each) for each in _FIELDS if spelled is str or each != "process_group"]
+    planned = [spelled(each) for each in PLANNED]
+    renamed = {spelled(old): spelled(new) for old, new in RENAMED.items()}
     listed = f"Known: {', '.join(known)}"
+    if name in renamed:
+        return ValueError(f"{what} {name!r} is now called {renamed[name]!r}; rename it. {listed}")
     if name in planned:
         return ValueError(f"{what} {name!r} is planned but not in this version; drop it. {listed}")
     # A cutoff of 0 names the nearest however far it is.

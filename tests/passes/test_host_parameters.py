@@ -225,10 +225,10 @@ FAST_COPIES = "latency_s=1e-6 bytes_per_s=1e12 copy_bytes_per_s=1e18"
 def test_with_a_budget_copies_start_as_early_as_they_need_and_it_allows(options, room):
     step = mlp_step(6)
     budget = least_budget(step, options) + room
-    program = rewritten(step, stage=3, **options, memory_budget=budget, link=SLOW_COPIES)
+    program = rewritten(step, stage=3, **options, memory_budget=budget, hardware=SLOW_COPIES)
     alive = live_bytes(program.graph, 2, sockets=False, table=program.table)
     assert max(alive) <= budget
-    late = rewritten(step, stage=3, **options, memory_budget=budget, link=FAST_COPIES)
+    late = rewritten(step, stage=3, **options, memory_budget=budget, hardware=FAST_COPIES)
     slow, fast = gathers_in_order(program), gathers_in_order(late)
     assert len(slow) == len(fast)
     assert sum(start - move for move, start, _ in slow) > sum(
@@ -238,7 +238,7 @@ def test_with_a_budget_copies_start_as_early_as_they_need_and_it_allows(options,
 
 def least_budget(step, options):
     with pytest.raises(StepError, match=r"allocates (\d+)") as raised:
-        rewritten(clone(step), stage=3, **options, memory_budget=1, link=SLOW_COPIES)
+        rewritten(clone(step), stage=3, **options, memory_budget=1, hardware=SLOW_COPIES)
     return int(str(raised.value).split("allocates ")[1].split()[0])
 
 

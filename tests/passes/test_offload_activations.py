@@ -52,7 +52,7 @@ SLOW = "latency_s=1e-4 bytes_per_s=1e9 flops_per_s=1e6 memory_bytes_per_s=1e6 co
 """Compute so slow that all copies of a small step hide behind it."""
 NARROW = SLOW.replace("copy_bytes_per_s=1e8", "copy_bytes_per_s=2e5")
 """Copies that take about as long as what is computed meanwhile."""
-OFFLOADED = {"offload": "activations", "link": SLOW}
+OFFLOADED = {"offload": "activations", "hardware": SLOW}
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
 def test_computes_bitwise_what_it_did(name, stage, world_size):
     step = STEPS[name]()
-    options = {"stage": stage, "link": SLOW, "update_in_backward": True, "prefetch": True}
+    options = {"stage": stage, "hardware": SLOW, "update_in_backward": True, "prefetch": True}
     before = rewritten_by_rank(step, world_size, **options)
     targets = ("activations", "optimizer,activations")[: 1 + (stage > 0)]
     for offload in targets:
@@ -198,7 +198,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size):
 
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=LONG) for n in STEPS)])
 def test_regions_may_be_parted_there(name):
-    options = {"stage": 0, "link": SLOW, "lowering": "inductor"}
+    options = {"stage": 0, "hardware": SLOW, "lowering": "inductor"}
     step = STEPS[name]()
     after = rewritten_by_rank(step, 2, **options, offload="activations")
     assert nodes_of(after[0], ops.offload_start)
@@ -323,7 +323,7 @@ def test_small_values_stay(monkeypatch):
 
 def test_what_cannot_be_hidden_stays():
     assert not moved(rewritten(mlp_step(), stage=0, offload="activations"))
-    slow = rewritten(deep_step(), stage=0, offload="activations", link=NARROW)
+    slow = rewritten(deep_step(), stage=0, offload="activations", hardware=NARROW)
     fast = rewritten(deep_step(), stage=0, **OFFLOADED)
     assert 0 < len(moved(slow)) < len(moved(fast))
     # What lies idle longest is what is made first.
@@ -338,7 +338,7 @@ def test_what_cannot_be_hidden_stays():
     "stage, link, num_layers", each_pair((0, 1, 3), (SLOW, NARROW), (4, 6)), ids=str
 )
 def test_nobody_waits_for_a_copy(stage, link, num_layers):
-    program = rewritten(deep_step(num_layers), stage=stage, offload="activations", link=link)
+    program = rewritten(deep_step(num_layers), stage=stage, offload="activations", hardware=link)
     transfers = predict(program.graph, parse(link), program.table, 2).transfers
     ways = [transfers[move] for move in nodes_of(program, *ops.ACTIVATION_MOVES)]
     assert ways and all(way.is_hidden for way in ways)
@@ -363,7 +363,7 @@ def test_it_comes_back_little_before_it_is_read():
 
 
 def test_few_are_leaving_at_once():
-    program = rewritten(deep_step(), stage=0, offload="activations", link=NARROW)
+    program = rewritten(deep_step(), stage=0, offload="activations", hardware=NARROW)
     order = program_order(program.graph)
     spans = [(order[s], order[w]) for s in nodes_of(program, ops.offload_start) for w in s.users]
     assert spans
@@ -386,7 +386,7 @@ def test_they_are_others_than_the_optimizers():
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_what_is_alive_at_most_falls_by_what_is_away(stage):
-    before = rewritten(deep_step(), stage=stage, link=SLOW)
+    before = rewritten(deep_step(), stage=stage, hardware=SLOW)
     after = rewritten(deep_step(), stage=stage, **OFFLOADED)
     fallen = max(live_bytes(before.graph, 2)) - max(live_bytes(after.graph, 2))
     assert 0.3 * moved_bytes(after.gm).activations < fallen <= moved_bytes(after.gm).activations
@@ -424,7 +424,7 @@ BOTH = "optimizer,activations"
     [(0, "activations"), (1, "activations"), (3, "activations"), (2, BOTH), (3, BOTH)],
 )
 def test_as_many_leave_as_the_budget_demands(stage, offload):
-    options = {"stage": stage, "link": SLOW, "prefetch": True, "offload": offload}
+    options = {"stage": stage, "hardware": SLOW, "prefetch": True, "offload": offload}
     plain = {**options, "offload": offload.removesuffix("activations").removesuffix(",") or None}
     step = deep_step()
     most = peak_of(rewritten(step, **plain))

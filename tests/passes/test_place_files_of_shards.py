@@ -25,8 +25,8 @@ from zerofx.verify.verifier import verify
 FILES = {"offload_tier": "nvme", "offload_dir": "scratch"}
 PARAMS = {**OFFLOADED, "offload": "params"}
 WITH_STATES = {**OFFLOADED, "offload": "optimizer,params"}
-ACTIVATIONS = {**OFFLOADED, "offload": "activations", "link": SLOW}
-ALL = {**OFFLOADED, "offload": "optimizer,params,activations", "link": SLOW}
+ACTIVATIONS = {**OFFLOADED, "offload": "activations", "hardware": SLOW}
+ALL = {**OFFLOADED, "offload": "optimizer,params,activations", "hardware": SLOW}
 
 
 def of(cases):

@@ -83,11 +83,11 @@ MODELS = {"MLP": deep, "GPT": gpt_step, "tied": tied_step}
 
 
 def within(captured: Captured, budget: int | None, link: str = SLOW, **options) -> Captured:
-    return rewritten(captured, memory_budget=budget, link=link, **options)
+    return rewritten(captured, memory_budget=budget, hardware=link, **options)
 
 
 def by_rank(captured: Captured, budget: int, link: str, **options) -> tuple[Captured, ...]:
-    options = {"memory_budget": budget, "link": link, "update_in_backward": True, **options}
+    options = {"memory_budget": budget, "hardware": link, "update_in_backward": True, **options}
     return rewritten_by_rank(captured, **options)
 
 
@@ -126,7 +126,7 @@ def compute_ahead(captured: Captured, link: str) -> list[float]:
 def test_no_budget_is_exceeded_and_ranks_choose_alike(model, link, carried):
     captured = MODELS[model]()
     options = {"prefetch_across_steps": carried, "bucket": True, "update_in_backward": True}
-    smallest = smallest_of(captured, link=link, **options)
+    smallest = smallest_of(captured, hardware=link, **options)
     most = peak_of(by_rank(captured, PLENTY, link, **options)[0])
     draw = random.Random(f"{model} {link}")
     shares = (0.0, *(draw.random() for _ in range(2)), 1.0)
@@ -167,7 +167,7 @@ def test_with_plenty_a_gather_is_given_what_it_takes_and_little_more(link):
 
 def test_less_memory_starts_later_and_says_so():
     captured = deep()
-    smallest = smallest_of(captured, link=SLOW)
+    smallest = smallest_of(captured, hardware=SLOW)
     little, much = within(captured, smallest), within(captured, PLENTY)
 
     def limited(program):
@@ -223,7 +223,7 @@ def uneven_step() -> Captured:
 
 def test_starts_come_in_the_order_of_waits_whatever_fits():
     captured = uneven_step()
-    smallest = smallest_of(captured, link=SLOW)
+    smallest = smallest_of(captured, hardware=SLOW)
     limited = 0
     for budget in (smallest, smallest + 4000, smallest + 15000, PLENTY):
         program = within(captured, budget)
@@ -238,7 +238,7 @@ def test_starts_come_in_the_order_of_waits_whatever_fits():
 @pytest.mark.parametrize("link", (SLOW, MEDIUM), ids=("slow", "medium"))
 def test_no_start_passes_another_collective_whatever_fits(link):
     """How early depends on a rank's batch; the order in which ranks meet must not."""
-    least, early = smallest_of(deep(), link=link), 0
+    least, early = smallest_of(deep(), hardware=link), 0
     for share in (0.05, 0.1, 0.2, 0.4):
         program = within(deep(), int(least * (1 + share)), link)
         order = program_order(program.graph)
@@ -254,7 +254,7 @@ def test_what_is_gathered_twice_is_not_there_twice():
     """However much memory there is: to keep it would be better."""
     program = within(deep(), None, prefetch=False)
     waits = [wait for _, wait in gathers(program)]
-    why = start_within_budget(program.graph, context_of(program, link=SLOW), waits, PLENTY)
+    why = start_within_budget(program.graph, context_of(program, hardware=SLOW), waits, PLENTY)
     assert set(why) == set(waits)
     alive: set[int] = set()
     seen = most = 0

@@ -48,7 +48,7 @@ FORMS = {
             "offload": "optimizer,params,activations",
             "recompute": False,
             "bucket_bytes": 200,
-            "link": SLOW,
+            "hardware": SLOW,
         },
     ),
     "convolutions, two optimizers": Form(two_optimizers_step, {"bucket_bytes": 500}),

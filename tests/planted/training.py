@@ -30,7 +30,7 @@ OFFLOADED = {
     "offload_tier": "nvme",
     "recompute": False,
     "bucket_bytes": 200,
-    "link": SLOW,
+    "hardware": SLOW,
 }
 GATHERED = {"bucket_bytes": 20_000, "prefetch_across_steps": True}
 OF_PASS = {"recompute": GATHERED, "hoist_casts": GATHERED, "prefetch_across_steps": GATHERED}

@@ -193,7 +193,7 @@ class Program:
             world_size=ctx.world_size,
             stage=ctx.options.stage,
             optimizers=self._described_optimizers(),
-            figures=f"link: {ctx.figures} ({ctx.figures.source})",
+            figures=f"hardware: {ctx.figures} ({ctx.figures.source})",
         )
 
     def _described_optimizers(self) -> dict[int, dict[str, Any]]:

@@ -54,7 +54,7 @@ def measured(
         except RuntimeError as error:
             raise AgreementError(
                 f"{error}. All ranks measure the link there, unless all are given its figures: "
-                "options={'link': ...} or ZEROFX_LINK"
+                "options={'hardware': ...} or ZEROFX_HARDWARE"
             ) from None
         with torch.no_grad(), compat.real_tensors():
             known[device.type] = _measure(group, device)
