@@ -11,6 +11,15 @@ import os
 import pytest
 import torch._dynamo
 
+from tests.tiers import (  # noqa: F401  # hooks
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_configure_node,
+    pytest_runtest_call,
+    pytest_runtest_protocol,
+)
+
 os.environ.setdefault("ZEROFX_HARDWARE", "latency_s=2.5e-4 bytes_per_s=1e9")
 
 

@@ -1,4 +1,4 @@
-"""A product of parameters of which the default run takes part, and ``-m long`` the rest."""
+"""A product of parameters of which the default run takes part; the rest is in another tier."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from typing import Any
 import pytest
 
 
-def long(*case: Any) -> Any:
-    """A case for the long run alone."""
-    return pytest.param(*case, marks=pytest.mark.long)
+def exhaustive(*case: Any) -> Any:
+    """A case for the exhaustive run, and for a nightly one that draws it."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
+def nightly(*case: Any) -> Any:
+    """A case for the nightly run."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
 
 
 def each_value(*axes: Iterable[Any]) -> list:
-    """The product of ``axes``; those that a short run can miss are marked ``long``.
+    """The product of ``axes``; those that a short run can miss are ``exhaustive``.
 
-    The short run has every value of every axis at least once: as many cases as the longest axis
+    The default run has every value of every axis at least once: as many cases as the longest axis
     has values.  All axes turn at once, so that neighbours differ in every one.
     """
     return _marked(axes, size=1)
 
 
 def each_pair(*axes: Iterable[Any]) -> list:
-    """``each_value``, but the short run has every pair of values of two axes."""
+    """``each_value``, but the default run has every pair of values of two axes."""
     return _marked(axes, size=2)
 
 
@@ -35,7 +40,7 @@ def _marked(axes: Iterable[Iterable[Any]], size: int) -> list:
     found = []
     for case in cases:
         of_case = [axis[index] for axis, index in zip(values, case, strict=True)]
-        found.append(pytest.param(*of_case) if case in short else long(*of_case))
+        found.append(pytest.param(*of_case) if case in short else exhaustive(*of_case))
     return found
 
 

@@ -156,31 +156,31 @@ def check(results):
         assert num_activations > 0 and len(set(expected[0])) > 1
 
 
-LONG = pytest.mark.long
-OTHERS_LONG = tuple(pytest.param(stage, marks=LONG) for stage in (0, 1, 2))
-STAGES = (0, *OTHERS_LONG[1:], 3)
+EXHAUSTIVE = pytest.mark.exhaustive
+OTHERS_EXHAUSTIVE = tuple(pytest.param(stage, marks=EXHAUSTIVE) for stage in (0, 1, 2))
+STAGES = (0, *OTHERS_EXHAUSTIVE[1:], 3)
 
 
-@pytest.mark.parametrize("stage", (*OTHERS_LONG, 3))
+@pytest.mark.parametrize("stage", (*OTHERS_EXHAUSTIVE, 3))
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_is_bitwise_the_same_on_two_ranks(name, stage, ranks):
     check(ranks(2).run(both, name, "plain", stage, ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", (*OTHERS_LONG, 3))
+@pytest.mark.parametrize("stage", (*OTHERS_EXHAUSTIVE, 3))
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(form, stage, ranks):
     check(ranks(2).run(both, "gpt", form, stage, ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", (*OTHERS_LONG[1:], 3))
+@pytest.mark.parametrize("stage", (*OTHERS_EXHAUSTIVE[1:], 3))
 @pytest.mark.parametrize("form", ("plain", "clipped", "accumulated"))
 def test_with_the_optimizer_offloaded_too_it_is_bitwise_the_same(form, stage, ranks):
     check(ranks(2).run(both, "gpt", form, stage, BOTH))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=LONG) for name in CASES)])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=EXHAUSTIVE) for name in CASES)])
 def test_alone_it_is_bitwise_the_same(name, stage):
     check([both(name, "plain", stage, BOTH if stage else ACTIVATIONS)])
 
@@ -190,8 +190,8 @@ def test_batches_that_change_their_size_are_bitwise_the_same(stage):
     check([both("gpt", "plain", stage, ACTIVATIONS, rows=(4, 6, 2, 9, 4))])
 
 
-@pytest.mark.parametrize("stage", (0, pytest.param(3, marks=LONG)))
-@pytest.mark.parametrize("name", ["dropout", pytest.param("gpt", marks=LONG)])
+@pytest.mark.parametrize("stage", (0, pytest.param(3, marks=EXHAUSTIVE)))
+@pytest.mark.parametrize("name", ["dropout", pytest.param("gpt", marks=EXHAUSTIVE)])
 def test_compiled_it_is_bitwise_the_same(name, stage):
     check([both(name, "plain", stage, ACTIVATIONS, lowering="inductor")])
 
@@ -256,12 +256,12 @@ def check_memory(without, offloaded):
     assert offloaded.step == pytest.approx(offloaded.predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("stage", (0, OTHERS_LONG[1], 3))
+@pytest.mark.parametrize("stage", (0, OTHERS_EXHAUSTIVE[1], 3))
 def test_the_devices_peak_falls_by_what_the_plan_says(stage):
     check_memory(on_a_slow_device(stage, {}), on_a_slow_device(stage, ACTIVATIONS))
 
 
-@pytest.mark.parametrize("stage", (OTHERS_LONG[0], 3))
+@pytest.mark.parametrize("stage", (OTHERS_EXHAUSTIVE[0], 3))
 def test_on_two_ranks_too(stage, ranks):
     before = ranks(2).run(on_a_slow_device, stage, {})
     after = ranks(2).run(on_a_slow_device, stage, ACTIVATIONS)

@@ -44,7 +44,7 @@ def test_a_model_too_large_for_a_process_trains_sharded_and_fails_in_one():
     assert "trains" in rows[0] and "trains" in rows[1] and "training" in rows[2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_model_of_four_times_the_limit_trains_in_files_and_cannot_be_constructed_plainly():
     rows = limited("files, deferred", "files, resumed", "files, plain")
     assert "trains" in rows[0] and "trains" in rows[1] and "construction" in rows[2]

@@ -385,7 +385,7 @@ def test_the_faulty_pass_of_a_step_is_found_and_shown(how, tmp_path, monkeypatch
         assert checksums[0] != checksums[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_faulty_pass_of_two_processes_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

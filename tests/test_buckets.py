@@ -14,7 +14,7 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.runtime.parameters.buckets
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.access import full_params, unshard
@@ -22,7 +22,7 @@ from zerofx.runtime.parameters.guarded import ShardedParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 
 
-@pytest.fixture(params=[2, long(3)])
+@pytest.fixture(params=[2, exhaustive(3)])
 def world(request, ranks):  # noqa: F811
     return ranks(request.param)
 

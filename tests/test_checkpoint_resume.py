@@ -19,7 +19,7 @@ import torch.distributed as dist
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.checkpoints import pair_of
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Mlp, features, squared_loss
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.folders import NOTES
@@ -81,7 +81,7 @@ def train_until_killed(root: str, victim: int, from_start: bool, delay_s: float)
     train(root, 100_000)
 
 
-@pytest.mark.parametrize(("num_kills", "seed"), [(3, 0), long(50, 1)])
+@pytest.mark.parametrize(("num_kills", "seed"), [(3, 0), exhaustive(50, 1)])
 def test_kills_at_random_moments_lose_nothing(num_kills, seed, tmp_path, ranks):  # noqa: F811
     choose = random.Random(seed)
     for _ in range(num_kills):

@@ -9,7 +9,7 @@ from torch import nn
 
 import zerofx
 from tests.checkpoints import assert_same, states
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.models import features
 from tests.optimizers import VARIANTS
 from tests.ranks import ranks_fixture  # noqa: F401
@@ -19,7 +19,8 @@ from zerofx.codegen.rewrite.storage import UPDATES
 NAMES = (
     *("adam_amsgrad", "adamw_tensor_lr", "sgd", "asgd_averages", "lion"),
     *map(
-        long, ("sgd_nesterov", "rmsprop_centered", "adagrad_lr_decay", "nadam_decoupled", "rprop")
+        exhaustive,
+        ("sgd_nesterov", "rmsprop_centered", "adagrad_lr_decay", "nadam_decoupled", "rprop"),
     ),
 )
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem
 
 import zerofx
 from tests.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import Draft, Use
@@ -128,7 +128,7 @@ def fill_files(root: str, limited: list[int], parts: list[float], asynchronous: 
 
 @pytest.mark.parametrize(
     ("limited", "asynchronous"),
-    [long([0], False), ([1], True), long([0, 1], False), long([0], True)],
+    [exhaustive([0], False), ([1], True), exhaustive([0, 1], False), exhaustive([0], True)],
 )
 def test_what_the_kernel_refuses_leaves_the_old_checkpoint(
     limited,

@@ -323,7 +323,7 @@ def test_soak_with_12_gathers_in_flight(ranks):
     ranks(2).run(soak, 200)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_soak_of_2000_steps(ranks, world_size):
     ranks(world_size).run(soak, 2000, timeout_s=900)

@@ -253,7 +253,10 @@ def on_both_fixture(ranks):
 
 @pytest.fixture(
     name="name",
-    params=["MLP", *(pytest.param(name, marks=pytest.mark.long) for name in ("GPT", "Llama"))],
+    params=[
+        "MLP",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("GPT", "Llama")),
+    ],
 )
 def name_fixture(request) -> str:
     if request.param == "Llama" and find_spec("transformers") is None:

@@ -1,4 +1,4 @@
-"""What the default run takes of a product of parameters, and what is left to the long one."""
+"""What the default run takes of a product of parameters, and what is left to another."""
 
 import itertools
 
@@ -17,7 +17,7 @@ def short(cases):
 def test_all_of_the_product_is_there_once(covering):
     cases = covering(*AXES)
     assert [case.values for case in cases] == list(itertools.product(*AXES))
-    assert all(case.marks in ((), (pytest.mark.long,)) for case in cases)
+    assert all(case.marks in ((), (pytest.mark.exhaustive,)) for case in cases)
 
 
 def test_every_value_is_in_the_short_run_which_is_as_long_as_the_longest_axis():

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     train,
     zero,
 )
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.checkpoint import exports
 from zerofx.checkpoint.late import Files
@@ -273,7 +273,11 @@ HARMED += [("deleted", "is gone, and model."), ("rotten", "is damaged where mode
 
 @pytest.mark.parametrize(
     ("harm", "words", "size"),
-    [*((*one, 2) for one in HARMED), (*HARMED[-1], 1), *(long(*one, 1) for one in HARMED[:-1])],
+    [
+        *((*one, 2) for one in HARMED),
+        (*HARMED[-1], 1),
+        *(exhaustive(*one, 1) for one in HARMED[:-1]),
+    ],
 )
 def test_what_is_harmed_after_it_was_loaded_is_an_error_on_all_ranks(
     harm,

@@ -84,7 +84,7 @@ FORMS = {
 
 
 def parametrized(names, cases, quick):
-    """Every pair, all but the ``quick`` ones marked long."""
+    """Every pair, all but the ``quick`` ones marked exhaustive."""
     pairs = [(name, case) for name in STEPS for case in cases]
     # Muon's updates cannot run on the host.
     refused = ("states on the host", "states in files", "parameters on the host")
@@ -92,7 +92,7 @@ def parametrized(names, cases, quick):
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(*pair, marks=() if pair in quick else pytest.mark.long)
+            pytest.param(*pair, marks=() if pair in quick else pytest.mark.exhaustive)
             for pair in pairs
             if pair not in unknown
         ],

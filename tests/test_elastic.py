@@ -202,7 +202,7 @@ ONE_STORE_FOR_EACH_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     [
         pytest.param({}, False, id="group_of_zerofx"),
         pytest.param(
-            ONE_STORE_FOR_EACH_START, True, id="group_of_the_user", marks=pytest.mark.long
+            ONE_STORE_FOR_EACH_START, True, id="group_of_the_user", marks=pytest.mark.exhaustive
         ),
     ],
 )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--steps=6 --base-steps=6 --layers=1 --width=32 --seq=16 --target-loss=9".split()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_adapters_are_trained_saved_loaded_and_merged(tmp_path):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

@@ -25,7 +25,7 @@ NUM_STEPS, SAVED_EVERY = 40, 5
 SIZES = {"layers": 1, "width": 48, "seq": 16}
 PATIENCE_S = 300.0
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 
 class Launch:

@@ -1,6 +1,7 @@
 """The house keeps its shape: who imports whom, who touches torch's insides, what is tested."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -129,9 +130,13 @@ def is_inside(name, *packages):
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+names_in = functools.cache(Names)
+"""The names in a source, which are the same for every test that asks."""
+
+
 def house_imports_beyond(source, package, *allowed):
     """Return the lines and names of zerofx that a file touches outside of ``allowed``."""
-    names = Names(source, package)
+    names = names_in(source, package)
     touched = names.imported + [(line, name) for line, name in names.used if name != "zerofx"]
     return [
         (line, name)
@@ -160,17 +165,17 @@ def is_private_torch(name):
 
 
 def private_torch(source, package):
-    names = Names(source, package).all
+    names = names_in(source, package).all
     return sorted({(line, name) for line, name in names if is_private_torch(name)})
 
 
 def environment_reads(source, package):
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
-    return [(line, n) for line, n in Names(source, package).all if is_inside(n, *readers)]
+    return [(line, n) for line, n in names_in(source, package).all if is_inside(n, *readers)]
 
 
 def top_level_links(source, package):
-    return [(line, n) for line, n in Names(source, package).imported if is_inside(n, *LINKED)]
+    return [(line, n) for line, n in names_in(source, package).imported if is_inside(n, *LINKED)]
 
 
 def violations(check, paths, *arguments):
@@ -249,7 +254,7 @@ def test_the_runtime_knows_nothing_of_passes():
     assert not [
         f"{shown(path)}:{line} {name}"
         for path in sources("zerofx/runtime")
-        for line, name in Names(path.read_text(encoding="utf-8"), package_of(path)).all
+        for line, name in names_in(path.read_text(encoding="utf-8"), package_of(path)).all
         if is_inside(name, *above)
     ]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.models import Mlp, features, squared_loss
 from tests.programs import capture, run_passes
 from tests.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
@@ -118,7 +118,7 @@ ALL_REDUCED, REDUCE_SCATTERED = (464, 4), (240, 2)
     ("stage", "lowering"),
     [
         *((stage, "eager") for stage in STAGES),
-        long(0, "inductor"),
+        exhaustive(0, "inductor"),
         (3, "inductor"),
     ],
 )
@@ -138,7 +138,7 @@ def test_gradients_travel_once_per_update(stage, lowering, ranks):  # noqa: F811
             assert torch.equal(state[name], local[0][0][name])
 
 
-@pytest.mark.parametrize("stage", (long(1), 3))
+@pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_three_ranks_train_as_one_process(stage, ranks):  # noqa: F811
     expected = expected_state(3)
     for state, _ in ranks(3).run(train, stage, "local", "eager"):

@@ -12,12 +12,12 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Mlp, squared_loss
 from zerofx.errors import StepError
 
 BATCH = models.features(0, 4)
-STAGES = (0, long(1), long(2), 3)
+STAGES = (0, exhaustive(1), exhaustive(2), 3)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
@@ -173,7 +173,7 @@ SHORT = ((0, 2), (1, 3), (2, 2), (3, 1), (3, 3))
 def worlds(stages, world_size):
     """Their product; the tests of the default run share ``held`` of a few."""
     cells = itertools.product(stages, world_size)
-    return [cell if cell in SHORT else long(*cell) for cell in cells]
+    return [cell if cell in SHORT else exhaustive(*cell) for cell in cells]
 
 
 @pytest.mark.parametrize("stage, world_size", worlds(STAGES, (1, 2, 3)))
@@ -371,7 +371,7 @@ def test_at_most_two_consecutive_units_are_gathered_at_once(ranks_on_sockets, ti
     check_gathered(ranks_on_sockets, 2, tied, vocabulary, "eager")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_compiled_lowering_gathers_as_little(ranks_on_sockets, tied):
     check_gathered(ranks_on_sockets, 3, tied, 601, "inductor")

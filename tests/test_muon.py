@@ -206,9 +206,9 @@ def trains_like_eager(name, stage):
     ("name", "stage"),
     [
         *(("all kinds", stage) for stage in (0, 3)),
-        *(pytest.param("all kinds", stage, marks=pytest.mark.long) for stage in (1, 2)),
+        *(pytest.param("all kinds", stage, marks=pytest.mark.exhaustive) for stage in (1, 2)),
         ("subclass", 3),
-        pytest.param("one matrix", 3, marks=pytest.mark.long),
+        pytest.param("one matrix", 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_alone_it_is_bitwise_plain_torch(name, stage):
@@ -220,10 +220,13 @@ def test_alone_it_is_bitwise_plain_torch(name, stage):
     [
         *((2, "all kinds", stage) for stage in (2, 3)),
         (3, "all kinds", 1),
-        *(pytest.param(3, "all kinds", stage, marks=pytest.mark.long) for stage in (2, 3)),
-        pytest.param(2, "all kinds", 1, marks=pytest.mark.long),
-        pytest.param(2, "subclass", 3, marks=pytest.mark.long),
-        *(pytest.param(3, "one matrix", stage, marks=pytest.mark.long) for stage in (1, 2, 3)),
+        *(pytest.param(3, "all kinds", stage, marks=pytest.mark.exhaustive) for stage in (2, 3)),
+        pytest.param(2, "all kinds", 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, "subclass", 3, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(3, "one matrix", stage, marks=pytest.mark.exhaustive)
+            for stage in (1, 2, 3)
+        ),
     ],
 )
 def test_ranks_are_bitwise_plain_torch(ranks, world_size, name, stage):
@@ -268,7 +271,7 @@ def traffic_of_one_step(zero, members, rank):
     return {kind: nbytes - before[kind] for kind, nbytes in traffic.sent_bytes.items()}
 
 
-@pytest.mark.parametrize("world_size", (pytest.param(2, marks=pytest.mark.long), 3))
+@pytest.mark.parametrize("world_size", (pytest.param(2, marks=pytest.mark.exhaustive), 3))
 def test_states_are_shards_that_plain_torch_can_load(ranks, world_size):
     results = ranks(world_size).run(hands_its_state_over, world_size)
     numel = sum(p.numel() for p in matrices(Net()))
@@ -320,7 +323,7 @@ def test_gradients_may_come_from_another_function():
     accumulates(3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_gradients_may_come_from_another_function_of_ranks(ranks, stage):
     ranks(2).run(accumulates, stage)
@@ -348,7 +351,7 @@ def test_a_step_that_overflows_is_left_out():
     assert not any(map(torch.equal, whole_values(model), before))
 
 
-@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.long), 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.exhaustive), 3))
 def test_compiled_by_inductor_it_trains_as_well(stage):
     one, other = built("muon"), built("muon")
     found = losses_of(compiled(step, stage, lowering="inductor"), one, range(3), 0)

@@ -90,16 +90,16 @@ def test_two_steps_of_an_optimizer_in_one_are_bitwise_the_same(stage):
     check([both(stepped_twice, stage, {}, torch.float32)])
 
 
-STAGE_3_AND_LONG_1 = (3, pytest.param(1, marks=pytest.mark.long))
+STAGES_3_AND_1 = (3, pytest.param(1, marks=pytest.mark.exhaustive))
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 @pytest.mark.parametrize("step", FORMS[2:])
 def test_every_form_of_a_step_is_bitwise_the_same(step, stage, ranks):
     check(ranks(2).run(both, step, stage, {}, torch.float32))
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,7 +121,7 @@ def test_precision_options_are_bitwise_the_same(name):
         check([both(plain, 3, PRECISIONS[name], torch.bfloat16)])
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 @pytest.mark.parametrize("name", ["masters, int8 moments", "rounded"])
 def test_precision_options_are_bitwise_the_same_on_two_ranks(name, stage, ranks):
     check(ranks(2).run(both, clipped, stage, PRECISIONS[name], torch.bfloat16))
@@ -302,7 +302,7 @@ def test_the_machine_says_what_is_available():
 # Checkpoints and the user's writes
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 @pytest.mark.parametrize("first, then", [(OFFLOAD, {}), ({}, OFFLOAD)])
 def test_checkpoints_interchange_with_runs_without_offload(first, then, stage, ranks):
     expected = ranks(2).run(save_and_resume, stage, {}, {})
@@ -324,7 +324,7 @@ def switch_over(stage, options_of_steps):
     return losses, dict(pair[0].state_dict()), pair[1].state_dict(), held
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 def test_states_move_there_and_back_with_the_options_and_unshard_gives_them_whole(stage, ranks):
     expected = ranks(2).run(switch_over, stage, [{}, {}, {}])
     found = ranks(2).run(switch_over, stage, [{}, OFFLOAD, {}])
@@ -332,7 +332,7 @@ def test_states_move_there_and_back_with_the_options_and_unshard_gives_them_whol
     assert all(each[3] == [0, 1, 0] for each in found)
 
 
-@pytest.mark.parametrize("stage", STAGE_3_AND_LONG_1)
+@pytest.mark.parametrize("stage", STAGES_3_AND_1)
 def test_what_the_user_writes_between_steps_is_trained_on(stage, ranks):
     expected = ranks(2).run(write_between, stage, {})
     assert_same(ranks(2).run(write_between, stage, OFFLOAD), expected)

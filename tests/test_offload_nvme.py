@@ -54,8 +54,8 @@ PAGE = 4096
 LARGE = 2**26
 
 
-def long(case):
-    return pytest.param(case, marks=pytest.mark.long)
+def exhaustive(case):
+    return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ TWO_BUCKETS = 4 * PAGE  # of AdamW's two moments, each of which begins at a page
 
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("step", (long(plain), clipped))
+@pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(
     step, stage, world_size, ranks, tmp_path
 ):
@@ -138,7 +138,7 @@ def test_losses_parameters_and_states_are_bitwise_those_without_offload(
     )
 
 
-@pytest.mark.parametrize("step", [one if one is scaled else long(one) for one in FORMS[2:]])
+@pytest.mark.parametrize("step", [one if one is scaled else exhaustive(one) for one in FORMS[2:]])
 def test_every_form_of_a_step_is_bitwise_the_same(step, ranks, tmp_path):
     for without, filed in ranks(2).run(both, step, {}, tmp_path, TWO_BUCKETS):
         assert_same(filed[:3], without[:3])
@@ -175,13 +175,15 @@ def maxima(parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, amsgrad=True)
 
 
-@pytest.mark.parametrize("stage", (long(1), 3))
+@pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_sgd_with_momentum_is_bitwise_the_same(stage, ranks, tmp_path):
     arguments = (clipped, {"stage": stage}, tmp_path, 2 * PAGE, torch.float32, momentum)
     check_every_byte_moves(ranks(2).run(both, *arguments))
 
 
-@pytest.mark.parametrize("make", [maxima, long(torch.optim.Adagrad), long(torch.optim.RMSprop)])
+@pytest.mark.parametrize(
+    "make", [maxima, exhaustive(torch.optim.Adagrad), exhaustive(torch.optim.RMSprop)]
+)
 def test_other_optimizers_are_bitwise_the_same(make, tmp_path):
     without, filed = both(plain, {}, tmp_path, 6 * PAGE, make=make)
     assert_same(filed[:3], without[:3])
@@ -204,7 +206,7 @@ def test_precision_options_are_bitwise_the_same(name, tmp_path):
     assert sum(sizes) > 0
 
 
-@pytest.mark.parametrize("name", ["masters, int8 moments", long("rounded")])
+@pytest.mark.parametrize("name", ["masters, int8 moments", exhaustive("rounded")])
 def test_precision_options_are_bitwise_the_same_on_two_ranks(name, ranks, tmp_path):
     arguments = (clipped, PRECISIONS[name], tmp_path, 6 * PAGE, torch.bfloat16)
     for without, filed in ranks(2).run(both, *arguments):
@@ -320,7 +322,7 @@ def turns(options, steps_of):
     return losses, pair[0].state_dict(), pair[1].state_dict()
 
 
-@pytest.mark.parametrize("cache_bytes", (TWO_BUCKETS, long(LARGE)))
+@pytest.mark.parametrize("cache_bytes", (TWO_BUCKETS, exhaustive(LARGE)))
 def test_functions_over_one_model_use_the_same_states(cache_bytes, ranks, tmp_path):
     steps = [plain, only_body, clipped, only_body, plain, plain, clipped]
     expected = ranks(2).run(turns, SMALL_BUCKETS, steps)
@@ -382,7 +384,7 @@ def test_a_bucket_may_be_used_twice_in_a_step(tmp_path):
 # State dicts, and functions without files
 
 
-@pytest.mark.parametrize("is_first", (True, long(False)))
+@pytest.mark.parametrize("is_first", (True, exhaustive(False)))
 def test_checkpoints_interchange_with_runs_without_offload(is_first, ranks, tmp_path):
     expected = ranks(2).run(save_and_resume, 3, SMALL_BUCKETS, SMALL_BUCKETS)
     filed = {**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)}
@@ -411,7 +413,7 @@ def where(value):
     return "host" if REGISTRY.host.holds(value) else "device"
 
 
-@pytest.mark.parametrize("stage", (long(1), 3))
+@pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_states_move_with_the_options_and_unshard_gives_them_whole(stage, ranks, tmp_path):
     filed = files(tmp_path, TWO_BUCKETS)
     expected = ranks(2).run(switch_over, stage, [{}] * 6)

@@ -124,39 +124,39 @@ def check(found_by_rank):
 F32 = torch.float32
 
 
-def also_long(steps):
-    """These, and every other form of a step in the long suite."""
+def also_exhaustive(steps):
+    """These, and every other form of a step in the exhaustive tier."""
     others = [s for s in (*FORMS, autocast, arithmetic, own_sgd) if s not in steps]
-    return (*steps, *(pytest.param(step, marks=pytest.mark.long) for step in others))
+    return (*steps, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in others))
 
 
-@pytest.mark.parametrize("step", also_long((arithmetic, own_sgd)))
+@pytest.mark.parametrize("step", also_exhaustive((arithmetic, own_sgd)))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(step):
     check([without_and_with([(step, {}, F32)], [PARAMS, ALL])])
 
 
-@pytest.mark.parametrize("step", also_long((clipped, autocast)))
+@pytest.mark.parametrize("step", also_exhaustive((clipped, autocast)))
 def test_on_two_ranks_too(step, ranks):
     check(ranks(2).run(without_and_with, [(step, {}, F32)], [PARAMS, ALL]))
 
 
-@pytest.mark.parametrize("step", also_long((clipped,)))
+@pytest.mark.parametrize("step", also_exhaustive((clipped,)))
 def test_on_three_ranks_too(step, ranks):
     check(ranks(3).run(without_and_with, [(step, {}, F32)], [PARAMS, ALL]))
 
 
-LONG = pytest.mark.long
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"bucket": False}, marks=LONG),
-        pytest.param({"update_in_backward": False, "prefetch": False}, marks=LONG),
+        pytest.param({"bucket": False}, marks=EXHAUSTIVE),
+        pytest.param({"update_in_backward": False, "prefetch": False}, marks=EXHAUSTIVE),
         {"memory_budget": 100_000},
-        pytest.param({"bucket_bytes": 256, "reduce_dtype": "bfloat16"}, marks=LONG),
-        pytest.param({"accumulate": "sharded"}, marks=LONG),
-        pytest.param({"accumulate": "local"}, marks=LONG),
+        pytest.param({"bucket_bytes": 256, "reduce_dtype": "bfloat16"}, marks=EXHAUSTIVE),
+        pytest.param({"accumulate": "sharded"}, marks=EXHAUSTIVE),
+        pytest.param({"accumulate": "local"}, marks=EXHAUSTIVE),
     ],
     ids=str,
 )
@@ -166,14 +166,17 @@ def test_with_other_options_it_is_bitwise_the_same(options, ranks):
 
 @pytest.mark.parametrize(
     "name",
-    ["masters, int8 moments", *(pytest.param(n, marks=LONG) for n in PRECISIONS if "," not in n)],
+    [
+        "masters, int8 moments",
+        *(pytest.param(n, marks=EXHAUSTIVE) for n in PRECISIONS if "," not in n),
+    ],
 )
 def test_precision_options_are_bitwise_the_same(name):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         check([without_and_with([(plain, PRECISIONS[name], torch.bfloat16)], [PARAMS, ALL])])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @EITHER
 def test_a_bucket_is_one_compiled_kernel_there_too(offload):
     without, offloaded = with_kernels(3), with_kernels(3, **offload)
@@ -256,7 +259,7 @@ def measured_there(options):
     return measured(layers=32, **options)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @EITHER
 def test_it_falls_on_two_ranks_too(offload, ranks):
     there = ranks(2)
@@ -264,7 +267,7 @@ def test_it_falls_on_two_ranks_too(offload, ranks):
         assert_falls_as_planned(*pair)
 
 
-@pytest.mark.parametrize("room", (0, pytest.param(20_000, marks=LONG)))
+@pytest.mark.parametrize("room", (0, pytest.param(20_000, marks=EXHAUSTIVE)))
 @EITHER
 def test_a_memory_budget_has_room_for_what_travels(offload, room):
     least = None
@@ -331,7 +334,7 @@ def with_evaluations(order, offload):
     return found, pair[0].state_dict(), pair[1].state_dict(), places
 
 
-@pytest.mark.parametrize("offload", [ALL, pytest.param(PARAMS, marks=LONG)], ids=str)
+@pytest.mark.parametrize("offload", [ALL, pytest.param(PARAMS, marks=EXHAUSTIVE)], ids=str)
 def test_an_evaluation_without_the_option_takes_shards_from_the_host(offload):
     order = ("train", "judge", "train", "judge")
     found = with_evaluations(order, offload)
@@ -371,7 +374,7 @@ def test_shards_move_there_and_back_with_the_options_and_unshard_gives_them_whol
         assert each[3:] == ([{False}, {True}, {False}], False)
 
 
-@pytest.mark.parametrize("offload", [PARAMS, pytest.param(ALL, marks=LONG)], ids=str)
+@pytest.mark.parametrize("offload", [PARAMS, pytest.param(ALL, marks=EXHAUSTIVE)], ids=str)
 def test_what_the_user_writes_between_steps_is_trained_on(offload, ranks):
     expected = ranks(2).run(write_between, 3, {})
     assert_same(ranks(2).run(write_between, 3, offload), expected)
@@ -379,7 +382,7 @@ def test_what_the_user_writes_between_steps_is_trained_on(offload, ranks):
 
 @pytest.mark.parametrize(
     "first, then",
-    [(ALL, PARAMS), *(pytest.param(*both, marks=LONG) for both in ((PARAMS, {}), ({}, ALL)))],
+    [(ALL, PARAMS), *(pytest.param(*both, marks=EXHAUSTIVE) for both in ((PARAMS, {}), ({}, ALL)))],
     ids=str,
 )
 def test_checkpoints_interchange(first, then):

@@ -56,8 +56,8 @@ def load(pair, saved):
 FAULTS = [
     (PARAMS, 2 * 8192, "read", errno.EIO, 7),
     (ALL, 6 * 8192, "read", errno.EIO, 3),
-    pytest.param(ALL, 6 * 8192, "write", errno.ENOSPC, 6, marks=pytest.mark.long),
-    pytest.param(PARAMS, 2 * 8192, "write", errno.EIO, 2, marks=pytest.mark.long),
+    pytest.param(ALL, 6 * 8192, "write", errno.ENOSPC, 6, marks=pytest.mark.exhaustive),
+    pytest.param(PARAMS, 2 * 8192, "write", errno.EIO, 2, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -131,7 +131,7 @@ def bound_value(parameter):
     return bound.values().clone()
 
 
-PLACES = (0.05, 0.3, *(pytest.param(place, marks=pytest.mark.long) for place in (0.15, 0.45)))
+PLACES = (0.05, 0.3, *(pytest.param(place, marks=pytest.mark.exhaustive) for place in (0.15, 0.45)))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -40,11 +40,11 @@ from zerofx.runtime.storage.disk.system import SystemCalls
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PARAMS, WITH_STATES, ALL = "params", "optimizer,params", "optimizer,params,activations"
 LARGE = 2**26
-LONG = pytest.mark.long
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def long(*case):
-    return pytest.param(*case, marks=LONG)
+def exhaustive(*case):
+    return pytest.param(*case, marks=EXHAUSTIVE)
 
 
 @pytest.fixture(autouse=True)
@@ -147,20 +147,20 @@ TARGETS = {
     3: [PARAMS, "activations", WITH_STATES, "params,activations", "optimizer,activations", ALL],
 }
 CASES = [
-    pytest.param(stage, offload, marks=() if offload in usual else LONG)
+    pytest.param(stage, offload, marks=() if offload in usual else EXHAUSTIVE)
     for stage, usual in {0: [], 1: [], 2: ["optimizer,activations"], 3: [PARAMS, ALL]}.items()
     for offload in TARGETS[stage]
 ]
 
 
-@pytest.mark.parametrize("step", (long(plain), clipped))
+@pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 @pytest.mark.parametrize("stage, offload", [(0, "activations"), *CASES])
 def test_everything_is_bitwise_as_without_offload(step, stage, offload, tmp_path):
     check([compared(step, stage, [offload], tmp_path)])
 
 
-@pytest.mark.parametrize("step", (long(plain), clipped))
-@pytest.mark.parametrize("stage, offload", [long(0, "activations"), *CASES])
+@pytest.mark.parametrize("step", (exhaustive(plain), clipped))
+@pytest.mark.parametrize("stage, offload", [exhaustive(0, "activations"), *CASES])
 def test_on_two_ranks_too(step, stage, offload, ranks, tmp_path):
     check(ranks(2).run(compared, step, stage, [offload], tmp_path))
 
@@ -168,7 +168,7 @@ def test_on_two_ranks_too(step, stage, offload, ranks, tmp_path):
 OTHER_FORMS = [*FORMS[2:], autocast, arithmetic, own_sgd]
 
 
-@pytest.mark.parametrize("step", [s if s is scaled else long(s) for s in OTHER_FORMS])
+@pytest.mark.parametrize("step", [s if s is scaled else exhaustive(s) for s in OTHER_FORMS])
 def test_every_form_of_a_step_is_bitwise_the_same(step, tmp_path):
     without, found = compared(step, 3, [ALL], tmp_path)
     for filed in found:
@@ -176,7 +176,7 @@ def test_every_form_of_a_step_is_bitwise_the_same(step, tmp_path):
         assert min(filed[3]) > 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", OTHER_FORMS)
 def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(step, ranks, tmp_path):
     for without, found in ranks(2).run(compared, step, 3, [PARAMS, ALL], tmp_path):
@@ -188,9 +188,9 @@ def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(step, ranks, tmp_
     "options",
     [
         {"bucket": False},
-        long({"update_in_backward": False, "prefetch": False}),
-        long({"master_weights": True}),
-        long({"accumulate": "sharded"}),
+        exhaustive({"update_in_backward": False, "prefetch": False}),
+        exhaustive({"master_weights": True}),
+        exhaustive({"accumulate": "sharded"}),
     ],
     ids=str,
 )
@@ -213,7 +213,7 @@ def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
     assert_same(ranks(2).run(write_between, 3, options), expected)
 
 
-@pytest.mark.parametrize("is_first", (True, long(False)))
+@pytest.mark.parametrize("is_first", (True, exhaustive(False)))
 def test_checkpoints_interchange_with_runs_without_offload(is_first, tmp_path):
     filed = {**SMALL_BUCKETS, **files(tmp_path, WITH_STATES, 2**15)}
     first, then = (filed, SMALL_BUCKETS) if is_first else (SMALL_BUCKETS, filed)
@@ -262,9 +262,9 @@ EVALUATIONS = [
     (JUDGED_FIRST, False),
     (TRAINED_FIRST, False),
     (INFERRED_FIRST, True),
-    long(JUDGED_FIRST, True),
-    long(TRAINED_FIRST, True),
-    long(INFERRED_FIRST, False),
+    exhaustive(JUDGED_FIRST, True),
+    exhaustive(TRAINED_FIRST, True),
+    exhaustive(INFERRED_FIRST, False),
 ]
 
 
@@ -278,7 +278,7 @@ def test_an_evaluation_beside_it_reads_the_same_values(order, has_option, tmp_pa
 TIERS = [{}, {"offload": PARAMS}, {"offload": WITH_STATES}]
 
 
-@pytest.mark.parametrize("other", [TIERS[1], *map(long, (TIERS[0], TIERS[2]))], ids=str)
+@pytest.mark.parametrize("other", [TIERS[1], *map(exhaustive, (TIERS[0], TIERS[2]))], ids=str)
 def test_functions_with_other_tiers_alternate_over_one_model(other, tmp_path):
     order = ("train", "clip", "clip", "train", "train", "clip")
     check_in_turn(order, {"train": files(tmp_path, ALL), "clip": other})
@@ -435,7 +435,7 @@ def states_of_deep(options):
     return losses, model.state_dict(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, long({"bucket": False})], ids=str)
+@pytest.mark.parametrize("options", [{}, exhaustive({"bucket": False})], ids=str)
 def test_tied_frozen_and_single_parameters_of_several_dtypes(options, ranks, tmp_path):
     expected = ranks(2).run(states_of_deep, options)
     filed = {**options, **files(tmp_path, WITH_STATES)}

@@ -70,7 +70,7 @@ def check(found):
         assert none[0] == none[1] and 0 < some[0] < some[1] and everything[0] == 0
 
 
-OTHERS = [pytest.param(step, marks=pytest.mark.long) for step in FORMS if step is not clipped]
+OTHERS = [pytest.param(step, marks=pytest.mark.exhaustive) for step in FORMS if step is not clipped]
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Gpt, language_loss
 from tests.ranks import ranks_fixture  # noqa: F401
 
@@ -178,7 +178,7 @@ def check(trained, world_size, stage, max_norm, *, lr=LR, lowering="eager") -> N
     [
         *((stage, None) for stage in STAGES),
         *((stage, CLIPPED) for stage in (1, 3)),
-        *(long(stage, CLIPPED) for stage in (0, 2)),
+        *(exhaustive(stage, CLIPPED) for stage in (0, 2)),
     ],
 )
 def test_two_ranks_train_as_one_process_does(trained, stage, max_norm):
@@ -215,7 +215,7 @@ def test_a_clip_coefficient_of_one_changes_nothing_on_two_ranks(trained):
 # The rest of the matrix.
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_norm", [None, CLIPPED], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -223,21 +223,21 @@ def test_any_ranks_train_as_one_process_does(trained, world_size, stage, max_nor
     check(trained, world_size, stage, max_norm)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_small_learning_rate_trains_as_one_process_does(trained, world_size, stage):
     check(trained, world_size, stage, CLIPPED, lr=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_clip_coefficient_of_one_keeps_the_stages_bitwise_equal(trained, stage):
     first = trained(2, trained_by_zero, 0, NEVER_CLIPPED, LR, "eager")
     assert_bitwise(trained(2, trained_by_zero, stage, NEVER_CLIPPED, LR, "eager"), first)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_compiled_lowering_trains_as_one_process_does(trained, world_size, stage):

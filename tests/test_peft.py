@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.checkpoints import assert_same
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.parameters.guarded import ShardedParameter
@@ -194,7 +194,7 @@ def saved_by_two_fixture(ranks, tmp_path_factory):  # noqa: F811
     return root, ranks(2).run(saved, str(root))
 
 
-@pytest.mark.parametrize("how", ["plain", long("deferred"), "deferred base"])
+@pytest.mark.parametrize("how", ["plain", exhaustive("deferred"), "deferred base"])
 def test_saved_adapters_load_beside_a_fresh_base(how, saved_by_two, ranks):  # noqa: F811
     root, before = saved_by_two
     for (seen, _, after), (seen_again, after_again) in zip(

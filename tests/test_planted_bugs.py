@@ -27,7 +27,7 @@ def test_some_bugs_are_found_or_are_none(name):
     assert survivors_without_a_reason(name, lambda number: number % SOME == 0) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FORMS)
 def test_every_bug_is_found_or_is_none(name):
     assert survivors_without_a_reason(name, lambda number: True) == []
@@ -63,7 +63,7 @@ TRIED = [("shard_optimizer", "constant", 1), ("recompute", "delete", 0)]
     "bug",
     [
         pytest.param(
-            bug, marks=() if bug in TRIED else pytest.mark.long, id=" ".join(map(str, bug))
+            bug, marks=() if bug in TRIED else pytest.mark.exhaustive, id=" ".join(map(str, bug))
         )
         for bug in OF_A_PASS_WITH_A_SWITCH + OF_A_PASS_WITHOUT
     ],

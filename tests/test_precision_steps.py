@@ -81,7 +81,7 @@ def resumed(options, stage, dtype, saved):
     return train(compiled, pair, range(6, 9)), pair[0].state_dict(), pair[1].state_dict()
 
 
-@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.long), 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.exhaustive), 3))
 @pytest.mark.parametrize("name", CHOICES)
 def test_two_ranks_train_save_and_resume(name, stage, ranks):  # noqa: F811
     options = CHOICES[name]
@@ -206,7 +206,7 @@ def test_ranks_that_keep_states_otherwise_hear_of_it(ranks):  # noqa: F811
         "masters, int8 moments",
         "rounded",
         *(
-            pytest.param(name, marks=pytest.mark.long)
+            pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("masters", "bfloat16 moments", "int8 moments")
         ),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Mlp, squared_loss
 from zerofx.errors import StepError
 
@@ -72,7 +72,7 @@ def evaluate_nested(model, x, y):
         return Plain(inner=inner, both=(inner.loss, Plain(logits=logits)), none=None)
 
 
-@pytest.mark.parametrize("stage", (long(0), 3))
+@pytest.mark.parametrize("stage", (exhaustive(0), 3))
 @pytest.mark.parametrize("function", (evaluate, evaluate_nested))
 def test_an_evaluation_returns_the_object_it_builds(function, stage):
     model = Mlp()
@@ -91,7 +91,7 @@ def train(model, optimizer, x, y):
     return Output(loss, Plain(parts=[logits, Output(loss + 1)]), len(x))
 
 
-@pytest.mark.parametrize("stage", (0, long(1), long(2), 3))
+@pytest.mark.parametrize("stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_a_step_returns_the_object_it_builds(stage):
     model = Mlp()
     reference = copy.deepcopy(model)
@@ -184,7 +184,7 @@ def assert_same_output(actual, expected) -> None:
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_evaluation_returns_the_output_of_a_hugging_face_model(llama):
     def evaluate(model):
         with torch.no_grad():
@@ -195,7 +195,7 @@ def test_an_evaluation_returns_the_output_of_a_hugging_face_model(llama):
         assert_same_output(compiled(model), evaluate(llama))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_step_returns_the_output_of_a_hugging_face_model(llama):
     def step(model, optimizer):
         output = model(input_ids=TOKENS, labels=TOKENS)

@@ -24,7 +24,7 @@ from transformers import (
 
 import zerofx
 from tests.checkpoints import Everything, assert_same, built, file_size_limit, train, zero
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.ranks import ranks_fixture  # noqa: F401
 
 
@@ -147,7 +147,7 @@ def train_and_export(path: str, name: str, file_bytes: int) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("name", "file_bytes"), [("gpt2", 1 << 30), long("bert", 8000), ("llama", 8000)]
+    ("name", "file_bytes"), [("gpt2", 1 << 30), exhaustive("bert", 8000), ("llama", 8000)]
 )
 def test_from_pretrained_gives_the_logits_of_a_sharded_training(
     name,

@@ -225,7 +225,9 @@ def test_another_backend_compiles_the_same_before_and_after_zero():
         assert differences(one, other) == []
 
 
-@pytest.mark.parametrize("name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 def test_a_backend_of_torchs_own_trains_beside_zero(name):
     expected = train(train_step)
     other, mine = torch.compile(train_step, backend=name), zero(train_step)

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from tests import models
 from tests.codegen.test_trace import layout, trace_custom
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.optimizers import VARIANTS
 from zerofx.codegen.trace.arguments import group_values, plain_key, read_arguments
 from zerofx.codegen.trace.trace import Update, trace_update
@@ -94,8 +94,8 @@ ODD_SHAPES = ((7, 1), (1,))
     "sharded, shapes, moments",
     (
         (True, SHAPES, (0, 7)),
-        long(True, (*SHAPES, *ODD_SHAPES), (1, 2, 6)),
-        long(False, SHAPES * 2, (0, 1, 7)),
+        exhaustive(True, (*SHAPES, *ODD_SHAPES), (1, 2, 6)),
+        exhaustive(False, SHAPES * 2, (0, 1, 7)),
     ),
     ids=("shards", "more", "whole"),
 )

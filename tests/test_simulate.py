@@ -123,7 +123,7 @@ def test_a_step_takes_what_is_predicted():
         check(found, regime)
 
 
-@pytest.mark.parametrize("stage", (3, pytest.param(2, marks=pytest.mark.long)))
+@pytest.mark.parametrize("stage", (3, pytest.param(2, marks=pytest.mark.exhaustive)))
 def test_on_two_ranks_too(stage, ranks):
     regimes = (COMPUTE, UPDATES, COPIES)
     for of_rank in ranks(2).run(simulate_all, stage, regimes, timeout_s=500.0):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Gpt, language_loss
 from tests.ranks import Ranks
 
@@ -109,12 +109,12 @@ def soak(world_size: int, steps: int) -> None:
     assert exit_codes == [0] * world_size
 
 
-@pytest.mark.parametrize("world_size", (2, long(4)))
+@pytest.mark.parametrize("world_size", (2, exhaustive(4)))
 def test_a_hundred_steps_are_right_to_the_last_bit(world_size):
     soak(world_size, 100)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_thousand_steps_are_right_to_the_last_bit(world_size):
     soak(world_size, 2000)
@@ -185,7 +185,7 @@ def test_a_script_ends_without_a_word(tmp_path, arguments):
     check_exit(tmp_path, *arguments)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @EXITS
 def test_a_script_ends_without_a_word_ten_times_out_of_ten(tmp_path, arguments):
     for _ in range(10):

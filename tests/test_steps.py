@@ -15,7 +15,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
-from tests.covering import long
+from tests.covering import exhaustive
 from tests.models import Mlp, squared_loss
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.step_forms.form import FORMS, STEPS, Training, adamw, simple, step_with
@@ -40,7 +40,7 @@ from tests.step_forms.training import (
 from zerofx.runtime.access import full_params, unshard
 
 SHARED = [name for name in FORMS if not FORMS[name].only_alone]
-QUICK = [name for name in FORMS if not FORMS[name].only_long]
+QUICK = [name for name in FORMS if not FORMS[name].only_exhaustive]
 # One form for each way a stage changes a program: tied weights, gradients that outlive a call or
 # are never reduced in it, norms, writes between gradient and update.
 AT_EVERY_STAGE = (
@@ -93,7 +93,7 @@ def test_alone_a_step_is_the_eager_one(name):
 
 @pytest.mark.parametrize(
     "name",
-    [long(name) if name in ALONE_SAYS_IT else name for name in QUICK if name in SHARED],
+    [exhaustive(name) if name in ALONE_SAYS_IT else name for name in QUICK if name in SHARED],
 )
 def test_two_ranks_train_as_one_process_on_both_batches(name, on_two_ranks):
     assert_trains_alike(name, 3, on_two_ranks(name, 3))
@@ -117,21 +117,21 @@ def test_stages_agree_bitwise_on_two_ranks(name, on_two_ranks):
             assert_states([state], expected_state, exact=True)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", FORMS)
 def test_alone_every_form_is_the_eager_one_at_every_stage(name, stage):
     assert_trains_alike(name, stage, [trained(name, stage)])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SHARED)
 def test_every_form_trains_at_every_stage_on_two_ranks(name, stage, on_two_ranks):
     assert_trains_alike(name, stage, on_two_ranks(name, stage))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHARED)
 def test_every_form_trains_on_three_ranks(name, ranks):  # noqa: F811
     assert_trains_alike(name, 3, ranks(3).run(trained, name, 3))

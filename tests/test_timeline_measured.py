@@ -266,7 +266,7 @@ def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):
             pass
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_regions_and_updates_that_run_together_have_the_name_of_their_first(tmp_path):
     record, path = profiled(tmp_path, "inductor")
     names = [record.nodes[span.node].name for span in measured_spans(record, path)]

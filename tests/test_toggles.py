@@ -195,13 +195,13 @@ def cells(forms: Iterable[Form], stages: Iterable[int]) -> list:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form, stage, off", cells(FORMS, STAGES))
 def test_without_any_one_or_two_passes_the_step_computes_the_same(trained, form, stage, off):
     check(trained, form, stage, off)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form, stage, off", cells(COMPILED, (1, 3)))
 def test_compiled_without_one_or_two_passes_the_step_computes_the_same(trained, form, stage, off):
     check(trained, form, stage, off)
@@ -230,7 +230,7 @@ def table(measure: Callable, forms: list[Form], stages: Iterable[int]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_document_has_a_row_for_every_pass_and_every_pair():
     rows = re.findall(r"^\| (\w+(?: \+ \w+)?) +\|", DOCUMENT.read_text(), re.MULTILINE)
     for off in ALONE + PAIRS:

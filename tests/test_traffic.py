@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.models import Gpt, language_loss
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
@@ -122,8 +122,8 @@ def test_up_to_stage_2_a_step_sends_every_parameter_twice(ranks, stage, world_si
     [
         (True, False, 2),
         (False, True, 3),
-        long(True, False, 3),
-        long(False, True, 2),
+        exhaustive(True, False, 3),
+        exhaustive(False, True, 2),
     ],
 )
 def test_stage_3_gathers_twice_only_what_backward_reads(ranks, world_size, tied, autocast):

@@ -41,7 +41,7 @@ CASES = {
         PLAIN,
     ),
 }
-# Compiled by default; the others in the long run.
+# Compiled by default; the others in another tier.
 DEFAULT = ("clipped", "clipped, by a number of more bits")
 LENGTHS = (5000, 37, 263)
 
@@ -92,7 +92,10 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    [
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in CASES
+    ],
 )
 def test_the_kernel_does_bitwise_what_is_done_before_it(name, kernels):
     assert_bitwise_alike(name)

@@ -25,7 +25,7 @@ LONG = 2**20 + 7
 STEPS = 100
 
 # Of which the compiled kernel is tested by default: between them, every operator that the split
-# rewrites.  The others are compiled in the long run.
+# rewrites.  The others are compiled in another tier.
 COMPILED = ("adamw_amsgrad_maximize", "sgd_nesterov", "rprop", "radam_tensor_lr", "lion")
 
 # Their step changes the tensor `mu` after using it, once it averages: no kernel from then on.
@@ -125,7 +125,7 @@ def test_the_compiled_update_is_as_exact_as_torchs(name, kernels):
     train(name, LENGTHS, STEPS, kernels)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_every_update_compiled_is_as_exact_as_torchs(name, kernels):
     train(name, (*LENGTHS, LONG), STEPS, kernels)

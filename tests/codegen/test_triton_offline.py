@@ -14,7 +14,7 @@ import torch
 
 from tests.codegen.test_triton_source import VARIANTS
 from tests.codegen.updates import program
-from tests.covering import long
+from tests.covering import exhaustive
 from zerofx.codegen.triton.launch import ALIGNMENT, configurations_of, load_kernel
 from zerofx.codegen.triton.source import CHUNK, kernel_arguments, kernel_name, triton_source
 
@@ -85,7 +85,7 @@ def expected(made, direction, per_thread):
 # All for the newer, and the first for the other too.
 ON_DEVICES = [
     *((name, 90) for name in VARIANTS),
-    *(long(name, 80) if number else (name, 80) for number, name in enumerate(VARIANTS)),
+    *(exhaustive(name, 80) if number else (name, 80) for number, name in enumerate(VARIANTS)),
 ]
 
 

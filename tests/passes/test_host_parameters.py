@@ -66,14 +66,14 @@ def arithmetic_step():
 ALL_STEPS = {**STEPS, "arithmetic": arithmetic_step}
 
 
-LONG = pytest.mark.long
+EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
     *((name, 2, {}) for name in ALL_STEPS if name != "layers"),
     *((name, 1, {}) for name in ("smallest", "tied", "twice")),
     ("tied", 3, {"prefetch": False, "bucket": False}),
     ("arithmetic", 2, {"update_in_backward": False, "bucket": False}),
     *(
-        pytest.param(name, world_size, options, marks=LONG)
+        pytest.param(name, world_size, options, marks=EXHAUSTIVE)
         for name in ALL_STEPS
         for world_size, options in (
             (2, {"update_in_backward": False}),

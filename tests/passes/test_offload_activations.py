@@ -179,11 +179,13 @@ def test_leaves_a_program_without_backward_alone():
     assert listing(program) == listing(rewritten(evaluation(), stage=3))
 
 
-LONG = pytest.mark.long
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("world_size", (pytest.param(1, marks=LONG), 2))
-@pytest.mark.parametrize("stage", (0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3))
+@pytest.mark.parametrize("world_size", (pytest.param(1, marks=EXHAUSTIVE), 2))
+@pytest.mark.parametrize(
+    "stage", (0, pytest.param(1, marks=EXHAUSTIVE), pytest.param(2, marks=EXHAUSTIVE), 3)
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_computes_bitwise_what_it_did(name, stage, world_size):
     step = STEPS[name]()
@@ -196,7 +198,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size):
         assert_same_numerics(execute(before), execute(after))
 
 
-@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=LONG) for n in STEPS)])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=EXHAUSTIVE) for n in STEPS)])
 def test_regions_may_be_parted_there(name):
     options = {"stage": 0, "hardware": SLOW, "lowering": "inductor"}
     step = STEPS[name]()

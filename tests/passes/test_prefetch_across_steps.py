@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.covering import each_value, long
+from tests.covering import each_value, exhaustive
 from tests.models import VOCABULARY, language_loss, tokens
 from tests.programs import (
     assert_program,
@@ -559,8 +559,8 @@ def check_journey(carry: bool | None, **options) -> list[torch.Tensor]:
     "options",
     (
         {},
-        long({"bucket": False, "prefetch": False}),
-        long({"memory_budget": 10**9}),
+        exhaustive({"bucket": False, "prefetch": False}),
+        exhaustive({"memory_budget": 10**9}),
     ),
     ids=lambda options: " ".join(options) or "as usual",
 )

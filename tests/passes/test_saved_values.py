@@ -246,7 +246,7 @@ def is_a_tensor(node):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(m, marks=() if m in SHORT else pytest.mark.long) for m in MODELS]
+    "name", [pytest.param(m, marks=() if m in SHORT else pytest.mark.exhaustive) for m in MODELS]
 )
 def test_keeps_no_more_than_torch_does(name):
     """Inductor's own decompositions, and functorch's min-cut partitioner."""

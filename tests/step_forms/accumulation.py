@@ -32,7 +32,7 @@ def zero_grad_first(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: optimizer.zero_grad()))
 
 
-@form(graphs=2, only_long=True)
+@form(graphs=2, only_exhaustive=True)
 def zero_grad_first_to_zeros(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: optimizer.zero_grad(False)))
 
@@ -150,7 +150,7 @@ FORMS["accumulation_across_two_functions_sharded"] = Form(
     graphs=3,
     sums_over_shards=True,
     rows=(6,),
-    only_long=True,
+    only_exhaustive=True,
 )
 
 

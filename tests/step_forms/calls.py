@@ -104,7 +104,7 @@ def batches_marked_dynamic(zero):
     return simple(zero, step_with(), dynamic=True)
 
 
-@form(rows=(4, 6), graphs=2, only_long=True)
+@form(rows=(4, 6), graphs=2, only_exhaustive=True)
 def batches_compiled_for_each_shape(zero):
     return simple(zero, step_with(), dynamic=False)
 

@@ -56,7 +56,7 @@ class Form:
     """Whether every rank gets the same rows, because statistics are not averaged over ranks."""
     only_alone: bool = False
     """Whether more ranks would compute something else: random draws, a sum over micro-batches."""
-    only_long: bool = False
+    only_exhaustive: bool = False
 
 
 FORMS: dict[str, Form] = {}

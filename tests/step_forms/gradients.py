@@ -32,11 +32,11 @@ for norm_type in (1.0, 2.0, 3.0, math.inf):
         FORMS[f"clip_by_norm_{norm_type:g}_foreach_{foreach}"] = Form(
             functools.partial(clip_by_norm, norm_type=norm_type, foreach=foreach),
             sums_over_shards=True,
-            only_long=(norm_type, foreach) not in QUICK_CLIPS,
+            only_exhaustive=(norm_type, foreach) not in QUICK_CLIPS,
         )
 
 
-@form(only_long=True)
+@form(only_exhaustive=True)
 def clip_by_value(zero):
     def clip(model):
         clip_grad_value_(model.parameters(), 0.01)

@@ -37,7 +37,7 @@ def tied_weights(zero):
     return simple(zero, step_with(language_loss), Gpt())
 
 
-@form(batch=models.tokens, only_long=True)
+@form(batch=models.tokens, only_exhaustive=True)
 def uncheckpointed(zero):
     return simple(zero, step_with(language_loss), Gpt(layers=2))
 
@@ -65,7 +65,7 @@ def frozen_parameters(zero):
     return simple(zero, step_with(), model)
 
 
-@form(only_long=True)
+@form(only_exhaustive=True)
 def frozen_parameters_outside_the_optimizer(zero):
     model = Mlp()
     model.body.bias.requires_grad_(False)
