@@ -28,7 +28,7 @@ def test_the_script_trains(monkeypatch):
     assert run_script() < 0.3  # a mean of squares of numbers that are near 1 each
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_script_trains_compiled():
     assert run_script() < 0.3
 
