@@ -1043,6 +1043,67 @@ def test_states_in_a_list_are_refused_before_they_are_sharded():
     assert not optimizer.state
 
 
+class Turns:
+    """Counts, inside: GaLore's projectors, for one, are objects with numbers and tensors."""
+
+    def __init__(self):
+        self.count = 0
+
+
+class CountsInObjects(torch.optim.Optimizer):
+    """Divides by how many steps an object in each parameter's state has counted."""
+
+    def __init__(self, params, first: int = 1):
+        super().__init__(params, {"lr": 0.1})
+        self.first = first
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] >= self.first:
+                    turns = state.setdefault("turns", Turns())
+                    turns.count += 1
+                    p.add_(p.grad, alpha=-group["lr"] / turns.count)
+
+
+HAS_TURNS = "CountsInObjects.step keeps an object of class Turns as state `turns`, .*of their own"
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_object_in_a_state_is_refused_before_anything_has_changed(stage):
+    model = Mlp()
+    optimizer, before = CountsInObjects(model.parameters()), values(model)
+    with pytest.raises(StepError, match=HAS_TURNS):
+        zero(good_step, stage)(model, optimizer, *BATCH)
+    assert_untouched(model, optimizer, before)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_object_in_a_state_is_refused_when_it_appears(stage):
+    model = Mlp()
+    optimizer, step = CountsInObjects(model.parameters(), first=3), zero(good_step, stage)
+    for _ in range(2):
+        step(model, optimizer, *BATCH)
+    with pytest.raises(StepError, match=HAS_TURNS):
+        step(model, optimizer, *BATCH)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_object_in_a_loaded_state_is_refused(stage):
+    trained, model = Mlp(), Mlp()
+    other, optimizer = CountsInObjects(trained.parameters()), CountsInObjects(model.parameters())
+    good_step(trained, other, *BATCH)
+    optimizer.load_state_dict(other.state_dict())
+    before = values(model)
+    with pytest.raises(StepError, match=HAS_TURNS):
+        zero(good_step, stage)(model, optimizer, *BATCH)
+    with full_params(model):
+        assert all(torch.equal(*both) for both in zip(values(model), before, strict=True))
+
+
 class Signed(torch.optim.Optimizer):
     """Writes to ``p.grad``."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zerofx import compat
 
 # What tells the single-tensor form of torch's optimizers from the others.
 _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
@@ -127,6 +130,44 @@ def read_arguments(
 
     key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
     return Arguments(values, key, tuple(tensors), tuple(shards), tuple(scalars))
+
+
+def not_carried(state: Any) -> tuple[str, str] | None:
+    """Find what a trace cannot carry from one step to the next: its path, and what it is.
+
+    Tensors, numbers, strings, booleans and None can be, in lists, tuples and dictionaries of which
+    each is in one place.  An object changes inside, where a trace does not look; None if there is
+    no such.
+    """
+    seen: set[int] = set()
+
+    def find(value: Any, path: str) -> Iterator[tuple[str, str]]:
+        kind = type(value)
+        if kind not in (list, tuple, dict):
+            if not _is_carried(value):
+                yield path, f"an object of class {kind.__qualname__}"
+            return
+        if kind is not tuple and id(value) in seen:
+            yield path, f"a {kind.__name__} that is in another place too"
+        seen.add(id(value))
+        for key, item in value.items() if kind is dict else enumerate(value):
+            inner = f"{path}.{key}" if path else str(key)
+            if kind is dict and not isinstance(key, _IMMUTABLE):
+                yield path, f"a dictionary with a {type(key).__qualname__} for a key"
+            yield from find(item, inner)
+
+    return next(find(state, ""), None)
+
+
+_IMMUTABLE = (numbers.Number, str, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def _is_carried(value: Any) -> bool:
+    if isinstance(value, Tensor):  # a tensor with tensors inside is an object too
+        return compat.is_fake(value) or (
+            type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        )
+    return isinstance(value, (*_IMMUTABLE, *compat.SYMBOLIC_SCALARS, torch.SymBool))
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:

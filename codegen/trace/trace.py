@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError, check_elementwise, fit_to_shards
-from zerofx.codegen.trace.arguments import Arguments, own_attributes
+from zerofx.codegen.trace.arguments import Arguments, not_carried, own_attributes
 from zerofx.codegen.trace.symbolic import (
     Follower,
     TensorsOfNumbers,
@@ -264,6 +264,7 @@ class _ShadowStep:
         numbers = dict(self.follower.values)
         keys = (compat.storage_key(parameter), compat.storage_key(gradient))
         parameter.grad = gradient
+        self._check_carried(dict(self.state.values))
 
         shadow = self._shadow(parameter, {"params": [parameter], **group}, state)
         attributes = dict(shadow.__dict__)
@@ -277,6 +278,7 @@ class _ShadowStep:
 
         results: list[Any] = []
         new_state = shadow.state.get(parameter, {})
+        self._check_carried(new_state)
         self.nested = [
             name
             for name, value in new_state.items()
@@ -349,6 +351,19 @@ class _ShadowStep:
         if any(key is not parameter for key in shadow.state):
             raise self._error(
                 "keeps state that belongs to no parameter", "keep it in the parameter group"
+            )
+
+    def _check_carried(self, state: Any) -> None:
+        """Refuse a state that holds what the trace would take for a constant."""
+        found = not_carried(state)
+        if found is not None:
+            path, what = found
+            raise self._error(
+                f"keeps {what} as state `{path}`"
+                if path
+                else f"has {what} for its `self.state[p]`",
+                "keep what it holds as states of their own, `self.state[p][name] = value`, each a "
+                "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these",
             )
 
     def _check_apart(self, state: dict[str, Any], parameter: Any) -> None:
@@ -461,6 +476,8 @@ def _same(before: Any, after: Any) -> bool:
 
 def _store(value: Any, results: list[Any]) -> Any:
     """Move a value's tensors and symbolic numbers to ``results``; return what is left."""
+    if isinstance(value, torch.SymBool):
+        return bool(value)  # guarded: another outcome is another trace
     if isinstance(value, (Tensor, *compat.SYMBOLIC_SCALARS)):
         results.append(value)
         return Slot(len(results) - 1)

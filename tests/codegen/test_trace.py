@@ -1,5 +1,6 @@
 """Tracing one update: what becomes an input, what is guarded, what is refused."""
 
+import collections
 import importlib.util
 import math
 import pathlib
@@ -9,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from zerofx import codegen, compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
@@ -70,7 +72,7 @@ def line_of(text):
 
 
 def run_steps(update, *, steps, sharded=True, shape=(4, 3), **defaults):
-    """Run an optimizer's update on one rank; return the runner and the eager optimizer."""
+    """Run an optimizer's update on one rank; return the runner, the eager optimizer and its own."""
     p, own = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
     eager, optimizer = (optimizer_class(update, **defaults)([x]) for x in (p, own))
     runner = OptimizerRunner(optimizer, {0: (own, layout(own))}, rank=0, sharded=sharded)
@@ -82,7 +84,7 @@ def run_steps(update, *, steps, sharded=True, shape=(4, 3), **defaults):
         runner.end()
         eager.step()
         assert torch.equal(data.view(shape), p.detach()), f"step {i}"
-    return runner, eager
+    return runner, eager, optimizer
 
 
 def test_hyperparameters_are_inputs_and_not_constants():
@@ -189,7 +191,7 @@ def test_branch_on_the_item_of_a_step_tensor_is_guarded():
         state["step"] += 1
         p.add_(p.grad, alpha=-0.1 if state["step"].item() > 3 else -0.2)
 
-    runner, _ = run_steps(step, steps=8)
+    runner, *_ = run_steps(step, steps=8)
     assert runner.trace_count == 3
 
 
@@ -229,7 +231,7 @@ def test_branch_every_few_steps_takes_two_traces():
         state["step"] = state.get("step", 0) + 1
         p.mul_(0.5 if state["step"] % 3 == 0 else 0.9)
 
-    runner, _ = run_steps(step, steps=9)
+    runner, *_ = run_steps(step, steps=9)
     assert runner.trace_count == 3
 
 
@@ -457,6 +459,152 @@ def keeps_a_list(self, group, p, state):
 def test_change_that_cannot_be_carried_over_is_refused(step, words):
     with pytest.raises(UpdateError, match=words):
         trace_custom(step)
+
+
+class Count:
+    """What a user's state may be: an object with a number in it."""
+
+    def __init__(self):
+        self.n = 0
+
+
+Moments = collections.namedtuple("Moments", "n total")
+
+
+def counts_in_an_object(self, group, p, state):
+    count = state.setdefault("count", Count())
+    count.n += 1
+    p.add_(p.grad, alpha=-1 / count.n)
+
+
+def counts_in_an_object_in_a_list(self, group, p, state):
+    count = state.setdefault("counts", [1.0, {"mine": Count()}])[1]["mine"]
+    count.n += 1
+    p.add_(p.grad, alpha=-1 / count.n)
+
+
+def counts_in_an_ordered_dictionary(self, group, p, state):
+    count = state.setdefault("count", collections.OrderedDict(n=0))
+    count["n"] += 1
+    p.add_(p.grad, alpha=-1 / count["n"])
+
+
+def counts_in_a_set(self, group, p, state):
+    seen = state.setdefault("seen", set())
+    seen.add(len(seen))
+    p.add_(p.grad, alpha=-1 / len(seen))
+
+
+def keeps_a_named_tuple(self, group, p, state):
+    before = state.get("moments", Moments(0, 0.0))
+    state["moments"] = Moments(before.n + 1, before.total + p.grad)
+    p.add_(state["moments"].total, alpha=-1 / state["moments"].n)
+
+
+def keeps_a_tensor_of_tensors(self, group, p, state):
+    p.add_(state.setdefault("two", TwoTensor(torch.ones_like(p), p.grad)).b)
+
+
+def counts_in_one_list_twice(self, group, p, state):
+    if not state:
+        state["a"] = state["b"] = [0]
+    state["a"][0] += 1
+    p.add_(p.grad, alpha=-1 / state["b"][0])
+
+
+def counts_by_parameter(self, group, p, state):
+    counts = state.setdefault("counts", {})
+    counts[p] = counts.get(p, 0) + 1
+    p.add_(p.grad, alpha=-1 / counts[p])
+
+
+class Counted(dict):
+    """A state of the user's own kind."""
+
+
+def has_a_state_of_its_own_kind(self, group, p, state):
+    state = self.state[p] = state if isinstance(state, Counted) else Counted(n=0)
+    state["n"] += 1
+    p.add_(p.grad, alpha=-1 / state["n"])
+
+
+@pytest.mark.parametrize("sharded", (False, True))
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (counts_in_an_object, "keeps an object of class Count as state `count`"),
+        (counts_in_an_object_in_a_list, "an object of class Count as state `counts.1.mine`"),
+        (counts_in_an_ordered_dictionary, "an object of class OrderedDict as state `count`"),
+        (counts_in_a_set, "an object of class set as state `seen`"),
+        (keeps_a_named_tuple, "an object of class Moments as state `moments`"),
+        (keeps_a_tensor_of_tensors, "an object of class TwoTensor as state `two`"),
+        (counts_in_one_list_twice, "a list that is in another place too as state `b`"),
+        (counts_by_parameter, "a dictionary with a FakeTensor for a key as state `counts`"),
+        (has_a_state_of_its_own_kind, r"an object of class Counted for its `self.state\[p\]`"),
+    ],
+)
+def test_state_that_changes_where_a_trace_does_not_look_is_refused(step, words, sharded):
+    with pytest.raises(UpdateError, match=f"{words}, .*states of their own, .*a tensor, a number"):
+        trace_custom(step, sharded=sharded)
+
+
+def test_an_object_that_appears_later_is_refused_when_it_does():
+    def step(self, group, p, state):
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > 2:
+            counts_in_an_object(self, group, p, state)
+
+    with pytest.raises(UpdateError, match="an object of class Count as state `count`"):
+        run_steps(step, steps=3)
+
+
+def test_an_object_that_was_loaded_is_refused_though_the_step_drops_it():
+    def step(self, group, p, state):
+        p.add_(p.grad, alpha=-1 / state.pop("count").n)
+
+    with pytest.raises(UpdateError, match="an object of class Count as state `count`"):
+        trace_custom(step, state={"count": Count()})
+
+
+def counts_in_a_dictionary(self, group, p, state):
+    count = state.setdefault("count", {"n": 0, "names": ("a", None)})
+    count["n"] += 1
+    p.add_(p.grad, alpha=-1 / count["n"])
+
+
+def counts_by_length(self, group, p, state):
+    seen = state.setdefault("seen", [])
+    seen.append(1.5)
+    p.add_(p.grad, alpha=-1 / len(seen))
+
+
+def keeps_what_a_branch_found(self, group, p, state):
+    state["step"] = state.get("step", 0) + 1
+    p.add_(p.grad, alpha=-0.1 if state.get("late") else -1)
+    state["late"] = state["step"] > 2
+
+
+def keeps_a_dtype_a_shape_and_a_complex_number(self, group, p, state):
+    state.setdefault("dtype", p.dtype)
+    state.setdefault("shape", p.shape)
+    state["turn"] = state.get("turn", 1) * 1j
+    p.add_(p.grad.to(state["dtype"]), alpha=state["turn"].real + len(state["shape"]))
+
+
+@pytest.mark.parametrize(
+    "step",
+    (
+        counts_in_a_dictionary,
+        counts_by_length,
+        keeps_what_a_branch_found,
+        keeps_a_dtype_a_shape_and_a_complex_number,
+    ),
+)
+def test_plain_states_are_carried_from_step_to_step(step):
+    _, eager, optimizer = run_steps(step, steps=6)
+    (mine,), (theirs,) = optimizer.state.values(), eager.state.values()
+    assert mine == theirs
+    assert list(map(type, mine.values())) == list(map(type, theirs.values()))
 
 
 def test_list_of_tensors_that_a_step_changes_is_named():
