@@ -23,7 +23,7 @@ from zerofx.codegen.trace.trace import Update
 aten = torch.ops.aten
 
 BLOCKS_AT_ONCE = 1024
-"""How many blocks of 256 an update in eight bits takes at once: 1 MiB of float32."""
+"""The number of blocks of 256 that an update in eight bits takes at once: 1 MiB of float32."""
 
 # The second operand may be a 0-dim tensor in place of a number, with the same meaning.
 _TAKES_SCALAR_TENSOR = {
@@ -139,7 +139,7 @@ class UpdateKernel:
     def _prepare(
         self, values: Sequence[Any]
     ) -> tuple[Callable, Callable[[], None], list[Any], list[Any]]:
-        """What runs, what writes its numbers, its inputs beside shards, and results of numbers."""
+        """Return the kernel, the writer of its numbers, its inputs beside shards, numbers' results."""
         plan = self._plan
         numbers = self._numbers(*(values[position] for position in plan.numbers))
         inputs = list(self._inputs)
@@ -178,7 +178,7 @@ def _in_rows(flat: Tensor, num_rows: int) -> Tensor:
 
 
 class _Plan:
-    """Which values go where: positions of inputs, and where each result comes from."""
+    """The wiring of a kernel: positions of inputs, and the source of each result."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -396,7 +396,7 @@ def _clamp(tensor: Tensor, low: Any = None, high: Any = None) -> Tensor:
 
 
 def _written_by(node: fx.Node) -> fx.Node | None:
-    """Where an operation writes: its first operand, or what it is given as ``out``."""
+    """Return the node that an operation writes to: its first operand, or its ``out``."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     return next(mutated_operands(node.target, node.args, node.kwargs), None)

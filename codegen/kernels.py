@@ -1,4 +1,4 @@
-"""Which kernel runs an update: one of our own in Triton on CUDA, one of Inductor's elsewhere."""
+"""Choose an update's kernel: one of our own in Triton on CUDA, one of Inductor's elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Keep = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs an update as one kernel, and the dtype that it takes the gradient in.
+    """Return an update's kernel, and the dtype that it takes the gradient in.
 
     ``may_wait``: it takes ``launches=``, and then runs when they do.  ``ready`` takes what ``run``
     does, and returns what runs it in any thread; None for what runs on a GPU.
@@ -100,5 +100,5 @@ class Kernels:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether updates on a device run as Triton kernels."""
+    """Return whether updates on a device run as Triton kernels."""
     return device.type == "cuda"

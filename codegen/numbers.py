@@ -87,7 +87,7 @@ class NumberGraph:
         self._root[node] = self._root[other]
 
     def use(self, node: fx.Node) -> tuple[Number | int | float | bool, bool]:
-        """What an element is combined with, as of now, and whether it is to be negated."""
+        """Return the current partner of an element, and whether it is negated."""
         constant = _constant(node)
         if constant is not None:
             return constant, False
@@ -120,7 +120,7 @@ class NumberGraph:
         return HostNumbers(gm, tuple(self._inputs), len(kept), needed)
 
     def _is_settled(self, node: Any) -> bool:
-        """Whether nothing has written to a number since it was computed."""
+        """Return whether nothing has written to a number since it was computed."""
         return isinstance(node, fx.Node) and not self._version.get(self._root.get(node, node))
 
     def _name(self, node: fx.Node, root: fx.Node) -> str:
@@ -247,7 +247,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def is_written_after(node: fx.Node) -> bool:
-    """Whether a graph writes to the memory of a node's result after computing it."""
+    """Return whether a graph writes to the memory of a node's result after computing it."""
     roots = roots_of(node.graph)
     place = {other: i for i, other in enumerate(node.graph.nodes)}
     return any(

@@ -57,7 +57,7 @@ Operand = Value | NumberOperand | int | float | bool
 
 
 class Builder(Protocol):
-    """What a rule writes with; ``codegen/pointwise.py`` has it."""
+    """The interface that a rule writes with; ``codegen/pointwise.py`` implements it."""
 
     def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
         """The value of one operation, which serves ``node``."""
@@ -72,7 +72,7 @@ class Builder(Protocol):
         """A value in another dtype."""
 
     def is_element(self, argument: Any) -> bool:
-        """Whether an argument has a value per element, and is not a number."""
+        """Return whether an argument has a value per element, and is not a number."""
 
     def refusal(self, node: fx.Node, reason: str) -> Exception:
         """The error that says why the update has no kernel."""
@@ -83,7 +83,7 @@ Rule = Callable[[Builder, fx.Node], Value | None]
 
 
 def register_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What torch computes a dtype's elements in."""
+    """Return the dtype that torch computes a dtype's elements in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -92,7 +92,7 @@ ALIASES = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
 
 
 def rule_of(target: torch._ops.OpOverload) -> Rule | None:
-    """How an operator is written, in place or not; None if it is not known."""
+    """Return the rule that writes an operator, in place or not; None if it is not known."""
     if target.namespace != "aten" or operator_names(target)[0].startswith("_foreach_"):
         return None
     return _bitcast if target is aten.view.dtype else _RULES.get(operator_names(target)[1])

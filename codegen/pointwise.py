@@ -234,7 +234,7 @@ class _Normaliser:
             self._rename_last(called.name)
 
     def _shape_in_functions(self, node: fx.Node) -> Shape:
-        """What stands for an operand in the trace of a Python function."""
+        """Return the value that stands for an operand in the trace of a Python function."""
         if not self.is_element(node):
             return ()
         if node in self.per_block:
@@ -357,7 +357,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a node gives another name to its one operand: a view of the whole shape."""
+    """Return whether a node gives another name to its one operand: a view of the whole shape."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and operator_names(node.target)[0] in ALIASES
@@ -367,7 +367,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _source_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """What the optimizer calls a node's result, or an alias of it."""
+    """Return the optimizer's name for a node's result, or for an alias of it."""
     names: dict[fx.Node, str] = {}
     for node in reversed(graph.nodes):
         name = node.meta.get("source_name") or names.get(node)
@@ -379,7 +379,7 @@ def _source_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _last_name(path: str) -> str:
-    """What an input is called: ``group.betas.0`` is ``beta1``."""
+    """Return an input's short name: ``group.betas.0`` is ``beta1``."""
     owner, *parts = path.split(".")
     name = parts[0] if parts else owner
     for part in parts[1:]:

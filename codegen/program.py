@@ -1,4 +1,4 @@
-"""What an update does to one element: streams, values, numbers."""
+"""An update of one element, as data: streams, values, numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stream:
 
     @property
     def is_per_block(self) -> bool:
-        """Whether many elements share an entry: the scales of moments in eight bits."""
+        """Return whether many elements share an entry: the scales of moments in eight bits."""
         return self.elements_per_entry > 1
 
     @property
@@ -41,7 +41,7 @@ class Stream:
         return self.dtype.itemsize * ways / self.elements_per_entry
 
     def length(self, elements: int) -> int:
-        """How many entries it has for so many elements."""
+        """Return the number of entries for so many elements."""
         return -(-elements // self.elements_per_entry)
 
 
@@ -57,7 +57,7 @@ ELEMENTS_PER_PARTIAL = 1024
 
 @dataclass(frozen=True)
 class Program:
-    """What an update does to one element of each stream.
+    """One update of one element of each stream.
 
     ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
     each stream among the update's inputs; new states and the copy have none.  ``device_numbers``
@@ -82,7 +82,7 @@ class Program:
 
     @property
     def bytes_per_element(self) -> float:
-        """How many bytes an update of one element moves, at the least.
+        """Return the fewest bytes that an update of one element moves.
 
         Partial sums are counted as of the smallest blocks.
         """
@@ -91,7 +91,7 @@ class Program:
 
     @property
     def skips(self) -> bool:
-        """Whether it leaves everything as it is when ``found_inf`` is set."""
+        """Return whether it leaves everything as it is when ``found_inf`` is set."""
         return FOUND_INF in self.device_numbers
 
 

@@ -1,4 +1,4 @@
-"""What ``backend="zero"`` is: functions that are compiled, and what torch calls them with.
+"""The backend ``zero``: compiled functions, their options and ranks, and calls of them.
 
 From a step to what runs: ``capture`` -> ``program`` (passes -> agree -> lower) -> a callable.
 """
@@ -42,7 +42,7 @@ from zerofx.runtime.storage.copies import Mover
 logger = logging.getLogger("zerofx")
 
 AGREEMENT_TIMEOUT_S = 300.0
-"""How long a rank waits for the others to have compiled the same schedule."""
+"""The time that a rank waits for the others to have compiled the same schedule."""
 
 GRAPH_BREAK = (
     "zerofx compiles the whole step (forward, backward, clipping, update) as one program, and the "
@@ -139,7 +139,7 @@ class CompiledFunction:
             raise
 
     def _figures(self, inputs: list[Any]) -> Figures:
-        """What to plan with: as the user says, or as the ranks measure, all at their first call."""
+        """Return the figures to plan with: the user's, or those that the ranks measure."""
         assert self.options is not None
         if self.options.hardware is not None:
             return self.options.hardware
@@ -228,7 +228,7 @@ def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:
 
 
 class ZeroBackend:
-    """What ``backend="zero"`` names."""
+    """The object that ``backend="zero"`` names."""
 
     __name__ = "zero"
 

@@ -1,4 +1,4 @@
-"""How fast ranks compute and what their link carries: the numbers that plans are made with."""
+"""The speed of ranks and of their link: the numbers that plans are made with."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LARGEST_BUCKET_BYTES = 64 * 2**20
 SMALLEST_BUCKET_BYTES = 2**20
 
 LATENCY_SHARE = 0.1
-"""How much of a bucket's transfer may be latency."""
+"""The share of a bucket's transfer that may be latency."""
 
 NEEDED = ("latency_s", "bytes_per_s")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a group's slowest rank and link do.
+    """The figures of a group's slowest rank and link.
 
     ``latency_s`` is what a collective takes that carries nothing, ``bytes_per_s`` what each rank
     sends in a second; ``overlaps`` says whether that goes on while the rank computes: reads of a

@@ -1,4 +1,4 @@
-"""Which versions of torch work; imported before anything that needs one of them."""
+"""The versions of torch that work; imported before anything that needs one of them."""
 
 from __future__ import annotations
 

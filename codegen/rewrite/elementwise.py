@@ -113,7 +113,7 @@ def mutated_operands(node_target: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
-    """What disqualifies an operation, or None if it may run on shards."""
+    """Return the reason why an operation may not run on shards, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None  # scalar arithmetic, or an element of a list of tensors
@@ -160,7 +160,7 @@ def _is_pointwise(target: torch._ops.OpOverload) -> bool:
 
 
 def _writes_one_value_by_mask(node: fx.Node, whole: set[fx.Node]) -> bool:
-    """Whether this is ``x[mask] = number``, with a mask of the whole shape."""
+    """Return whether this is ``x[mask] = number``, with a mask of the whole shape."""
     indices, value = node.args[1], node.args[2]
     if len(indices) != 1 or indices[0] not in whole or node.args[3:] not in ((), (False,)):
         return False
@@ -187,6 +187,6 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def operation_line(node: fx.Node) -> str:
-    """Where the optimizer's source calls the operation, as `` at file:line``."""
+    """Return the line of the optimizer that calls the operation, as `` at file:line``."""
     found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     return f" at {found[1]}:{found[2]}" if found else ""

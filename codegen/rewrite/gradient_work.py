@@ -1,4 +1,4 @@
-"""What a step does to a gradient before its update reads it, done by the update's own kernel.
+"""Fold a step's arithmetic on a gradient into the update's own kernel.
 
 Clipping by a norm multiplies every gradient by one number, unscaling by another; both are element
 by element, as the update is.  Here such work is a small graph of its own, and is put in front of
@@ -41,7 +41,7 @@ _OF_MEMORY = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
 
 
 def may_be_work(node: fx.Node) -> bool:
-    """Whether an operation on a flat gradient, 0-dim tensors and constants may be such work.
+    """Return whether an operation on a flat gradient, 0-dim tensors and constants may be such work.
 
     Every operand that is not 0-dim has the result's shape and device, and every tensor is known
     by its ``meta["val"]``.

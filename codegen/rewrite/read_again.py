@@ -64,7 +64,7 @@ def round_what_is_read_again(update: Update) -> Update:
 
 
 def _is_another(source: fx.Node, dtype: torch.dtype, copy: fx.Node) -> bool:
-    """Whether what is copied to the parameter is a result of its dtype with another reader."""
+    """Return whether the copied value is a result of the parameter's dtype with another reader."""
     value = source.meta.get("val")
     is_result = source.op == "call_function" and isinstance(value, Tensor) and value.dtype == dtype
     return is_result and any(user is not copy for user in source.users)

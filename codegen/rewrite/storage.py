@@ -32,13 +32,13 @@ aten = torch.ops.aten
 MASTER = "zerofx.master"
 """The state that holds a low-precision parameter in float32."""
 SCALE = ".scale"
-"""What a moment's name ends in, for the state that holds the scales of its blocks."""
+"""The suffix of the state that holds the scales of a moment's blocks."""
 NATIVE = "zerofx.native_dtypes"
 """The state that says of which dtype the moments are that are kept in another."""
 UPDATES = "zerofx.num_updates"
 """The state that counts updates which round at random, where the optimizer has no ``step``."""
 ADDED = frozenset((MASTER, UPDATES))
-"""What a state dict has besides the optimizer's own states."""
+"""The states that a state dict has besides the optimizer's own."""
 
 FEWEST_CODED = 4096
 """Moments of smaller parameters are never kept in eight bits, as in Dettmers et al. 2022."""
@@ -48,7 +48,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Precision:
-    """What the user has chosen about how an optimizer's numbers are kept; see ``Options``."""
+    """The user's choice of how an optimizer's numbers are kept; see ``Options``."""
 
     master_weights: bool = False
     stochastic_rounding: bool = False
@@ -57,26 +57,26 @@ class Precision:
 
     @classmethod
     def of(cls, options: Any) -> Precision:
-        """What these ``Options`` say of it."""
+        """Return the choice that these ``Options`` make."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything is kept as the optimizer itself would."""
+        """Return whether everything is kept as the optimizer itself would."""
         return not (self.master_weights or self.stochastic_rounding or self.moment_dtype)
 
     @property
     def draws(self) -> bool:
-        """Whether updates round at random, of some parameters."""
+        """Return whether updates round at random, of some parameters."""
         return self.stochastic_rounding or self.moment_dtype is not None
 
     def draws_for(self, parameter: torch.dtype, numel: int) -> bool:
-        """Whether updates of such a parameter, of so many elements on all ranks, do."""
+        """Return whether updates of such a parameter, of so many elements on all ranks, do."""
         narrows = self.moment_storage(parameter, numel) is not self.compute_dtype(parameter)
         return narrows or self.rounds_parameter(parameter)
 
     def rounds_parameter(self, parameter: torch.dtype) -> bool:
-        """Whether they round the parameter itself."""
+        """Return whether they round the parameter itself."""
         return self.stochastic_rounding and parameter is torch.bfloat16
 
     @property
@@ -88,20 +88,20 @@ class Precision:
         return ["optimizer " + " ".join(f"{name}={value}" for name, value in values)]
 
     def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """What the update of such a parameter computes in."""
+        """Return the dtype that the update of such a parameter computes in."""
         return torch.float32 if parameter in _LOW and not self.is_plain else parameter
 
     def keeps_master(self, parameter: torch.dtype) -> bool:
         return self.master_weights and parameter in _LOW
 
     def native_dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """What a state dict gives moments in: as torch would keep those of what is trained."""
+        """Return the dtype of moments in a state dict: torch's for the trained parameter."""
         if self.moment_dtype is None and not self.master_weights:
             return parameter
         return self.compute_dtype(parameter)
 
     def moment_storage(self, parameter: torch.dtype, numel: int) -> torch.dtype:
-        """What moments of such a parameter, of so many elements on all ranks, are kept in."""
+        """Return the dtype that moments are kept in; ``numel`` counts all ranks' elements."""
         if self.moment_dtype is torch.int8 and numel < FEWEST_CODED:
             return self.compute_dtype(parameter)
         if self.moment_dtype is not None:
@@ -111,7 +111,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Stored:
-    """How one update's inputs are stored now; None is as it computes.
+    """The dtypes that one update's inputs are stored in; None is the dtype it computes in.
 
     ``moments`` are the names of states and the dtypes that they are kept in.
     """

@@ -42,7 +42,7 @@ floating point operations, by a parameter's shape and group."""
 
 
 def whole_update_flops(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """What an update that may need its tensor whole computes, by the ``id`` of the parameter.
+    """Return the flops of updates that may need a whole tensor, by the ``id`` of the parameter.
 
     Empty for an optimizer whose updates must be elementwise.
     """
@@ -166,7 +166,7 @@ class _Division:
         return DividedUpdate(self.update, first_gm, core_gm, last_gm, counts)
 
     def _core(self) -> set[fx.Node]:
-        """What is not elementwise, and what lies between two such operations."""
+        """The operations that are not elementwise, and those between two of them."""
         core = set()
         for node in self.calls:
             operands = set(node.all_input_nodes)
@@ -212,7 +212,7 @@ class _Division:
         return first
 
     def _writers_before(self, node: fx.Node) -> list[fx.Node]:
-        """What has written, maybe through another view, to what a node reads."""
+        """Return the writes, maybe through another view, to what a node reads."""
         touched = self._touched(node)
         earlier = self.calls[: self.calls.index(node)]
         return [other for other in earlier if self._written(other) & touched]

@@ -19,7 +19,7 @@ _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a parameter group, or a parameter's state, gives to one run of the update.
+    """The values that a parameter group, or a parameter's state, gives to one run of the update.
 
     ``key`` is all of it that a trace depends on, in the order of its values; what changes
     freely between runs is in ``tensors`` and ``scalars``.  ``shards`` says which tensors stand
@@ -38,7 +38,7 @@ class Arguments:
         return {name for name, kind in self.key if isinstance(kind, _Constant)}
 
     def paths(self, owner: str) -> tuple[list[str], list[str]]:
-        """Where the tensors and the scalars are found, as ``owner.betas.0``.
+        """Return the paths of the tensors and the scalars, as ``owner.betas.0``.
 
         A 0-dim tensor and its number are found in one place.
         """
@@ -280,7 +280,7 @@ def _has_number(tensor: Tensor) -> bool:
 
 
 def _counts_exactly(tensor: Tensor) -> bool:
-    """Whether adding small integers to a 0-dim tensor is exact, as for a step count."""
+    """Return whether adding small integers to a 0-dim tensor is exact, as for a step count."""
     if not tensor.is_floating_point():
         return True
     value = tensor.item()

@@ -96,7 +96,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _constants(node: fx.Node) -> list[Any]:
-    """What is constant among a node's arguments, but for the size of a view."""
+    """Return the constants among a node's arguments, except the size of a view."""
     if node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default):
         return []
     constants = (*node.args, *node.kwargs.values())
@@ -104,5 +104,5 @@ def _constants(node: fx.Node) -> list[Any]:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Whether a node counts the elements: ``arange(n)``."""
+    """Return whether a node counts the elements: ``arange(n)``."""
     return node.target is aten.arange.default and node.args[0] in _COUNTS

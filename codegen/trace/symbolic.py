@@ -147,14 +147,14 @@ class TensorsOfNumbers(torch.overrides.TorchFunctionMode):
 
 
 def _has_elements(argument: Any) -> bool:
-    """Whether an argument is, or may have in it, a tensor with dimensions."""
+    """Return whether an argument is, or may have in it, a tensor with dimensions."""
     if isinstance(argument, Tensor):
         return argument.dim() > 0
     return isinstance(argument, (list, tuple, dict)) and len(argument) > 0
 
 
 def _is_blind_to_sizes(func: Callable[..., Any], result: Any) -> bool:
-    """Whether what Python has learned by a call is the same for tensors of other sizes.
+    """Return whether what Python has learned by a call is the same for tensors of other sizes.
 
     What a function of torch's written in Python has asked on its way is not seen: it counts as
     not blind.
@@ -275,7 +275,7 @@ _NOT_USER_CODE = (
 
 
 def _is_optimizer_source(filename: str) -> bool:
-    """Whether a file is the user's, or one of torch's optimizers."""
+    """Return whether a file is the user's, or one of torch's optimizers."""
     if filename.startswith(_NOT_USER_CODE):
         return False
     return not filename.startswith(_TORCH) or filename.startswith(_OPTIMIZERS)

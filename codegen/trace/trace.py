@@ -203,13 +203,13 @@ def trace_update(
 
 
 def is_usual(info: ParameterInfo) -> bool:
-    """Whether a parameter is contiguous and has more than one element: not a number's tensor."""
+    """Return whether a parameter is contiguous and has more than one element."""
     strides = accumulate(reversed(info.shape[1:]), operator.mul, initial=1)
     return len(info.shape) > 0 and info.numel > 1 and info.stride == (*strides,)[::-1]
 
 
 def _has_sizes(gm: fx.GraphModule) -> bool:
-    """Whether an operation is given numbers in a list: sizes that were those of one parameter."""
+    """Return whether an operation is given numbers in a list: the sizes of one parameter."""
     return any(
         isinstance(argument, (list, tuple)) and any(isinstance(item, int) for item in argument)
         for node in gm.graph.nodes
@@ -219,7 +219,7 @@ def _has_sizes(gm: fx.GraphModule) -> bool:
 
 
 def _remedy(info: ParameterInfo, state: Arguments) -> str:
-    """What to do about an error of the optimizer's own."""
+    """Return advice on an error that the optimizer itself raised."""
     for name, value in state.values.items():
         if isinstance(value, Tensor) and value.ndim and value.dtype != info.dtype:
             return (

@@ -34,7 +34,7 @@ _CONFIGURATIONS_OF_CODES = ((1024, 4), (2048, 8))
 _INTERPRETED_BLOCK = 1024
 
 _TUNED_ON_ELEMENTS = 1 << 22
-"""What a configuration is timed on: more than what a GPU's cache holds of AdamW's streams."""
+"""The elements that a configuration is timed on: AdamW's streams then exceed a GPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TritonKernel:
         return partials[0][:blocks].sum() if partials else None
 
     def _room_for_partials(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Where blocks write what they sum, if they do: the same memory for every launch."""
+        """The memory that blocks write their sums to, if they sum: the same for every launch."""
         if self.program.squares is None:
             return ()
         count = -(-elements // ELEMENTS_PER_PARTIAL)
@@ -175,7 +175,7 @@ class TritonKernel:
                 )
 
     def _run(self, device: torch.device) -> Callable[..., int]:
-        """What launches the kernel, and returns in how many blocks."""
+        """Return a function that launches the kernel, and returns its number of blocks."""
         if device not in self._tuned:
             self._tuned[device] = self._tune(device) if _on_gpu(device) else self._interpret
         return self._tuned[device]

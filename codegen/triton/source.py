@@ -293,7 +293,7 @@ class _Writer:
 
 
 def _place(stream: Stream) -> tuple[str, str]:
-    """Where in a block a stream is, and for which of its entries it is there."""
+    """A stream's place in a block, and the mask of its entries."""
     return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
 
 

@@ -1,4 +1,4 @@
-"""What stays gathered from forward to backward within ``memory_budget``, the same on all ranks.
+"""Choose what stays gathered from forward to backward within ``memory_budget``, on all ranks.
 
 How many bytes are left of the budget depends on the batch, which may have another shape on each
 rank, and what is gathered when must not.  So every rank finds what it could keep, and what all
@@ -111,7 +111,7 @@ def _does_not_fit(least: int, budget: int) -> BudgetError:
 def with_moves(
     graph: fx.Graph, order: dict[fx.Node, int], alive: list[int], ctx: PassContext
 ) -> list[int]:
-    """What ``place_offload`` will have on the device too.
+    """Return the bytes that ``place_offload`` will have on the device too.
 
     From the first reduction on, new values on their way back, and gradients that leave while the
     next ones are made; or two buckets' values that are updated on the device, and what they become;
@@ -138,7 +138,7 @@ def _count(planned: Planned) -> int:
 
 
 def _cuts(before: list[GatherSpan], after: list[GatherSpan]) -> frozenset[int]:
-    """Which of the spans there were before are still gathered anew."""
+    """Return those of the earlier spans that are still gathered anew."""
     starts = {span.first for span in after}
     return frozenset(index for index, span in enumerate(before) if span.first in starts)
 
@@ -223,7 +223,7 @@ def _peak(
 
 
 def _end_of_reductions(graph: fx.Graph, order: dict[fx.Node, int]) -> int | None:
-    """Where the last wait stands: what is gathered for the next call starts no earlier.
+    """Return the place of the last wait: gathers for the next call start no earlier.
 
     None if the program updates nothing.
     """

@@ -1,4 +1,4 @@
-"""What ``offload`` names and the device has room for all the same: that stays there."""
+"""Choose the offload targets that the device has room for: they stay on it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stay_on_device(graph: fx.Graph, ctx: PassContext, room: int) -> Resident:
 
 
 def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:
-    """Where in the program each bucket's last gradient is reduced."""
+    """Return the place in the program where each bucket's last gradient is reduced."""
     places: dict[int, int] = {}
     for node, place in program_order(graph).items():
         if node.target in ops.STARTS and role(node) == "reduce_gradient":

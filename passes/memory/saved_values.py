@@ -1,4 +1,4 @@
-"""Which forward values a backward keeps and which it computes again: a minimum cut in bytes."""
+"""Choose which forward values a backward keeps or computes again: a minimum cut in bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one backward computes again, and why it keeps each of the values that it keeps."""
+    """The values that one backward computes again, and the reason for each that it keeps."""
 
     repeated: frozenset[fx.Node]
     kept: dict[fx.Node, str]
@@ -131,11 +131,11 @@ class SavedValues:
         return frozenset().union(*(self.parameters.get(node, ()) for node in nodes))
 
     def reading_level(self, node: fx.Node) -> int:
-        """How many operators that nothing fuses with come before a node, on the longest path."""
+        """Count the operators that nothing fuses with before a node, on the longest path."""
         return max((self.level[source] for source in node.all_input_nodes), default=0)
 
     def choose(self, backward: list[fx.Node]) -> Choice:
-        """What the backward made of these nodes, in program order, keeps and repeats."""
+        """Choose what the backward made of these nodes, in program order, keeps and repeats."""
         return _Backward(self, backward).choose()
 
     def equals(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -210,7 +210,7 @@ class _Backward:
         return Choice(frozenset(repeated), kept)
 
     def _cone(self) -> list[fx.Node]:
-        """What is wanted and all that it may be computed from, in program order."""
+        """Return the wanted values and all that they may be computed from, in program order."""
         found = dict(self.wanted)
         pending = list(found)
         while pending:
@@ -272,7 +272,7 @@ class _Backward:
         return reader not in self.nodes and self.program.order[reader] > self.first
 
     def _is_held(self, node: fx.Node) -> bool:
-        """Whether a value that is not repeated is in memory during backward anyway."""
+        """Return whether a value that is not repeated is in memory during backward anyway."""
         return node in self.wanted or any(
             reader in self.nodes or self._is_later(reader) for reader in _readers(node)
         )
@@ -290,7 +290,7 @@ class _Backward:
         )
 
     def _has_parameters(self, node: fx.Node) -> bool:
-        """Whether backward reads the parameters that a node reads.
+        """Return whether backward reads the parameters that a node reads.
 
         A bias need not be read, if a weight beside it is: they travel together.
         """
@@ -430,7 +430,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Whether Inductor can compute a node in the kernel of its readers or sources."""
+    """Return whether Inductor can compute a node in the kernel of its readers or sources."""
     if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
         return True
     tags = getattr(node.target, "tags", ())
@@ -440,14 +440,14 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def _becomes_pointwise(node: fx.Node) -> bool:
-    """Whether Inductor makes a pointwise operator of a node: as of rotary embeddings' angles."""
+    """Return whether Inductor makes a node pointwise, as it does rotary embeddings' angles."""
     if _packet(node) in (aten.mm, aten.bmm):
         return node.args[0].meta["val"].shape[-1] == 1
     return _packet(node) is aten.cat and len(set(node.args[0])) == 1
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether repeating a node costs next to nothing in a kernel that reads its result."""
+    """Return whether repeating a node costs next to nothing in a kernel that reads its result."""
     if node.op != "call_function" or compat.draws_randomly(node):
         return False
     if node.target is operator.getitem:
@@ -469,7 +469,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Whether the program allocates memory for a value, and not a number's."""
+    """Return whether the program allocates memory for a value, and not a number's."""
     return node.op == "call_function" and _is_tensor(node)
 
 

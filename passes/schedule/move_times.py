@@ -1,4 +1,4 @@
-"""When shards that are kept in host memory start to move: one gather ahead, or in time."""
+"""Start the moves of shards that are kept in host memory: one gather ahead, or in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where communication stands in the program: as early as its data, a bounded number in flight."""
+"""Place communication in the program: as early as its data, a bounded number in flight."""
 
 from __future__ import annotations
 

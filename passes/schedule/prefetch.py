@@ -108,7 +108,7 @@ def _explain(graph: fx.Graph, ctx: PassContext, why: dict[fx.Node, str]) -> None
 
 
 def _is_only_written(wait: fx.Node) -> bool:
-    """Whether what is gathered is only copied into inputs, and freed."""
+    """Return whether what is gathered is only copied into inputs, and freed."""
     views = aliases(wait)
     users = {user for view in views for user in view.users}
     return all(user in views or user.target is ops.free or _writes_an_input(user) for user in users)
@@ -149,7 +149,7 @@ def _write_behind(wait: fx.Node, anchor: fx.Node) -> None:
 
 
 def _readers(parameter: fx.Node) -> list[fx.Node]:
-    """Who reads an input before it is written to; a collective does until its wait."""
+    """Return the readers of an input before it is written to; a collective reads until its wait."""
     memory = aliases(parameter)
     readers = {
         user

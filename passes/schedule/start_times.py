@@ -1,4 +1,4 @@
-"""When gathers start within a memory budget: early enough to be hidden, if that fits."""
+"""Start gathers within a memory budget: early enough to be hidden, if that fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofx.ir.graph import aliases, bucket_of, parameter_of, program_order, rol
 from zerofx.passes.base import PassContext
 
 MARGIN = 2.0
-"""How many times its own duration a gather is given.
+"""The time that a gather is given, in its own durations.
 
 Predicted compute is of operators one by one, which a compiler fuses, and nothing else has a use
 for memory that is left over.
@@ -97,7 +97,7 @@ def _alive(
 
 
 def _viewed_bytes(chain: list[fx.Node]) -> int:
-    """What of a chain is memory that exists anyway: a bucket's shards, and what has arrived."""
+    """Return the part of a chain whose memory exists anyway: shards, and what has arrived."""
     return sum(value_bytes(node) for node in chain if role(node) in ("pack", "shard_on_device"))
 
 
@@ -123,7 +123,7 @@ def _earliest(
 
 
 def _communicates(node: fx.Node) -> bool:
-    """Whether ranks do something together here; an all-reduce may have a second half."""
+    """Return whether ranks do something together here; an all-reduce may have a second half."""
     ends_all_reduce = node.target is ops.wait and node.args[0].target is ops.all_reduce_start
     return node.target in ops.STARTS or ends_all_reduce
 

@@ -91,7 +91,7 @@ def _last_reader(update: fx.Node) -> list[fx.Node]:
 
 
 def _holds(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a reader's result is still the old value: a view, a cast or a gathered copy."""
+    """Return whether a reader's result is the old value: a view, a cast or a gathered copy."""
     if user.target in (*ops.STARTS, ops.wait) or node in aliased_inputs(user):
         return True
     return user.meta.get("zerofx") is not None and user.meta["zerofx"].role in (

@@ -11,7 +11,7 @@ from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS
 
 ALIGNMENT_BYTES = 16
-"""What parameters and shards begin at a multiple of: the widest load of a GPU's thread."""
+"""The alignment of parameters and shards: the widest load of a GPU's thread."""
 
 
 SPARED_BYTES, SPARED_SHARE = 64 * 2**10, 64

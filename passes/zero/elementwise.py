@@ -1,4 +1,4 @@
-"""Which operators compute each element from the same element of their operands."""
+"""Operators that compute each element from the same element of their operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAME_SHAPE = {
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether a node may run on flat shards of its operands, given that their shapes agree."""
+    """Return whether a node may run on flat shards of its operands if their shapes agree."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -35,12 +35,12 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def is_scalar(value) -> bool:
-    """Whether a node's value broadcasts to any shard: a number or a 0-dim tensor."""
+    """Return whether a node's value broadcasts to any shard: a number or a 0-dim tensor."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """Whether a node only renames the dimensions of a contiguous tensor."""
+    """Return whether a node only renames the dimensions of a contiguous tensor."""
     return node.target in (
         aten.view.default,
         aten._unsafe_view.default,

@@ -1,4 +1,4 @@
-"""When a sharded value is needed whole: how many gathers, where each begins and is freed."""
+"""Place the gathers of a sharded value: how many, where each begins and is freed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GatherUnit:
 
     @property
     def name(self) -> str:
-        """What it gathers, and the dtype in which it travels: the same on all ranks."""
+        """Name what it gathers, and the dtype in which it travels: the same on all ranks."""
         names = ", ".join(source.parameter.name for source in self.sources)
         return f"{names} {self.sources[0].dtype}"
 

@@ -53,7 +53,7 @@ def take_in_unreduced(graph: fx.Graph) -> int:
 
 
 def _reads(user: fx.Node, node: fx.Node) -> bool:
-    """Whether it is the value that is wanted, and not the place to write to or the object."""
+    """Return whether the reader wants the value, and not the object or a place to write to."""
     if user.target is ops.gradient or user.op == "output":
         return False
     return user.target is not aten.copy_.default or user.args[0] is not node

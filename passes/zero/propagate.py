@@ -144,7 +144,7 @@ class ShardPropagation:
             self._use_whole(node)
 
     def _is_taken_shard(self, node: fx.Node) -> bool:
-        """Whether a node cuts from a whole value the very shard that there is of it now."""
+        """Return whether a node cuts from a whole value the very shard that there is of it now."""
         if node.target is not ops.take_shard or node.args[0] not in self.values:
             return False
         value = self.values[node.args[0]]
@@ -336,7 +336,7 @@ class ShardPropagation:
                 value.source.uses.append((node, source))
 
     def _is_rebuilt_too_late(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether a parameter is written to after ``node`` was computed from it, before ``reader``.
+        """Return whether a write to a parameter stands between ``node``, computed from it, and ``reader``.
 
         Nodes in between would then be repeated on a copy of new values.  Views see them rightly.
         """

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReductionRule:
-    """How to compute a full reduction from shards.
+    """A way to compute a full reduction from shards.
 
     ``identity`` is what padding is set to, ``partial`` and ``finish`` insert nodes around the
     collective ``reduction``; they take (builder, node, value) and return the new value.

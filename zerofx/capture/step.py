@@ -262,7 +262,7 @@ class StepCapture:
                 item.replace_all_uses_with(marker, lambda user, marker=marker: user is not marker)
 
     def _find_gradient_outputs(self) -> dict[int, int]:
-        """Which results Dynamo stores as some parameter's ``.grad``."""
+        """Return the results that Dynamo stores as a parameter's ``.grad``, by position."""
         index_of = {node.name: index for node, index in self.index_of_input.items()}
         slots = compat.gradient_assignments()
         (results,) = self.gm.graph.output_node().args
@@ -391,7 +391,7 @@ def _describe(
 
 
 def _address(tensor: torch.Tensor) -> int | tuple[str, int]:
-    """Where a tensor's memory begins; of one without, which storage it is that has none."""
+    """Return the address of a tensor's memory; of one without, the identity of its storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() else ("no memory", storage._cdata)
 

@@ -1,4 +1,4 @@
-"""What Dynamo traces in place of ``Optimizer.step``, ``zero_grad`` and ``GradScaler``'s methods.
+"""Functions that Dynamo traces in place of ``Optimizer.step``, ``zero_grad``, ``GradScaler``'s.
 
 torch breaks the graph at an optimizer's step and skips the scaler's file.  These functions say
 the same in plain Python: the update itself becomes one ``zerofx::optimizer_step``, which reads

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Draw:
-    """What one operation's random numbers are drawn from: a generator's state, or a seed.
+    """The source of one operation's random numbers: a generator's state, or a seed.
 
     ``generator`` says whether the operation was given one, or uses its device's.
     """

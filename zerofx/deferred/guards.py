@@ -16,7 +16,7 @@ from zerofx.runtime.parameters.guarded import Guarded
 
 
 class _Deferred(Guarded):
-    """What the two classes share."""
+    """The part that the two classes share."""
 
     def __repr__(self) -> str:
         shape = tuple(self.shape)  # type: ignore[attr-defined]

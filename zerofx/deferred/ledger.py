@@ -1,4 +1,4 @@
-"""Which memory of this process is not there, and who looks at it."""
+"""The memory of this process that is not there, and the tensors that look at it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ledger:
     # What operations read that is there
 
     def constant(self, tensor: Tensor) -> Constant:
-        """What to remember of a tensor that is there."""
+        """Return the record of a tensor that is there."""
         constant = Constant(tensor)
         if not constant.is_copy:
             self._constants.setdefault(_key(tensor), []).append(weakref.ref(constant))
@@ -103,7 +103,7 @@ class Ledger:
         memory.last = Write(fill, (operand,), {}, {}, None, default, source)
 
     def source_of(self, tensor: Tensor) -> Source | None:
-        """What is to be read to fill a tensor, and nothing else done; None if there is more to it.
+        """Return the one read that fills a tensor; None if it takes more than a read.
 
         Nor if something else looks into its memory.
         """
@@ -116,7 +116,7 @@ class Ledger:
         return memory.last.source if is_it and is_alone else None
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """What a tensor that is not there holds now, in memory of its own."""
+        """Return the present values of a tensor that is not there, in memory of their own."""
         memory = self.memory_of(tensor)
         assert memory is not None
         with _at_once():

@@ -1,4 +1,4 @@
-"""What reads a tensor's memory without an operator that could be recorded."""
+"""Functions that read a tensor's memory without an operator that could be recorded."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class _Call:
 
     @property
     def is_view(self) -> bool:
-        """Whether its results look at its arguments' memory, or it changes how one does."""
+        """Return whether its results look at its arguments' memory, or it changes how one does."""
         if torch.Tag.inplace_view in self.op.tags:
             return True
         infos = [result.alias_info for result in self.op._schema.returns]
@@ -279,7 +279,7 @@ class _Call:
 
     @property
     def device(self) -> torch.device:
-        """Where its results are."""
+        """Return the devices of its results."""
         given = self.keywords.get("device")
         if given is None:
             devices = [one.device for one in self.tensors]
@@ -290,7 +290,7 @@ class _Call:
         return device
 
     def returned_arguments(self) -> Any:
-        """What it returns of what it has written to."""
+        """Return those of its results that it has written to."""
         by_alias = {
             frozenset(argument.alias_info.before_set): value
             for argument, value in self._bound()

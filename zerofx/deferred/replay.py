@@ -27,7 +27,7 @@ def replay(targets: Sequence[Memory], storages: Mapping[Memory, torch.UntypedSto
 
 
 def value_of(operand: Operand) -> Tensor:
-    """What a tensor that is not there holds now, in memory of its own."""
+    """Return the present values of a tensor that is not there, in memory of their own."""
     storage = _zeros(operand.memory)
     replay([operand.memory], {operand.memory: storage})
     with ordinary_tensors():

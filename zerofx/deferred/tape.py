@@ -1,4 +1,4 @@
-"""What has been recorded of memory that is not there yet: writes, and what they read."""
+"""The record of memory that is not there yet: writes, and what they read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Operand:
 
     @property
     def fills_memory(self) -> bool:
-        """Whether it is all of its memory, each element once."""
+        """Return whether it is all of its memory, each element once."""
         if math.prod(self.size) * self.dtype.itemsize != self.memory.nbytes:
             return False
         try:

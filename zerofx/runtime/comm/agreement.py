@@ -190,7 +190,7 @@ class Agreement:
         return meeting
 
     def news(self, lines: Sequence[str]) -> str:
-        """What another rank has posted and waits for, while this one runs a program of ``lines``.
+        """Say what another rank has posted and waits for while this one runs ``lines``.
 
         Empty if there is no such rank.  Waits for nobody.
         """

@@ -264,7 +264,7 @@ class Communicator:
             self.settle()
 
     def overlaps(self, like: torch.Tensor) -> bool:
-        """Whether tensors like this one travel while the rank computes."""
+        """Return whether tensors like this one travel while the rank computes."""
         return self._transport(like).overlaps
 
     @contextlib.contextmanager
@@ -329,7 +329,7 @@ class Communicator:
             raise ValueError(f"{reduction} of {dtype} has no meaning: reduce its absolute value")
 
     def _transport(self, tensor: torch.Tensor) -> Transport:
-        """How tensors like this one travel.  One without elements has nowhere to go."""
+        """Return the transport of tensors like this one; one without elements has nowhere to go."""
         return self._transport_of(tensor.device) if tensor.numel() else self._local
 
     def _transport_of(self, of_device: torch.device) -> Transport:
@@ -382,7 +382,7 @@ def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
 
 
 def _rendezvous(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What ``init_process_group`` is told: torchrun's store, under keys of this start's own."""
+    """Return the arguments of ``init_process_group``: torchrun's store, with keys of this start."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])

@@ -1,4 +1,4 @@
-"""What a process group's link carries and its ranks compute, measured once and agreed on."""
+"""Measure what a process group's link carries and its ranks compute, once, and agree on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
 
 TIMES = 3
-"""How often each thing is timed: the fastest counts, for a busy machine only adds to it."""
+"""The number of times that each thing is timed: the fastest counts."""
 
 SMALL_BYTES, LARGE_BYTES = 2**18, 2**22
 
@@ -67,7 +67,7 @@ def rounded(figure: float) -> float:
 
 
 def slowest(figures: Iterable[Figures], source: str = "given") -> Figures:
-    """What all ranks can count on, whichever of them is slow at what."""
+    """Return the figures that all ranks reach: of each, the slowest rank's."""
     figures = list(figures)
     return Figures(
         latency_s=rounded(max(each.latency_s for each in figures)),
@@ -96,7 +96,7 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Figures:
 
 
 def own_figures(probe: Communicator, device: torch.device) -> Figures:
-    """What this rank sees.  Collective: all ranks exchange the same buffers."""
+    """Return this rank's figures.  Collective: all ranks exchange the same buffers."""
     ranks = probe.world_size
 
     def exchange(nbytes: int) -> float:

@@ -29,13 +29,13 @@ from zerofx import compat
 from zerofx.errors import StepError
 
 SLOTS = 2**14
-"""How many collectives may be in flight at once."""
+"""The most collectives that may be in flight at once."""
 
 _NUMBERS_PER_EPOCH = 2**40
 
 
 class _Entry(ctypes.Structure):
-    """Where one collective's data lies.  The number is written last: then the rest is there.
+    """The address of one collective's data.  The number is written last: then the rest is there.
 
     ``program`` is that of the step that started it, 0 for none.
     """
@@ -49,13 +49,13 @@ class _Entry(ctypes.Structure):
 
 
 class _Progress(ctypes.Structure):
-    """How often a rank's steps have failed, and how many collectives it has read since."""
+    """The number of a rank's failed steps, and of the collectives that it has read since."""
 
     _fields_ = (("failures", c_int64), ("finished", c_int64))
 
 
 class _Board(ctypes.Structure):
-    """What a rank lets the others read.  Steps before and after a failure use other entries."""
+    """The memory that a rank lets others read; after a failure steps use other entries."""
 
     _fields_ = (
         ("nonce", c_int64),
@@ -79,7 +79,7 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Moment:
-    """When a rank had finished so many collectives since so many failures."""
+    """The moment when a rank had finished so many collectives since so many failures."""
 
     failures: int
     finished: int
@@ -298,7 +298,7 @@ class PeerMemory:
         progress.failures += 1
 
     def _moment(self, peer: _Peer) -> _Moment:
-        """How far a peer is; a dead one will read nothing more."""
+        """Return a peer's progress; a dead one will read nothing more."""
         try:
             progress, _ = self._look(peer, 0)
         except RuntimeError:
@@ -344,10 +344,10 @@ MOST_RANGES = 512
 """Of one call; the system takes 1,024."""
 
 LONGEST_PAUSE_S = 2e-4
-"""How long a waiting rank sleeps between two looks at a peer's board."""
+"""The time that a waiting rank sleeps between two looks at a peer's board."""
 
 EXIT_S = 5.0
-"""How long exit lets others finish reading; one that never does must not hold it up."""
+"""The time that exit gives others to finish reading; one that never does must not hold it up."""
 
 
 def _slot(number: int) -> int:

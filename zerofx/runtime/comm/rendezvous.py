@@ -1,4 +1,4 @@
-"""Which of torchrun's starts a rank belongs to: each has keys of its own in the store."""
+"""Tell torchrun's starts apart: each has keys of its own in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How collectives run: NCCL's own, gloo's bytes, reads of a neighbour's memory, none for one rank.
+"""Ways to run collectives: NCCL's own, gloo's bytes, a neighbour's memory, none for one rank.
 
 All keep one promise: a reduction adds the ranks' values in rank order, element by element, in the
 tensor's own dtype, so the result does not depend on how gradients are cut into buffers.  NCCL makes
@@ -119,10 +119,10 @@ class GlooWork:
 
 
 RELEASE_S = 0.1
-"""How long a wait gives gloo to let go of its buffers."""
+"""The time that a wait gives gloo to let go of its buffers."""
 
 EXIT_S = 5.0
-"""How long exit waits for works in flight; a peer that never joins must not hold it up."""
+"""The time that exit waits for works in flight; a peer that never joins must not hold it up."""
 
 atexit.register(GlooWork.settle_all)
 
@@ -353,7 +353,7 @@ class PeerTransport:
     """
 
     overlaps = False
-    """Whether anything travels while the rank computes: here, not before the wait."""
+    """Return whether anything travels while the rank computes: here, not before the wait."""
 
     PIECE_BYTES = 2**20
 
@@ -480,7 +480,7 @@ class PeerTransport:
 def _overlaps(
     pieces: Sequence[torch.Tensor], offsets: Sequence[int], start: int, length: int
 ) -> list[tuple[int, int, int, int]]:
-    """What of a range each piece covers: its index, from where in it, to where, how much."""
+    """Return each piece's part of a range: its index, its start, the place, the length."""
     found = []
     for index in range(max(bisect_right(offsets, start) - 1, 0), len(pieces)):
         first = max(start - offsets[index], 0)
