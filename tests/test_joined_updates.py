@@ -10,8 +10,9 @@ from tests.covering import each_value
 from tests.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
+from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.optimizer import joined_updates as updates
-from zerofx.runtime.optimizer.joined import adjoin, join, joined_state
+from zerofx.runtime.optimizer.joined import joined_state
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 SHAPES = ((40, 3), (7,), (0, 5), (64, 2), (2,), (33,))

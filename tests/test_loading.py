@@ -83,7 +83,7 @@ def load_on_rank_0(stage: int, what: str, then: str) -> None:
     training = Trained(stage)
     of_model, of_optimizer = training.saved()
     training.train(1)
-    with mock.patch.object(REGISTRY, "load_timeout_s", 1.0):
+    with mock.patch.object(REGISTRY.barrier, "load_timeout_s", 1.0):
         if training.rank == 0 and what == "model":
             training.model.load_state_dict(of_model)
         elif training.rank == 0:

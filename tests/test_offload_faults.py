@@ -31,11 +31,11 @@ from tests.trainings import (
 )
 from zerofx.codegen.trace.trace import Update
 from zerofx.errors import FileTierError
+from zerofx.runtime.optimizer.file_states import StateBucket, per_element
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.disk import scratch
-from zerofx.runtime.storage.file_states import StateBucket, per_element
 from zerofx.runtime.storage.tier import FileTier
 
 

@@ -43,10 +43,10 @@ from tests.trainings import (
     zero,
 )
 from zerofx.errors import FileTierError, StepError
+from zerofx.runtime.optimizer.file_states import per_element
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.disk.system import SystemCalls
-from zerofx.runtime.storage.file_states import per_element
 from zerofx.runtime.storage.host import HostMemory
 
 SMALL_BUCKETS = {"bucket_bytes": 256}

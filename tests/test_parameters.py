@@ -16,9 +16,10 @@ from torch import nn
 
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.access import attach_optimizer, full_params, unshard
+from zerofx.runtime.access import full_params, unshard
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import take_shard, whole_from_flat
+from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.parameters.guarded import ShardedGradient, ShardedParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -278,7 +279,7 @@ def test_entries_and_memory_go_with_the_model():
     shards = [weakref.ref(bound.shard) for bound in bounds]
     parameter = weakref.ref(model.one)
     assert len(REGISTRY) == before + len(bounds)
-    REGISTRY.store_gradient(bounds[0], torch.zeros_like(bounds[0].shard))
+    REGISTRY.gradients.store(bounds[0], torch.zeros_like(bounds[0].shard))
     del model, bounds
     gc.collect()
     assert len(REGISTRY) == before and parameter() is None
@@ -304,7 +305,7 @@ def test_backward_through_a_graph_from_before_is_an_error():
 
 def gradient_for(parameter: nn.Parameter, value: float = 2.0) -> torch.Tensor:
     bound = REGISTRY.lookup(parameter)
-    parameter.grad = REGISTRY.store_gradient(
+    parameter.grad = REGISTRY.gradients.store(
         bound, torch.full((bound.info.shard_numel,), value, dtype=parameter.dtype)
     )
     return parameter.grad
@@ -332,11 +333,11 @@ def test_gradient_stubs(stage):
             touch()
     REGISTRY.enter_call()
     assert not x._backward_hooks
-    assert REGISTRY.gradient_shard(bound, x.grad) is bound.gradient
+    assert REGISTRY.gradients.shard(bound, x.grad) is bound.gradient
     assert gradient_for(x, 3.0) is stub  # the same object: Dynamo's guards hold
     REGISTRY.exit_call()
     whole = torch.arange(15.0).view(3, 5)
-    assert torch.equal(REGISTRY.gradient_shard(bound, whole), torch.arange(15.0))
+    assert torch.equal(REGISTRY.gradients.shard(bound, whole), torch.arange(15.0))
     x.grad = None  # an eager zero_grad: released when the next call begins
     REGISTRY.enter_call()
     assert bound.gradient is None
@@ -345,7 +346,7 @@ def test_gradient_stubs(stage):
     REGISTRY.exit_call()
     assert bound.gradient is None
     with pytest.raises(RuntimeError, match="released"):
-        REGISTRY.gradient_shard(bound, stub)
+        REGISTRY.gradients.shard(bound, stub)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -593,7 +594,7 @@ def check_missing_rank(touch: str) -> str:
     attach_optimizer(optimizer)
     flat_adam_states(model, optimizer)
     scope = dict(m=model, o=optimizer, full_params=full_params, unshard=unshard)
-    before, REGISTRY.join_timeout_s = REGISTRY.join_timeout_s, 0.5
+    before, REGISTRY.barrier.join_timeout_s = REGISTRY.barrier.join_timeout_s, 0.5
     message = ""
     try:
         if Communicator.of(None).rank == 0:
@@ -601,7 +602,7 @@ def check_missing_rank(touch: str) -> str:
                 eval(touch, scope)
             message = str(caught.value)
     finally:
-        REGISTRY.join_timeout_s = before
+        REGISTRY.barrier.join_timeout_s = before
     torch.distributed.barrier()
     if Communicator.of(None).rank != 0:
         with pytest.raises(RuntimeError, match="gave up"):

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.access import attach_optimizer
+from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.parameter import BoundParameter
 

@@ -632,7 +632,7 @@ def test_what_is_carried_goes_with_its_model(ranks):
 def write_on_one_rank() -> None:
     training = Training(True)
     training.call()
-    with mock.patch.object(REGISTRY, "load_timeout_s", 1.0):
+    with mock.patch.object(REGISTRY.barrier, "load_timeout_s", 1.0):
         if training.rank == 0:
             write_one_parameter(training)
         training.call()

@@ -22,12 +22,12 @@ from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.file_states import Reader
 from zerofx.runtime.optimizer.lazy_states import LateState
+from zerofx.runtime.parameters.file_shards import ShardReader
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.parameter import BoundParameter
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.file_shards import ShardReader
-from zerofx.runtime.storage.file_states import Reader
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
 FROZEN = "frozen"

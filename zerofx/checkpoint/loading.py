@@ -29,8 +29,8 @@ from zerofx.checkpoint.paths import as_list, as_path, check_model
 from zerofx.checkpoint.reading import Reader, read_metadata
 from zerofx.checkpoint.rng import set_rng_state
 from zerofx.checkpoint.saved import sort_out
-from zerofx.runtime.access import attach_optimizer
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.state_dict import attach_optimizer
 
 logger = logging.getLogger("zerofx")
 

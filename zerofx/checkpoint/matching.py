@@ -27,9 +27,9 @@ from zerofx.checkpoint.targets import (
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.file_states import Reader
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.file_states import Reader
 
 EXTRA_STATE = "_extra_state"
 """What the name of a module's own state ends in (``nn.Module.get_extra_state``)."""

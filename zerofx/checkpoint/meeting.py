@@ -13,7 +13,6 @@ import torch.distributed as dist
 from zerofx import compat
 from zerofx.checkpoint.errors import CheckpointError, MismatchError
 from zerofx.options import environment
-from zerofx.runtime.access import join
 from zerofx.runtime.comm.agreement import rendezvous
 from zerofx.runtime.comm.communication import Communicator, default_group
 from zerofx.runtime.parameters.parameter import BoundParameter
@@ -59,10 +58,10 @@ class Ranks:
                 "for models that no compiled step has seen yet"
             )
         if communicators:
-            join(bounds, name)
+            REGISTRY.barrier.wait(bounds, name)
         elif found.world_size > 1:
             store = compat.agreement_store(found.group)
-            rendezvous(store, name, found.rank, found.world_size, REGISTRY.join_timeout_s)
+            rendezvous(store, name, found.rank, found.world_size, REGISTRY.barrier.join_timeout_s)
         if found.world_size == 1:
             return cls(None, 0, 1)
         assert found.group is not None

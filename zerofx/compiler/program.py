@@ -32,12 +32,12 @@ from zerofx.report.explanation import explanation, first_words, peak_bytes
 from zerofx.report.optimizers import describe
 from zerofx.report.timeline.files import TimelineDump
 from zerofx.report.write import ProgramDump
-from zerofx.runtime.access import has_step_hooks
 from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
 from zerofx.runtime.memory.pages import return_freed_memory
 from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.optimizer.state_bytes import bytes_of_states
+from zerofx.runtime.optimizer.state_dict import has_step_hooks
 from zerofx.runtime.parameters.first_values import digest_of
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime

@@ -12,7 +12,7 @@ from torch import nn
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.recorder import Recorder
-from zerofx.runtime.parameters.guarded import Guarded
+from zerofx.runtime.memory.guard import Guarded
 
 
 class _Deferred(Guarded):

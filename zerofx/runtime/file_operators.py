@@ -14,13 +14,14 @@ from zerofx.errors import FileTierError, StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import changes_files, hinted_bytes, released_at, slot_of, uses_of_files
 from zerofx.ir.parameters import ParameterTable
+from zerofx.runtime.optimizer.file_states import state_buckets
 from zerofx.runtime.optimizer.setup import Trained
 from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.parameters.file_shards import ShardBucket
 from zerofx.runtime.parameters.parameter import BoundParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.copies import Mover
 from zerofx.runtime.storage.file_bucket import FiledBucket
-from zerofx.runtime.storage.file_shards import ShardBucket
 from zerofx.runtime.storage.file_values import ValueBucket
 from zerofx.runtime.storage.tier import FileTier
 
@@ -101,8 +102,8 @@ class ProgramFiles:
 
     def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, FiledBucket]:
         groups = list(dict.fromkeys(use.group for use in self._uses if use.group is not None))
-        buckets = self.tier.state_buckets(
-            [runners[handle].states.group_of(of) for handle, of in groups]
+        buckets = state_buckets(
+            self.tier, [runners[handle].states.group_of(of) for handle, of in groups]
         )
         return dict(zip(groups, buckets, strict=True))
 
@@ -131,7 +132,8 @@ class ProgramFiles:
     def _shard_bucket(self, group: tuple[int, ...]) -> ShardBucket:
         names = [self.table[index].name for index in group]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return self.tier.shard_bucket(f"{names[0]}{more}", [self.table[index] for index in group])
+        name = self.tier.name(f"{names[0]}{more}")
+        return ShardBucket(self.tier, name, [self.table[index] for index in group])
 
     def _find_values(self, nodes: Sequence[fx.Node]) -> None:
         sizes: dict[int, int] = {}
@@ -140,7 +142,9 @@ class ProgramFiles:
                 sizes[slot_of(node)] = max(sizes.get(slot_of(node), 0), hinted_bytes(node))
         for slot, nbytes in sizes.items():
             if slot not in self.mover.filed or self.mover.filed[slot].tier is not self.tier:
-                self.mover.filed[slot] = self.tier.value_bucket(f"activation {slot}", nbytes)
+                self.mover.filed[slot] = ValueBucket(
+                    self.tier, self.tier.name(f"activation {slot}"), nbytes
+                )
 
     def _by_parameter(self, tensors: Sequence[nn.Parameter]) -> dict[int, ShardBucket]:
         """The bucket of each parameter's shard, adopted or to be."""

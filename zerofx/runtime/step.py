@@ -24,7 +24,6 @@ from zerofx.ir.graph import (
     uses_of_files,
     written_gradients,
 )
-from zerofx.runtime.access import attach_optimizer, confirm_writes, join
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
@@ -33,6 +32,7 @@ from zerofx.runtime.optimizer.device import DeviceUpdates
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
 from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
+from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.cross_step_gathers import Key
@@ -111,7 +111,7 @@ class StepRuntime:
             self.mover,
             self.steps,
             self.table,
-            files=self.files,
+            changed_in_files=self.files.note_changes if self.files is not None else None,
             joined=host.joins_updates,
             delayed=host.delayed,
         )
@@ -260,10 +260,10 @@ class StepRuntime:
     def _swap_inputs(self, values: list[Any]) -> None:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
         for position, index in self.whole_gradients:
-            REGISTRY.check_averaged(self.bound[index], values[position])
+            REGISTRY.gradients.check_averaged(self.bound[index], values[position])
         for position, index in self.unreduced_gradients:
             is_changed = index in self.changed_gradients
-            values[position] = REGISTRY.unreduced_gradient(
+            values[position] = REGISTRY.gradients.unreduced(
                 self.bound[index], values[position], is_changed
             )
         self._place_shards()
@@ -272,7 +272,7 @@ class StepRuntime:
             if role.kind == "parameter":
                 values[position] = bound.shard
             else:
-                values[position] = REGISTRY.gradient_shard(bound, values[position])
+                values[position] = REGISTRY.gradients.shard(bound, values[position])
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
@@ -301,8 +301,8 @@ class StepRuntime:
         assert self.program is not None, "lowered before it is first called"
         if self.files is not None:
             self.files.begin(self.bound)
-        if REGISTRY.written:
-            confirm_writes(self.bound)
+        if REGISTRY.barrier.written:
+            REGISTRY.barrier.confirm_writes(self.bound)
         if self.changed_by_user:
             SNAPSHOTS.before_change(self.bound[i].parameter for i in self.changed_by_user)
         REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
@@ -352,10 +352,10 @@ class StepRuntime:
         if gradient is not None and gradient is bound.gradient:  # as it came in
             return bound.stub
         if self.device.stage >= 2:
-            return REGISTRY.store_gradient(bound, gradient)
+            return REGISTRY.gradients.store(bound, gradient)
         if gradient is None:
             return None
-        return REGISTRY.mark_averaged(without_base(gradient), bound)
+        return REGISTRY.gradients.mark_averaged(without_base(gradient), bound)
 
     def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:
         """Store gradients left unreduced, and take off the results that replace such."""
@@ -371,7 +371,7 @@ class StepRuntime:
                 is_whole = position not in self.sharded_results
                 if is_whole:
                     value = in_memory_of_its_own(value, bound.info, users)
-                REGISTRY.store_gradient(bound, value, unreduced=is_whole)
+                REGISTRY.gradients.store(bound, value, unreduced=is_whole)
             results[position] = bound.stub
         del results[len(results) - len(self.renewed_gradients) :]
 
@@ -384,7 +384,8 @@ class StepRuntime:
             if carried.gathering is not None:
                 return carried.gathering
             if carried.unsure_since:
-                join(key[0], f"{carried.unsure_since} before a step that prefetches across steps")
+                name = f"{carried.unsure_since} before a step that prefetches across steps"
+                REGISTRY.barrier.wait(key[0], name)
         return self.communicator.all_gather_start(shard, world_size)
 
     def carry(self, gathering: torch.Tensor, parameters: list[int]) -> None:

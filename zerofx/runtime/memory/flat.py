@@ -129,6 +129,24 @@ def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     return flat.as_strided(info.shape, info.stride, flat.storage_offset())
 
 
+def adjoin(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether a flat tensor begins where another ends, in the same memory."""
+    return (
+        first.data_ptr() + first.nbytes == second.data_ptr()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    )
+
+
+def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """View flat tensors, each of which begins where the one before it ends, as one.
+
+    Those without elements may stand anywhere.
+    """
+    first = next((piece for piece in pieces if piece.numel()), pieces[0])
+    length = sum(piece.numel() for piece in pieces)
+    return first.detach().as_strided((length,), (1,), first.storage_offset())
+
+
 def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
     """Return the whole tensor that every rank holds a shard of.  Collective.
 

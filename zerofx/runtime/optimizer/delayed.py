@@ -72,7 +72,7 @@ class DelayedUpdates:
     of the process that have any, and keep them however long their function lives.
     """
 
-    def __init__(self, memory: HostMemory, all_pending: set[DelayedUpdates]) -> None:
+    def __init__(self, memory: HostMemory, all_pending: set[Any]) -> None:
         self.memory = memory
         self.pending: dict[Key, DelayedUpdate] = {}
         self._all_pending = all_pending

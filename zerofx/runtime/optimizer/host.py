@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from zerofx.ir.parameters import ParameterTable
-from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.optimizer.delayed import Key as DelayedKey
 from zerofx.runtime.optimizer.steps import OptimizerSteps
@@ -26,8 +25,8 @@ class HostUpdates:
 
     What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
     step's thread: where an update is started, or where it is waited for.  The elements are computed
-    on the ``mover``'s lane of updates, those of a bucket as one if they are ``joined``.  ``files``
-    are told whose states have changed.
+    on the ``mover``'s lane of updates, those of a bucket as one if they are ``joined``.
+    ``changed_in_files`` is told of states that have changed; None if states are in no files.
 
     With ``delayed``, an update begins where it is waited for, and goes on into the next call,
     which takes what it has made.  A call is ``begin_call``, the program's operators, ``finish`` or
@@ -40,12 +39,13 @@ class HostUpdates:
         steps: OptimizerSteps,
         table: ParameterTable,
         *,
-        files: ProgramFiles | None,
+        changed_in_files: Callable[[int, Sequence[int]], object] | None,
         joined: bool,
         delayed: DelayedUpdates | None,
     ) -> None:
         self.mover, self.steps, self.table = mover, steps, table
-        self.files, self.joined, self.delayed = files, joined, delayed
+        self.joined, self.delayed = joined, delayed
+        self._changed_in_files = changed_in_files
         self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
         self._updating: dict[int, HostUpdate] = {}  # by the id of what it writes
         self._asked: dict[int, _Asked] = {}  # delayed ones before they begin, as well
@@ -203,10 +203,10 @@ class HostUpdates:
 
     def _place_states(self, optimizer: int, parameters: list[int]) -> None:
         """Have states in host memory; those in files, their wait has brought there."""
-        if self.files is None:
+        if self._changed_in_files is None:
             self.steps.on_host[optimizer].states.place(parameters, REGISTRY.host)
         else:
-            self.files.note_changes(optimizer, parameters)
+            self._changed_in_files(optimizer, parameters)
 
     def _exchange(self, asked: _Asked) -> torch.Tensor:
         assert self.delayed is not None

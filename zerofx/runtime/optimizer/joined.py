@@ -11,27 +11,9 @@ from torch import Tensor
 
 from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE
-from zerofx.runtime.memory.flat import ordinary_tensors, without_base
+from zerofx.runtime.memory.flat import adjoin, join, ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import in_huge_pages, prefer_huge_pages
 from zerofx.runtime.optimizer.precision import is_scale
-
-
-def adjoin(first: Tensor, second: Tensor) -> bool:
-    """Whether a flat tensor begins where another ends, in the same memory."""
-    return (
-        first.data_ptr() + first.nbytes == second.data_ptr()
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    )
-
-
-def join(pieces: Sequence[Tensor]) -> Tensor:
-    """View flat tensors, each of which begins where the one before it ends, as one.
-
-    Those without elements may stand anywhere.
-    """
-    first = next((piece for piece in pieces if piece.numel()), pieces[0])
-    length = sum(piece.numel() for piece in pieces)
-    return first.detach().as_strided((length,), (1,), first.storage_offset())
 
 
 def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:

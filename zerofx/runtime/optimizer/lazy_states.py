@@ -19,7 +19,8 @@ from zerofx import compat
 from zerofx.errors import StepError
 from zerofx.ir.parameters import ParameterInfo, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.parameters.guarded import GuardedState, guarded_among, read_or_write
+from zerofx.runtime.memory.guard import guarded_among, read_or_write
+from zerofx.runtime.parameters.guarded import GuardedState
 
 FlatReader = Callable[[Sequence[int], int, int, Tensor], object]
 """Fills a flat tensor ``[stop - start]`` with these elements of one, given the order of its

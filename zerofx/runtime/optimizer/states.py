@@ -10,9 +10,8 @@ from torch import Tensor
 
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.runtime.optimizer.context import UpdateContext
-from zerofx.runtime.storage.file_states import Parts, bring_back, parts_of
+from zerofx.runtime.optimizer.file_states import Group, Parts, bring_back, parts_of
 from zerofx.runtime.storage.host import HostMemory
-from zerofx.runtime.storage.tier import Group
 
 
 class StatePlaces:
@@ -73,7 +72,7 @@ class StatePlaces:
         return found
 
     def group_of(self, parameters: Sequence[int]) -> Group:
-        """What ``FileTier.reserve`` takes for the states of these parameters."""
+        """What ``state_buckets`` takes for the states of these parameters."""
         optimizer = self._context.live_optimizer()
         users, names = [], []
         for parameter in parameters:

@@ -1,121 +1,53 @@
-"""Tensors whose values are not here: metadata is answered, everything else is an explained error.
+"""Parameters, gradients and states between steps, when this rank does not hold their values.
 
-Between steps a sharded parameter has its shape but no storage, and eager torch reads a freed
-storage without looking: a segmentation fault.  So its class, and only that, is exchanged for
-one whose ``__torch_function__`` refuses whatever needs values.
-
-What hands a tensor to C++ without asking ``__torch_function__`` gets past this, and reads the
-freed storage: ``torch.tensor(p)``, ``torch.Tensor(p)``, ``torch.vmap``, ``torch.func`` transforms,
-a TorchScript function, ``torch.utils.dlpack.to_dlpack``.
+Each has its shape but no storage.  ``ParameterRegistry`` exchanges its class for one of these.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, MappingProxyType
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import storage_order
-
-Special = Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]
-"""Answers a function, given who called it and with what; or says NotImplemented."""
-
-_ATTRIBUTES = frozenset(
-    "shape dtype device layout ndim itemsize nbytes names name "
-    "requires_grad grad grad_fn grad_dtype is_leaf output_nr retains_grad "
-    "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
-    "is_sparse is_sparse_csr is_vulkan is_xla is_xpu "
-    "_version _base _backward_hooks _post_accumulate_grad_hooks".split()
-)
-_WRITABLE_ATTRIBUTES = frozenset(
-    "grad requires_grad grad_dtype _backward_hooks _post_accumulate_grad_hooks".split()
-)
-_METHODS = frozenset(
-    "size dim ndimension numel nelement stride storage_offset element_size dim_order __len__ "
-    "__hash__ __dir__ get_device has_names untyped_storage "
-    "is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_same_size "
-    "is_shared is_signed _is_view "
-    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook".split()
-)
+from zerofx.runtime.memory.guard import Guarded, Special, guarded_among
 
 
-def read_or_write(func: Callable[..., Any]) -> tuple[str, bool]:
-    """Name what ``func`` touches, and say whether it is metadata.
+class Keepers(Protocol):
+    """Finds what keeps a guarded tensor's values, and reads and writes whole values there."""
 
-    An attribute arrives as the bound ``__get__`` or ``__set__`` of its descriptor.
-    """
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", name)
-        allowed = _ATTRIBUTES if name == "__get__" else _WRITABLE_ATTRIBUTES
-        return attribute, attribute in allowed
-    return name, name in _METHODS
+    def keeper(self, tensor: torch.Tensor) -> Any: ...
+
+    def write(self, bound: Any, whole: torch.Tensor) -> None: ...
+
+    def value_for_state_dict(self, bound: Any, destination: Any) -> torch.Tensor: ...
 
 
-def _keeper(tensor: torch.Tensor) -> Any:
-    """The ``BoundParameter`` behind a guarded tensor, or None once it is gone."""
-    # Not at the top: the registry swaps these classes in and out, so it imports this module.
-    from zerofx.runtime.parameters.registry import REGISTRY
+class Kept(Guarded):
+    """A guarded tensor whose values a ``ParameterState`` keeps, or a file.
 
-    return REGISTRY.keeper(tensor)
-
-
-class Guarded:
-    """What guarded classes share; comes before the torch class in their bases.
-
-    ``_special`` are functions that are answered although they need values, by name.
+    ``_keepers`` is this process's registry, which sets it.
     """
 
-    _special: Mapping[str, Special] = MappingProxyType({})
+    _keepers: ClassVar[Keepers]
 
-    def __repr__(self) -> str:
-        keeper = _keeper(self)
-        name = f"{keeper.name!r}, " if keeper is not None else ""
-        shape = tuple(self.shape)  # type: ignore[attr-defined]
-        dtype, device = self.dtype, self.device  # type: ignore[attr-defined]
-        return f"{type(self).__name__}({name}shape={shape}, dtype={dtype}, device='{device}')"
-
-    def __format__(self, specification: str) -> str:
-        return format(repr(self), specification)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        touched, is_metadata = read_or_write(func)
-        if is_metadata or (touched == "type" and len(args) == 1 and not kwargs):
-            with compat.without_torch_function():
-                return func(*args, **kwargs)
-        special = cls._special.get(touched)
-        if special is not None and args:
-            answer = special(sys._getframe(1), args, kwargs)
-            if answer is not NotImplemented:
-                return answer
-        first = next(guarded_among((args, kwargs)))
-        raise RuntimeError(first._refusal(touched))
+    def _name_in_repr(self) -> str:
+        keeper = self._keepers.keeper(self)
+        return f"{keeper.name!r}, " if keeper is not None else ""
 
     def _refusal(self, touched: str) -> str:
-        """What is said to who needs the values."""
         return _refusal(touched, self)
 
 
-class ShardedParameter(Guarded, nn.Parameter):
+class ShardedParameter(Kept, nn.Parameter):
     """A parameter between steps, when each rank keeps its own shard of it and nothing else."""
 
 
-class GuardedGradient(Guarded, torch.Tensor):
+class GuardedGradient(Kept, torch.Tensor):
     """A gradient between steps, whose values are not what a reader would take them for."""
 
 
@@ -127,7 +59,7 @@ class UnreducedGradient(GuardedGradient):
     """A gradient between steps, when each rank keeps its own, which nobody has averaged yet."""
 
 
-class GuardedState(Guarded, torch.Tensor):
+class GuardedState(Kept, torch.Tensor):
     """An optimizer's state between steps, whose values are in files.
 
     ``bucket`` is where they are, None once they are elsewhere; ``place`` and ``field_name`` say
@@ -210,25 +142,14 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
         ) from error
 
 
-def guarded_among(value: Any) -> Iterator[Any]:
-    """The guarded tensors in a function's arguments, also in lists and dicts."""
-    if isinstance(value, Guarded):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from guarded_among(item)
-    elif isinstance(value, dict):
-        yield from guarded_among(list(value.values()))
-
-
-def _refusal(touched: str, tensor: torch.Tensor) -> str:
+def _refusal(touched: str, tensor: Any) -> str:
     if isinstance(tensor, GuardedState):
         return (
             f"{touched!r} needs the values of {tensor.of}, which offload_tier='nvme' keeps in "
             "files between steps. Use optimizer.state_dict(), which has them whole, or get plain "
             "objects back with zerofx.unshard(model, optimizer)."
         )
-    keeper = _keeper(tensor)
+    keeper = tensor._keepers.keeper(tensor)
     name = repr(keeper.name) if keeper is not None else "whose model is gone"
     if isinstance(tensor, GuardedGradient):
         kept = keeper.what_is_kept if keeper is not None else "nothing of it is kept"
@@ -251,7 +172,7 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
     if not isinstance(parameter, ShardedParameter) or not isinstance(source, torch.Tensor):
         return NotImplemented
-    keeper = _keeper(parameter)
+    keeper = parameter._keepers.keeper(parameter)
     if keeper is None or next(guarded_among(source), None) is not None:
         return NotImplemented
     if source.shape != parameter.shape:
@@ -265,9 +186,7 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"copy_ would change parameter {keeper.name!r}, a leaf that requires grad, in place. "
             "Do it under torch.no_grad()."
         )
-    from zerofx.runtime.parameters.registry import REGISTRY  # see _keeper
-
-    REGISTRY.write(keeper, source)
+    parameter._keepers.write(keeper, source)
     return parameter
 
 
@@ -281,14 +200,12 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     tensor = args[0]
     if isinstance(tensor, GuardedGradient):
         return NotImplemented
-    keeper = _keeper(tensor)
+    keeper = tensor._keepers.keeper(tensor)
     caller = frame.f_locals
     saving = frame.f_code.co_name == nn.Module._save_to_state_dict.__name__
     if keeper is None or not saving or not isinstance(caller.get("self"), nn.Module):
         return NotImplemented
-    from zerofx.runtime.access import value_for_state_dict  # see _keeper
-
-    return value_for_state_dict(keeper, caller.get("destination"))
+    return tensor._keepers.value_for_state_dict(keeper, caller.get("destination"))
 
 
 def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -300,7 +217,7 @@ def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> 
         if not isinstance(tensor, GuardedGradient):
             tensor.zero_()
             continue
-        keeper = _keeper(tensor)
+        keeper = tensor._keepers.keeper(tensor)
         if keeper is None or keeper.gradient is None:
             return NotImplemented
         with torch.inference_mode(False), torch.no_grad():

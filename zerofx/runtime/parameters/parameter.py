@@ -25,7 +25,7 @@ from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.host import HostMemory
 
 if TYPE_CHECKING:
-    from zerofx.runtime.storage.file_shards import ShardBucket
+    from zerofx.runtime.parameters.file_shards import ShardBucket
 
 
 @dataclass(eq=False)

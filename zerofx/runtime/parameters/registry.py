@@ -1,9 +1,9 @@
-"""What each rank keeps of the parameters and gradients between steps.
+"""The parameters that this rank has shards of, or keeps whole, between steps.
 
 A parameter stays the very same Python object for its whole life.  At stage 3 its storage is
 exchanged for an empty one and its values live in a flat shard; its class is plain while a
 zero-compiled function runs, so that Dynamo always sees ordinary parameters, and guarded
-(``guarded.py``) in between, so that every other reader gets an error with words.
+(``guarded.py``) in between, so that every other reader gets an error that explains it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,57 +23,54 @@ from torch import nn
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo, Place
-from zerofx.runtime.memory.flat import (
-    make_equal,
-    ordinary_tensors,
-    take_shard,
-    whole_from_shard,
-    without_storage,
-)
+from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
 from zerofx.runtime.memory.pages import prefer_huge_pages
-from zerofx.runtime.optimizer.delayed import DelayedUpdates
+from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.cross_step_gathers import CarriedGathers
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
-from zerofx.runtime.parameters.guarded import (
-    GuardedState,
-    ShardedGradient,
-    UnreducedGradient,
-    check_guardable,
-    guarded_class,
-)
+from zerofx.runtime.parameters.gradients import GradientRegistry
+from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardable, guarded_class
 from zerofx.runtime.parameters.parameter import BoundParameter
 from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tiers import FileTiers
 
 
+class Delayed(Protocol):
+    """Updates that one function leaves to its next call, and whose values no shard holds yet."""
+
+    def settle(
+        self,
+        bounds: Collection[BoundParameter],
+        optimizers: Collection[torch.optim.Optimizer] = (),
+        taken_over: Collection[Any] = (),
+    ) -> None: ...
+
+    def drop_retired(self) -> None: ...
+
+
 class ParameterRegistry:
     """Every parameter bound in this process, shared by all its zero-compiled functions.
 
-    An entry goes when its parameter does.
+    An entry goes when its parameter does.  ``delayed`` are all updates that are delayed to a
+    later call, ``attached`` what each optimizer has been given to keep its states sharded.
     """
 
     def __init__(self, join_timeout_s: float = 30.0, load_timeout_s: float = 300.0) -> None:
-        self.join_timeout_s = join_timeout_s
-        self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
         self.epoch = 0  # moves at every compiled call: values may have changed
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.carried = CarriedGathers()
+        self.barrier = Barrier(self.carried, join_timeout_s, load_timeout_s)
         self.host = HostMemory()
         self.files = FileTiers(self.host)
-        self.delayed: set[DelayedUpdates] = set()  # that have updates pending
-        # Whose shards this rank has written by itself, since it last met the others, and how.
-        self.written: dict[BoundParameter, set[str]] = {}
-        # The dict that the ranks last met to fill, and when: see value_for_state_dict.
-        self.last_destination: tuple[weakref.ref[Any], int] | None = None
+        self.delayed: set[Delayed] = set()
         self._bound: dict[int, BoundParameter] = {}
-        self._stubs: dict[int, BoundParameter] = {}
-        self._averaged: list[BoundParameter] = []  # whose p.grad is a whole mean over the ranks
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
         self._guarded: list[tuple[Any, type, type]] | None = None
         self._depth = 0
         self._lock = threading.RLock()
+        self.gradients = GradientRegistry(self._lock)
 
     def __len__(self) -> int:
         return len(self._bound)
@@ -85,8 +82,7 @@ class ParameterRegistry:
 
     def keeper(self, tensor: torch.Tensor) -> BoundParameter | None:
         """The entry behind a parameter or behind a gradient's stub."""
-        found = self.lookup(tensor) or self._stubs.get(id(tensor))
-        return found if found and (found.reference() is tensor or found.stub is tensor) else None
+        return self.lookup(tensor) or self.gradients.lookup(tensor)
 
     def bind(
         self,
@@ -253,8 +249,8 @@ class ParameterRegistry:
 
     def _drop(self, bound: BoundParameter, key: int) -> None:
         self._bound.pop(key, None)
-        self.written.pop(bound, None)
-        self._stubs.pop(id(bound.stub), None)
+        self.barrier.written.pop(bound, None)
+        self.gradients.forget(bound)
         self._guarded = None
         self.carried.forget(bound)
         bound.retire()
@@ -309,29 +305,15 @@ class ParameterRegistry:
                 parameter = reference()
                 if parameter is not None:
                     parameter.__class__ = own
-            for bound, parameter in self._with_stub():
-                bound.stub.__class__ = torch.Tensor
-                bound.allow_accumulation(parameter)
-                bound.drop_gradient_unless_used(parameter)
-            for bound in self._averaged:
-                parameter = bound.parameter
-                if parameter is not None:
-                    bound.allow_accumulation(parameter)
-            self._averaged = [bound for bound in self._averaged if _has_average(bound)]
+            self.gradients.make_plain()
 
     def exit_call(self) -> None:
-        """Guard them again, and let go of the gradients that nobody refers to any more."""
+        """Guard them again, and let go of the gradients that nothing refers to any more."""
         with self._lock:
             self._depth -= 1
             if self._depth > 0:
                 return
-            for bound, parameter in self._with_stub():
-                bound.drop_gradient_unless_used(parameter)
-                bound.refuse_eager_accumulation(parameter)
-                _guard_stub(bound)
-            self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
-            for bound in self._averaged:
-                bound.see_eager_accumulation()
+            self.gradients.guard_again()
             LEDGER.guard_again()
             for reference, _, guarded in self._swaps():
                 parameter = reference()
@@ -346,10 +328,6 @@ class ParameterRegistry:
                 if bound.is_sharded and not bound.open_count
             ]
         return self._guarded
-
-    def _with_stub(self) -> list[tuple[BoundParameter, nn.Parameter]]:
-        pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
-        return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
 
     def _guard_again(self, bound: BoundParameter) -> None:
         self._guarded = None
@@ -390,7 +368,7 @@ class ParameterRegistry:
             how = "load_state_dict() or copy_()"
             self.carried.shard_changes(bound, by=how)
             bound.write(whole)
-            self.note_write(bound, how)
+            self.barrier.note_write(bound, how)
 
     def settle(
         self,
@@ -404,16 +382,26 @@ class ParameterRegistry:
         for delayed in list(self.delayed):
             delayed.settle(bounds, optimizers)
 
-    def note_write(self, bound: BoundParameter, how: str) -> None:
-        """Note that this rank has written its shards: the others must too, each their own."""
-        if bound.communicator.world_size > 1:
-            self.written.setdefault(bound, set()).add(how)
+    def value_for_state_dict(self, bound: BoundParameter, destination: Any) -> torch.Tensor:
+        """Return the whole value on the CPU, for ``Module.state_dict`` to put in ``destination``.
+
+        A parameter with two names is gathered once: as in plain torch, both entries share memory.
+        Collective.
+        """
+        self.settle([bound])
+        self.barrier.wait_once(destination, self.epoch, [bound], "state_dict()")
+        value = bound.snapshot_in(destination, self.epoch)
+        if value is None:
+            value = bound.gather().cpu()
+            bound.take_snapshot(value, self.epoch)
+            return value
+        return value.detach()
 
     def _follow(self, bound: BoundParameter, parameter: nn.Parameter) -> None:
         was = bound.info
         bound.follow(parameter)
         if bound.info is not was:
-            self._stubs.pop(id(bound.stub), None)
+            self.gradients.forget(bound)
             bound.stub = bound.gradient = None
 
     def retire(self, bound: BoundParameter) -> None:
@@ -424,101 +412,6 @@ class ParameterRegistry:
                 parameter.__class__ = bound.own_class
                 bound.allow_accumulation(parameter)
             self._drop(bound, id(parameter))
-
-    def store_gradient(
-        self, bound: BoundParameter, gradient: torch.Tensor, *, unreduced: bool = False
-    ) -> torch.Tensor:
-        """Keep a gradient's shard, and return what to store as ``parameter.grad``.
-
-        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.
-
-        Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
-        object every time, so that Dynamo's guards on it hold.
-        """
-        with self._lock, ordinary_tensors():
-            if bound.stub is None:
-                bound.stub = without_storage(bound.info)
-                self._stubs[id(bound.stub)] = bound
-            bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
-            if self._depth == 0:
-                _guard_stub(bound)
-            return bound.stub
-
-    def gradient_shard(self, bound: BoundParameter, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
-
-        Raises: RuntimeError for a stub whose gradient has been released, another's stub, or a
-        gradient that was left unreduced.
-        """
-        if gradient is bound.stub and bound.gradient is not None:
-            if bound.is_unreduced:
-                _refuse_unreduced(bound)
-            return bound.gradient
-        self.check_averaged(bound, gradient)
-        with ordinary_tensors():
-            return take_shard(gradient, bound.info, bound.communicator.rank)
-
-    def unreduced_gradient(
-        self, bound: BoundParameter, gradient: torch.Tensor, is_changed: bool
-    ) -> torch.Tensor:
-        """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
-
-        An average is one, and so is its shard times the number of ranks among zeros.
-
-        Raises: RuntimeError as ``check_averaged``; and for a plain tensor ``is_changed``, which
-        would then hold what is no average, for all to read.
-        """
-        if gradient is not bound.stub or bound.gradient is None:
-            self.check_averaged(bound, gradient)
-            if is_changed:
-                raise RuntimeError(
-                    f"the gradient of parameter {bound.name!r} was left by a function without "
-                    "accumulate='local', as a whole average, and this function has that option. "
-                    "Give it to every function that backward, clipping and the update are in, or "
-                    "call optimizer.zero_grad() in between."
-                )
-            return gradient
-        if not bound.is_unreduced:
-            with ordinary_tensors():
-                shares = bound.gradient * bound.communicator.world_size
-                whole = whole_from_shard(shares, bound.info, bound.communicator.rank)
-            bound.gradient, bound.is_unreduced = whole, True
-        return bound.gradient
-
-    def mark_averaged(
-        self, gradient: torch.Tensor, bound: BoundParameter | None = None
-    ) -> torch.Tensor:
-        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks.
-
-        It is no longer once an eager ``backward()`` has added to it: of ``bound``, that is seen.
-        """
-        gradient._zerofx_averaged = True
-        if bound is not None and bound.communicator.world_size > 1:
-            self._averaged.append(bound)
-        return gradient
-
-    def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Raise RuntimeError for what is not the whole mean over the ranks.
-
-        That is a whole gradient that one rank computed for itself, or a stub.
-        """
-        owner = self._stubs.get(id(gradient))
-        if owner is not None and owner.stub is gradient:
-            if owner is bound and bound.gradient is not None:
-                _refuse_unreduced(bound)
-            raise RuntimeError(
-                f"the gradient of parameter {bound.name!r} stands for one of {owner.name!r} "
-                "that has been released or belongs to that parameter: it was taken off p.grad and "
-                "put back. Leave p.grad to backward() and zero_grad()."
-            )
-        if bound.communicator.world_size == 1 or hasattr(gradient, "_zerofx_averaged"):
-            return
-        raise RuntimeError(
-            f"the gradient of parameter {bound.name!r} was not computed by a zero-compiled "
-            "function: it is this rank's own, and the update needs the mean over all ranks. Call "
-            "backward() in a function compiled with torch.compile(..., backend='zero'), or set "
-            "p.grad = None before the step."
-        )
 
     def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps, padding included, by kind.
@@ -565,25 +458,6 @@ def _empty_bucket(info: ParameterInfo, host: HostMemory | None) -> torch.Tensor:
     return buffer
 
 
-def _guard_stub(bound: BoundParameter) -> None:
-    assert bound.stub is not None
-    bound.stub.__class__ = UnreducedGradient if bound.is_unreduced else ShardedGradient
-
-
-def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
-    raise RuntimeError(
-        f"the gradient of parameter {bound.name!r} was left by a function with "
-        f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
-        "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
-        "clipping and the update are in, or call optimizer.zero_grad() in between."
-    )
-
-
-def _has_average(bound: BoundParameter) -> bool:
-    parameter = bound.parameter
-    return parameter is not None and hasattr(parameter.grad, "_zerofx_averaged")
-
-
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     def forget(_reference: Any) -> None:
         table.pop(key, None)
@@ -628,3 +502,4 @@ def _check_same_place(bound: BoundParameter, info: ParameterInfo) -> None:
 
 
 REGISTRY = ParameterRegistry()
+Kept._keepers = REGISTRY

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.memory.buffers import BufferPool
-from zerofx.runtime.optimizer.joined import adjoin, join
+from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.storage.file_values import ValueBucket
 from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.workers import Lane

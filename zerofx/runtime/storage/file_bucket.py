@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerofx.runtime.storage.disk import BucketLayout
@@ -19,7 +20,7 @@ class Left(Enum):
     """What it held before, with what has been changed of it."""
     NEW = auto()
     """Values that it did not hold before."""
-    OTHERWISE = auto()
+    RELAYOUT = auto()
     """Values that do not fit its layout: they are still with their user."""
 
 
@@ -32,6 +33,10 @@ class FiledBucket:
 
     what = "values"
     outlives_steps = True
+    is_copied_by_gpu = True
+
+    optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
+    """Gives the optimizer into which a checkpoint has to be loaded when this is lost."""
 
     def __init__(self, tier: Any, name: str) -> None:
         self.tier = tier
@@ -40,6 +45,11 @@ class FiledBucket:
     @property
     def layout(self) -> BucketLayout:
         raise NotImplementedError
+
+    @property
+    def key(self) -> Hashable:
+        """What it is found by when another program looks for it; None if it is not looked for."""
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +77,10 @@ class FiledBucket:
     def leave(self, views: Mapping[str, Tensor]) -> Left:
         """Take it back from its user, who finds it in this memory no longer."""
         return Left.KNOWN
+
+    def lay_out_anew(self) -> None:
+        """Forget what it holds, and take the layout of what its user has."""
+        raise NotImplementedError
 
 
 def words_for(buckets: Iterable[FiledBucket]) -> str:

@@ -7,20 +7,17 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofx.errors import FileTierError, StepError
-from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.storage.disk import FileStore, HostCache
 from zerofx.runtime.storage.disk.system import SystemCalls
 from zerofx.runtime.storage.file_bucket import FiledBucket, Left, words_for
-from zerofx.runtime.storage.file_shards import ShardBucket
-from zerofx.runtime.storage.file_states import Parts, StateBucket, parts_there
 from zerofx.runtime.storage.file_values import ValueBucket
 from zerofx.runtime.storage.host import HostMemory
 
@@ -28,14 +25,11 @@ DEFAULT_SHARE = 0.5
 """Of what the machine has available, for the caches of all its ranks together."""
 
 
-Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
-"""Whose states a bucket holds, what it is called, and what it will hold."""
-
-
 class FileTier:
     """Buckets in files of some directories, and a bounded part of them in host memory.
 
-    ``*_bucket`` give those that a program will use, and ``reserve`` makes room for them. A step is
+    Buckets that a program will use are made with a ``name`` of this tier's, and ``reserve`` makes
+    room for them.  ``find`` gives those that there are.  A step is
     ``begin`` with the buckets as it uses them, ``fetch`` and ``release`` for each of these in that
     order, ``finish``; or ``failed`` at any time. What fails with a FileTierError leaves the states
     ``lost``: part of them are of the step before.
@@ -61,7 +55,7 @@ class FileTier:
         self.cache: HostCache | None = None
         self._system = system
         self._bound_bytes = cache_bytes
-        self._state_buckets: weakref.WeakValueDictionary[tuple, StateBucket] = (
+        self._by_key: weakref.WeakValueDictionary[Hashable, FiledBucket] = (
             weakref.WeakValueDictionary()
         )
         self._all: weakref.WeakSet[FiledBucket] = weakref.WeakSet()
@@ -75,27 +69,14 @@ class FileTier:
 
     # Before the first step
 
-    def state_buckets(self, groups: Sequence[Group]) -> list[StateBucket]:
-        """The buckets of these groups of updates: those that there are, or new ones."""
+    def find(self, key: Hashable) -> FiledBucket | None:
+        """The bucket with this key that has room here, if there is one."""
         with self._lock:
-            found: list[StateBucket] = []
-            for optimizer, parameters, words, parts in groups:
-                key = (id(optimizer), *map(id, parameters))
-                bucket = self._state_buckets.get(key)
-                is_known = bucket is not None and bucket.is_of(optimizer, parameters)
-                if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
-                    # One that holds nothing yet is not worth its room if it is of another layout.
-                    bucket = StateBucket(self, self._name(words), optimizer, parameters, parts)
-                found.append(bucket)
-            return found
+            return self._by_key.get(key)
 
-    def shard_bucket(self, words: str, infos: Sequence[ParameterInfo]) -> ShardBucket:
-        """A new bucket for the shards of these parameters."""
-        return ShardBucket(self, self._name(words), infos)
-
-    def value_bucket(self, words: str, num_bytes: int) -> ValueBucket:
-        """A new bucket for a value of a step."""
-        return ValueBucket(self, self._name(words), num_bytes)
+    def name(self, words: str) -> str:
+        """A name for a new bucket, which no other one has."""
+        return f"{words}, {next(self._numbers)}"
 
     def reserve(self, buckets: Sequence[FiledBucket], in_use_bytes: int = 0) -> None:
         """Make room on disk for what of a program's buckets is new, for all of it or for none.
@@ -123,9 +104,9 @@ class FileTier:
         for bucket in new:
             self._all.add(bucket)
             weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
-            if isinstance(bucket, StateBucket):
-                self._state_buckets[_key(bucket)] = bucket
-            self.is_pinned |= not isinstance(bucket, StateBucket) and torch.cuda.is_available()
+            if bucket.key is not None:
+                self._by_key[bucket.key] = bucket
+            self.is_pinned |= bucket.is_copied_by_gpu and torch.cuda.is_available()
 
     def cache_bytes_to_come(self, buckets: Sequence[FiledBucket]) -> int:
         """Host memory that the cache will take for these buckets and does not hold yet."""
@@ -170,9 +151,6 @@ class FileTier:
                 f"at once of what is in files: {least} bytes on this rank. Give at least that, or "
                 f"a smaller {smaller}."
             )
-
-    def _name(self, words: str) -> str:
-        return f"{words}, {next(self._numbers)}"
 
     def _no_room(self, new: Sequence[FiledBucket], error: FileTierError) -> FileTierError:
         needed = sum(bucket.layout.nbytes for bucket in new)
@@ -225,8 +203,7 @@ class FileTier:
             name, views = bucket.name, self.cache.views(bucket.name)
             is_last = self._in_use[bucket] == 1
             left = bucket.leave(views) if is_last else Left.KNOWN
-            if left is Left.OTHERWISE:
-                assert isinstance(bucket, StateBucket), "others hold what they are laid out for"
+            if left is Left.RELAYOUT:
                 self._lay_out_anew(bucket)
             # Only now may something else be read into the memory that it lay in.
             is_dirty = left is Left.NEW or (left is Left.KNOWN and is_dirty)
@@ -245,7 +222,7 @@ class FileTier:
         with self._lock:
             assert self.cache is not None, "a step has begun"
             words = bucket.name.rpartition(", ")[0]
-            larger = ValueBucket(self, self._name(words), num_bytes)
+            larger = ValueBucket(self, self.name(words), num_bytes)
             self._check_cache([larger], in_use_bytes)
             try:
                 self.store.add([larger.layout])
@@ -301,17 +278,15 @@ class FileTier:
             assert self.cache is not None, "what holds something has been in a step"
             return self.cache.read(bucket.name)
 
-    def _lay_out_anew(self, bucket: StateBucket) -> None:
-        """Write states of another kind than were expected, and keep them as such from now on."""
-        states = bucket.states()
+    def _lay_out_anew(self, bucket: FiledBucket) -> None:
+        """Write values that do not fit a bucket's layout, and give it theirs from now on."""
         self._gone.append(bucket.name)
-        bucket.forget()
-        bucket.name = self._name(bucket.name.rpartition(", ")[0])
-        bucket.parts = parts_there(states)
+        bucket.name = self.name(bucket.name.rpartition(", ")[0])
+        bucket.lay_out_anew()
         weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
         self.store.add([bucket.layout])
         memory = self.store.empty(bucket.name)
-        bucket.take(states, bucket.layout.views(memory))
+        bucket.leave(bucket.layout.views(memory))
         self.store.wait(self.store.start_write(bucket.name, memory))
 
     def _allocate(self, bucket: str) -> Tensor:
@@ -349,8 +324,9 @@ class FileTier:
     def _lose(self, error: FileTierError) -> None:
         if self.lost is None:
             self.lost = error
-            optimizers = [one.optimizer() for one in self._all if isinstance(one, StateBucket)]
-            alive = {id(optimizer): optimizer for optimizer in optimizers if optimizer is not None}
+            alive = {
+                id(one): one for bucket in self._all if (one := bucket.optimizer()) is not None
+            }
             self._lost_with = [(weakref.ref(one), one.state) for one in alive.values()]
 
     def _open_again(self) -> None:
@@ -370,10 +346,6 @@ class FileTier:
         for bucket in buckets:
             bucket.forget()
         self.lost, self._lost_with = None, []
-
-
-def _key(bucket: StateBucket) -> tuple:
-    return (id(bucket.optimizer()), *(id(reference()) for reference in bucket.parameters))
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

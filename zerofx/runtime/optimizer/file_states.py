@@ -7,7 +7,7 @@ of the next one's, so that one kernel takes them as they lie in memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from zerofx.runtime.optimizer.lazy_states import LateState
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.storage.disk import BucketLayout, Field
 from zerofx.runtime.storage.file_bucket import FiledBucket, Left
+from zerofx.runtime.storage.tier import FileTier
 
 States = Sequence[dict[str, Any]]
 """What ``optimizer.state`` holds of a bucket's parameters, in the bucket's order."""
@@ -79,10 +80,11 @@ class StateBucket(FiledBucket):
     """
 
     what = "optimizer states"
+    is_copied_by_gpu = False
 
     def __init__(
         self,
-        tier: Any,
+        tier: FileTier,
         name: str,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
@@ -98,8 +100,12 @@ class StateBucket(FiledBucket):
     def layout(self) -> BucketLayout:
         return BucketLayout(self.name, tuple(part.field for part in self.parts))
 
+    @property
+    def key(self) -> Hashable:
+        return _key(self.optimizer(), [reference() for reference in self.parameters])
+
     def is_of(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether it is for these very objects."""
+        """Return whether it is for these very objects."""
         mine = [reference() for reference in self.parameters]
         return self.optimizer() is optimizer and all(
             one is other for one, other in zip(mine, parameters, strict=True)
@@ -166,7 +172,7 @@ class StateBucket(FiledBucket):
         if not parts:
             return Left.NOTHING
         if parts != self.parts:
-            return Left.OTHERWISE
+            return Left.RELAYOUT
         is_new = not self.stubs
         self.take(states, views)
         return Left.NEW if is_new else Left.KNOWN
@@ -209,6 +215,10 @@ class StateBucket(FiledBucket):
             stub.bucket = None
         self.stubs = {}
 
+    def lay_out_anew(self) -> None:
+        self.forget()
+        self.parts = parts_there(self.states())
+
     def pick(self, stub: GuardedState, fields: Mapping[str, Tensor]) -> Tensor:
         """What a stub stands for, of all that has been read."""
         (part,) = (part for part in self.parts if part.field.name == stub.field_name)
@@ -222,6 +232,28 @@ class StateBucket(FiledBucket):
                 values = views[part.field.name].split([numel for _, numel in part.numels])
                 for (place, _), value in zip(part.numels, values, strict=True):
                     yield place, part.name, without_base(value)
+
+
+Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
+"""Whose states a bucket holds, what it is called, and what it will hold."""
+
+
+def state_buckets(tier: FileTier, groups: Sequence[Group]) -> list[StateBucket]:
+    """Return the buckets of these groups of updates: those that there are, or new ones."""
+    found: list[StateBucket] = []
+    for optimizer, parameters, words, parts in groups:
+        bucket = tier.find(_key(optimizer, parameters))
+        assert bucket is None or isinstance(bucket, StateBucket), "no other one has such a key"
+        is_known = bucket is not None and bucket.is_of(optimizer, parameters)
+        if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
+            # One that holds nothing yet is not worth its room if it is of another layout.
+            bucket = StateBucket(tier, tier.name(words), optimizer, parameters, parts)
+        found.append(bucket)
+    return found
+
+
+def _key(optimizer: Any, parameters: Sequence[Any]) -> Hashable:
+    return (id(optimizer), *map(id, parameters))
 
 
 class Reader:

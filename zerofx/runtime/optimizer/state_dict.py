@@ -1,0 +1,279 @@
+"""Optimizers whose states are shards, and their state dicts, which are whole.
+
+Everything here that reads whole values is collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerofx import compat
+from zerofx.codegen.rewrite.storage import MASTER, widen
+from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
+from zerofx.runtime.optimizer.file_states import Reader
+from zerofx.runtime.optimizer.lazy_states import LateState
+from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.registry import REGISTRY
+
+Lookup = Callable[[torch.Tensor], BoundParameter | None]
+
+
+def attach_optimizer(
+    optimizer: Optimizer,
+    owners: Lookup | Mapping[int, BoundParameter] = REGISTRY.lookup,
+    keeps_loaded_dtypes: bool = False,
+) -> None:
+    """Take charge of an optimizer's states: flat shards inside, whole values in state dicts.
+
+    Call it whenever parameters have been bound, and before creating states.  From then on, at
+    stages 1 to 3, every tensor of ``optimizer.state[parameter]`` that is not 0-dimensional is
+    this rank's ``[info.shard_numel]``; whole ones from before are cut here.  Uses torch's public
+    hooks on this one instance, and marks what has been cut, so calling it again is harmless.
+
+    With ``keeps_loaded_dtypes`` a state that is loaded stays in the dtype that it comes in, where
+    torch would cast it to its parameter's.
+
+    Raises: ValueError if a state is neither a number nor of its parameter's shape.
+    """
+    lookup = owners if callable(owners) else _lookup_in(owners)
+    attachment = REGISTRY.attached.get(optimizer)
+    if attachment is None:
+        attachment = REGISTRY.attached[optimizer] = OptimizerAttachment(optimizer)
+    attachment.lookup = lookup
+    attachment.keeps_loaded_dtypes |= keeps_loaded_dtypes
+    attachment.shard_states(optimizer)
+
+
+def _lookup_in(owners: Mapping[int, BoundParameter]) -> Lookup:
+    def lookup(parameter: torch.Tensor) -> BoundParameter | None:
+        bound = owners.get(id(parameter))
+        return bound if bound is not None and bound.parameter is parameter else None
+
+    return lookup
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether the user has hooks on this optimizer's ``step``, or on every optimizer's."""
+    if compat.has_global_optimizer_hooks():
+        return True
+    ours = REGISTRY.attached.get(optimizer)
+    before = optimizer._optimizer_step_pre_hooks.values()
+    before = [hook for hook in before if ours is None or hook != ours.on_step]
+    return bool(before or optimizer._optimizer_step_post_hooks)
+
+
+class OptimizerAttachment:
+    """The hooks on one optimizer, and the parameters whose states in it are shards."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.lookup: Lookup = REGISTRY.lookup
+        self.sharded: weakref.WeakSet[BoundParameter] = weakref.WeakSet()
+        self.before_load: dict[str, Any] = {}
+        self.loading: dict[str, Any] = {}
+        self.keeps_loaded_dtypes = False
+        self.handles = [
+            optimizer.register_step_pre_hook(self.on_step),
+            optimizer.register_state_dict_pre_hook(self.before_state_dict),
+            optimizer.register_state_dict_post_hook(self.on_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self.on_load),
+            optimizer.register_load_state_dict_post_hook(self.on_loaded),
+        ]
+
+    def bounds(self, optimizer: Optimizer) -> list[BoundParameter]:
+        """The parameters whose states are sharded or are to be, in the optimizer's order."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        found = (self.lookup(parameter) for parameter in parameters)
+        return [b for b in found if b is not None and b.stage > 0 and not b.retired]
+
+    def shard_states(self, optimizer: Optimizer) -> None:
+        """Cut whatever is whole; nothing changes if one state cannot be cut."""
+        new = [bound for bound in self.bounds(optimizer) if bound not in self.sharded]
+        numbers = _names_of_numbers(optimizer.state)
+        cuts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for bound in new:
+            state = optimizer.state.get(bound.parameter, {})
+            with ordinary_tensors():
+                cuts.append(
+                    (state, {key: _cut(key, v, bound, numbers) for key, v in state.items()})
+                )
+        for state, shards in cuts:
+            state.update(shards)
+        self.sharded.update(new)
+
+    def whole_state(
+        self, bound: BoundParameter, state: Mapping[str, Any], reader: Reader
+    ) -> dict[str, Any]:
+        """Return the whole tensors of one parameter's state, on its device.  Collective.
+
+        In the dtypes in which the optimizer would have them, whatever they are kept in.
+        ``reader`` reads those that are in files.
+        """
+        with ordinary_tensors():
+            whole = state = widen(reader.state(state))
+        for key in sorted(state, key=str):  # the same order on all ranks
+            value = state[key]
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                _check_is_shard(key, value, bound)
+                with ordinary_tensors():  # one that is kept on the host travels from the device
+                    shard = value.to(bound.info.device)
+                    whole[key] = gather(shard, bound.info, bound.communicator)
+        return whole
+
+    def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse an eager ``optimizer.step()``; compiled steps do not run hooks."""
+        bounds = self.bounds(optimizer)
+        if not bounds:
+            return
+        raise RuntimeError(
+            f"an eager optimizer.step() would update whole parameters, and ZeRO stage "
+            f"{bounds[0].stage} keeps only this rank's shard of the optimizer state of "
+            f"{bounds[0].name!r} and others. Call it in a function compiled with "
+            "torch.compile(..., backend='zero'), or get plain objects back with "
+            "zerofx.unshard(model, optimizer)."
+        )
+
+    def before_state_dict(self, optimizer: Optimizer) -> None:
+        """Have all states there are, and of one step."""
+        REGISTRY.settle(self.bounds(optimizer), [optimizer])
+
+    def on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put whole CPU tensors in place of the shards; ``optimizer.state`` stays as it is."""
+        bounds = [bound for bound in self.bounds(optimizer) if bound in self.sharded]
+        REGISTRY.barrier.wait(bounds, "optimizer.state_dict()")
+        by_parameter = {id(bound.parameter): bound for bound in bounds}
+        seen: set[int] = set()
+        reader = Reader()
+        number = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                bound = by_parameter.get(id(parameter))
+                if bound is not None and id(bound) not in seen and number in state_dict["state"]:
+                    whole = self.whole_state(bound, state_dict["state"][number], reader)
+                    state_dict["state"][number] = {k: _snapshot(v) for k, v in whole.items()}
+                    seen.add(id(bound))
+                number += 1
+        # In the order of the parameters, as if they had been updated in it.
+        state_dict["state"] = dict(sorted(state_dict["state"].items(), key=lambda entry: entry[0]))
+
+    def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        REGISTRY.settle(self.bounds(optimizer), [optimizer])
+        self.loading = state_dict
+        self.before_load = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+    def on_loaded(self, optimizer: Optimizer) -> None:
+        """Cut the loaded states, or restore the old ones if they do not fit."""
+        before, self.before_load = self.before_load, {}
+        state_dict, self.loading = self.loading, {}
+        was_sharded = set(self.sharded)
+        self.sharded.clear()
+        if self.keeps_loaded_dtypes:
+            self._undo_casts(optimizer, state_dict)
+        try:
+            self.shard_states(optimizer)
+        except ValueError:
+            optimizer.__setstate__(before)
+            self.sharded.update(was_sharded)
+            raise
+        for bound in self.sharded:
+            REGISTRY.barrier.note_write(bound, "optimizer.load_state_dict()")
+
+    def _undo_casts(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Give states that are numbers per element the dtypes that they have been saved in."""
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        owners = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in zip(saved, owners, strict=True):
+            state = optimizer.state.get(parameter, {})
+            for name, given in state_dict["state"].get(number, {}).items():
+                loaded = state.get(name)
+                if _is_float(given) and _is_float(loaded) and given.dtype != loaded.dtype:
+                    state[name] = given.detach().to(loaded.device, copy=True)
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _names_of_numbers(states: Mapping[Any, Any]) -> set[str]:
+    """Return the states that are one number per parameter, such as ``step``.
+
+    For a 0-dimensional parameter a moment looks the same; the other parameters tell.
+    """
+    return {"step"} | {
+        key
+        for parameter, state in states.items()
+        if isinstance(parameter, torch.Tensor) and parameter.dim() > 0
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+
+
+def _cut(key: str, value: Any, bound: BoundParameter, numbers: set[str]) -> Any:
+    """Return this rank's flat range of a whole state; numbers stay as they are."""
+    info = bound.info
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0 and (info.shape != () or key in numbers):
+        return value
+    if tuple(value.shape) != info.shape:
+        raise ValueError(
+            f"the optimizer state {key!r} of parameter {bound.name!r} has shape "
+            f"{tuple(value.shape)}, which is neither the parameter's {info.shape} nor a single "
+            f"number: ZeRO stage {bound.stage} can shard only elementwise states. Load a state "
+            "dict of this model, or use an elementwise optimizer or stage 0."
+        )
+    rank = bound.communicator.rank
+    return (
+        value.shard(info, rank) if isinstance(value, LateState) else take_shard(value, info, rank)
+    )
+
+
+def _check_is_shard(key: str, value: torch.Tensor, bound: BoundParameter) -> None:
+    if tuple(value.shape) == (bound.info.shard_numel,):
+        return
+    raise RuntimeError(
+        f"the optimizer state {key!r} of parameter {bound.name!r} should be this rank's shard of "
+        f"{bound.info.shard_numel} elements and has shape {tuple(value.shape)}: something other "
+        "than the compiled step has replaced it. Use optimizer.load_state_dict to set states."
+    )
+
+
+def _snapshot(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _as_plain(state: Mapping[str, Any], bound: BoundParameter) -> dict[str, Any]:
+    """The state of a parameter that is trained in its own dtype, as after ``load_state_dict``."""
+    return {
+        name: value.to(bound.info.dtype) if _is_float(value) and value.dim() else value
+        for name, value in state.items()
+        if name != MASTER
+    }
+
+
+def unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
+    """Make the states of these parameters whole, as plain torch has them.  Collective."""
+    attachment = REGISTRY.attached.get(optimizer)
+    if attachment is None:
+        return
+    wanted = set(bounds)
+    reader = Reader()
+    for bound in attachment.bounds(optimizer):
+        if bound in wanted and bound in attachment.sharded:
+            state = optimizer.state.get(bound.parameter)
+            if state:
+                whole = attachment.whole_state(bound, state, reader)
+                state.clear()
+                state.update(_as_plain(whole, bound) if attachment.keeps_loaded_dtypes else whole)
+            attachment.sharded.discard(bound)
+    if not attachment.sharded:
+        attachment.detach()
+        del REGISTRY.attached[optimizer]

@@ -1,0 +1,91 @@
+"""Points in a program that every rank reaches before any of them communicates.
+
+Ranks meet through the store first: a rank that is missing is an error after a timeout, not a hang.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from zerofx import compat
+from zerofx.runtime.comm.agreement import rendezvous
+from zerofx.runtime.parameters.cross_step_gathers import CarriedGathers
+from zerofx.runtime.parameters.parameter import BoundParameter
+
+
+class Barrier:
+    """Waits until all ranks that hold shards of some parameters have come to the same point.
+
+    ``written`` are the parameters whose shards this rank has written by itself since it last met
+    the other ranks, with the names of the functions that did so.
+    """
+
+    def __init__(
+        self, carried: CarriedGathers, join_timeout_s: float, load_timeout_s: float
+    ) -> None:
+        self.join_timeout_s = join_timeout_s
+        self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
+        self.written: dict[BoundParameter, set[str]] = {}
+        self._carried = carried
+        self._last_destination: tuple[weakref.ref[Any], int] | None = None
+
+    def wait(self, bounds: Iterable[BoundParameter], name: str) -> None:
+        """Return once every rank that holds shards of ``bounds`` is in ``name`` too.
+
+        Everything that a step has left in flight has arrived then.
+
+        Raises: RuntimeError on the ranks that came, if one does not.
+        """
+        self._carried.drain()
+        groups = {id(bound.communicator.group): bound.communicator for bound in bounds}
+        for communicator in groups.values():
+            self.confirm_writes([b for b in self.written if b.communicator is communicator])
+            _meet(communicator, name, self.join_timeout_s)
+
+    def wait_once(
+        self, destination: Any, epoch: int, bounds: Iterable[BoundParameter], name: str
+    ) -> None:
+        """Do as ``wait``, at the first of several parameters that fill the same ``destination``.
+
+        A call is known by ``destination``, the dict that it fills, and by the ``epoch``.
+        """
+        if self._last_destination is not None and destination is not None:
+            last, then = self._last_destination
+            if last() is destination and then == epoch:
+                return
+        self.wait(bounds, name)
+        try:
+            self._last_destination = weakref.ref(destination), epoch
+        except TypeError:  # a plain dict from the user: the ranks meet at every parameter
+            self._last_destination = None
+
+    def note_write(self, bound: BoundParameter, how: str) -> None:
+        """Note that this rank has written its shards: each other rank must write its own too."""
+        if bound.communicator.world_size > 1:
+            self.written.setdefault(bound, set()).add(how)
+
+    def confirm_writes(self, bounds: Iterable[BoundParameter]) -> None:
+        """Return once all ranks have written their shards of ``bounds``, if this one has.
+
+        Each rank loads a state dict by itself, and no rank waits for another until values are
+        read.  Without this, values that only some ranks have written would be mixed with the
+        others' old ones.
+
+        Raises: RuntimeError if another rank does not come.
+        """
+        written = [bound for bound in bounds if bound in self.written]
+        for communicator in dict.fromkeys(bound.communicator for bound in written):
+            mine = [bound for bound in written if bound.communicator is communicator]
+            how = sorted(set().union(*(self.written[bound] for bound in mine)))
+            name = f"{' and '.join(how)} before a step or state_dict()"
+            _meet(communicator, name, self.load_timeout_s)
+            for bound in mine:
+                del self.written[bound]
+
+
+def _meet(communicator: Any, name: str, timeout_s: float) -> None:
+    if communicator.world_size > 1:
+        store = compat.agreement_store(communicator.group)
+        rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)

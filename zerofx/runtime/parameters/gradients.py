@@ -1,0 +1,181 @@
+"""The gradients that cross calls: what this rank keeps of each, and its stub as ``p.grad``."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zerofx.runtime.memory.flat import (
+    ordinary_tensors,
+    take_shard,
+    whole_from_shard,
+    without_storage,
+)
+from zerofx.runtime.parameters.guarded import ShardedGradient, UnreducedGradient
+from zerofx.runtime.parameters.parameter import BoundParameter
+
+
+class GradientRegistry:
+    """The gradients of all bound parameters, between calls.
+
+    At stages 2 and 3 this rank keeps a shard, and ``parameter.grad`` is a stub without storage.
+    Below, ``parameter.grad`` is a whole tensor that is marked as the mean over the ranks.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock: Any = lock
+        self._stubs: dict[int, BoundParameter] = {}
+        self._averaged: list[BoundParameter] = []  # whose p.grad is a whole mean over the ranks
+        self._is_plain = False
+
+    def lookup(self, stub: torch.Tensor) -> BoundParameter | None:
+        """The parameter for whose gradient this tensor stands; None if it is no stub."""
+        found = self._stubs.get(id(stub))
+        return found if found is not None and found.stub is stub else None
+
+    def forget(self, bound: BoundParameter) -> None:
+        self._stubs.pop(id(bound.stub), None)
+
+    def make_plain(self) -> None:
+        """Make stubs ordinary tensors for the duration of a compiled call."""
+        self._is_plain = True
+        for bound, parameter in self._with_stub():
+            bound.stub.__class__ = torch.Tensor
+            bound.allow_accumulation(parameter)
+            bound.drop_gradient_unless_used(parameter)
+        for bound in self._averaged:
+            if bound.parameter is not None:
+                bound.allow_accumulation(bound.parameter)
+        self._averaged = [bound for bound in self._averaged if _has_average(bound)]
+
+    def guard_again(self) -> None:
+        """Guard stubs, and let go of the gradients that nothing refers to any more."""
+        self._is_plain = False
+        for bound, parameter in self._with_stub():
+            bound.drop_gradient_unless_used(parameter)
+            bound.refuse_eager_accumulation(parameter)
+            _guard_stub(bound)
+        self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
+        for bound in self._averaged:
+            bound.see_eager_accumulation()
+
+    def store(
+        self, bound: BoundParameter, gradient: torch.Tensor, *, unreduced: bool = False
+    ) -> torch.Tensor:
+        """Keep a gradient's shard, and return what to store as ``parameter.grad``.
+
+        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.
+
+        Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
+        object every time, so that Dynamo's guards on it hold.
+        """
+        with self._lock, ordinary_tensors():
+            if bound.stub is None:
+                bound.stub = without_storage(bound.info)
+                self._stubs[id(bound.stub)] = bound
+            bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
+            if not self._is_plain:
+                _guard_stub(bound)
+            return bound.stub
+
+    def shard(self, bound: BoundParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
+
+        Raises: RuntimeError for a stub whose gradient has been released, another's stub, or a
+        gradient that was left unreduced.
+        """
+        if gradient is bound.stub and bound.gradient is not None:
+            if bound.is_unreduced:
+                _refuse_unreduced(bound)
+            return bound.gradient
+        self.check_averaged(bound, gradient)
+        with ordinary_tensors():
+            return take_shard(gradient, bound.info, bound.communicator.rank)
+
+    def unreduced(
+        self, bound: BoundParameter, gradient: torch.Tensor, is_changed: bool
+    ) -> torch.Tensor:
+        """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
+
+        An average is one, and so is its shard times the number of ranks among zeros.
+
+        Raises: RuntimeError as ``check_averaged``; and for a plain tensor ``is_changed``, which
+        would then hold what is no average, for all to read.
+        """
+        if gradient is not bound.stub or bound.gradient is None:
+            self.check_averaged(bound, gradient)
+            if is_changed:
+                raise RuntimeError(
+                    f"the gradient of parameter {bound.name!r} was left by a function without "
+                    "accumulate='local', as a whole average, and this function has that option. "
+                    "Give it to every function that backward, clipping and the update are in, or "
+                    "call optimizer.zero_grad() in between."
+                )
+            return gradient
+        if not bound.is_unreduced:
+            with ordinary_tensors():
+                shares = bound.gradient * bound.communicator.world_size
+                whole = whole_from_shard(shares, bound.info, bound.communicator.rank)
+            bound.gradient, bound.is_unreduced = whole, True
+        return bound.gradient
+
+    def mark_averaged(
+        self, gradient: torch.Tensor, bound: BoundParameter | None = None
+    ) -> torch.Tensor:
+        """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks.
+
+        It is no longer once an eager ``backward()`` has added to it: of ``bound``, that is seen.
+        """
+        gradient._zerofx_averaged = True
+        if bound is not None and bound.communicator.world_size > 1:
+            self._averaged.append(bound)
+        return gradient
+
+    def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Raise RuntimeError for what is not the whole mean over the ranks.
+
+        That is a whole gradient that one rank computed for itself, or a stub.
+        """
+        owner = self.lookup(gradient)
+        if owner is not None:
+            if owner is bound and bound.gradient is not None:
+                _refuse_unreduced(bound)
+            raise RuntimeError(
+                f"the gradient of parameter {bound.name!r} stands for one of {owner.name!r} "
+                "that has been released or belongs to that parameter: it was taken off p.grad and "
+                "put back. Leave p.grad to backward() and zero_grad()."
+            )
+        if bound.communicator.world_size == 1 or hasattr(gradient, "_zerofx_averaged"):
+            return
+        raise RuntimeError(
+            f"the gradient of parameter {bound.name!r} was not computed by a zero-compiled "
+            "function: it is this rank's own, and the update needs the mean over all ranks. Call "
+            "backward() in a function compiled with torch.compile(..., backend='zero'), or set "
+            "p.grad = None before the step."
+        )
+
+    def _with_stub(self) -> list[tuple[BoundParameter, nn.Parameter]]:
+        pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
+        return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
+
+
+def _guard_stub(bound: BoundParameter) -> None:
+    assert bound.stub is not None
+    bound.stub.__class__ = UnreducedGradient if bound.is_unreduced else ShardedGradient
+
+
+def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
+    raise RuntimeError(
+        f"the gradient of parameter {bound.name!r} was left by a function with "
+        f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
+        "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
+        "clipping and the update are in, or call optimizer.zero_grad() in between."
+    )
+
+
+def _has_average(bound: BoundParameter) -> bool:
+    parameter = bound.parameter
+    return parameter is not None and hasattr(parameter.grad, "_zerofx_averaged")
