@@ -48,8 +48,8 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     for line in peak.splitlines():
         # Of when, the line depends on what the machine is taken for.
         assert re.sub(r" at \S+ µs, \d+%", "", line) in re.sub(r" at \S+ µs, \d+%", "", drawn)
-    pages = re.findall(r"^dumps/.*09_prefetch\.timeline\.html", drawn, re.M)
-    assert len(pages) == 2 and all((tmp_path / page).exists() for page in pages)
+    pictures = re.findall(r"^dumps/.*09_prefetch\.png", drawn, re.M)
+    assert len(pictures) == 2 and all((tmp_path / picture).exists() for picture in pictures)
     shown = re.findall(r"^(0\d  \w+ .*)$", PAGE, re.M)
     without_seconds = [re.sub(r"0\.\d{4}", "", line).split() for line in summary.splitlines()]
     assert len(shown) == 3

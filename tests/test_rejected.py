@@ -75,7 +75,7 @@ def test_what_validation_rejects_is_dumped_and_its_file_named(tmp_path, capsys):
     assert f"please report it with {folder / names[-1]} and the program before it" in str(
         told.value
     )
-    assert (folder / "03_planted.timeline.json").exists()
+    assert (folder / "03_planted.trace.json").exists()
     assert command_line.main(["diff", str(folder), "data_parallel", "planted"]) == 0
     assert "+ aten.mul.Tensor: mul_tensor" in capsys.readouterr().out
 

@@ -1,18 +1,19 @@
-"""Timelines lie next to dumped programs, and the command makes pages of them without the graphs."""
+"""Traces lie next to dumped programs, and the command draws and tells them without the graphs."""
 
 import json
 import logging
 
 import pytest
 import torch
+from matplotlib import image
 
 import zerofx.__main__ as command_line
 from tests.programs import clone, context_of, mlp_step, run_passes
-from tests.records import empty, large, nothing, small
+from tests.records import empty, small
 from zerofx.ir.graph import updates
+from zerofx.report import picture
 from zerofx.report.folder import MARKER, DumpFolder
-from zerofx.report.timeline.files import TimelineDump, records_in
-from zerofx.report.timeline.record import read
+from zerofx.report.timeline import TimelineDump, read, span_event, text_of
 
 
 @pytest.fixture
@@ -26,7 +27,6 @@ def dumped(tmp_path):
         timelines = TimelineDump(DumpFolder(folder), f"rank{rank}/step0_0", ctx, kept)
         run_passes(program, rank=rank, on_program=lambda name, gm, _: timelines.write(name, gm),
                    **options)  # fmt: skip
-        timelines.finish()
         return folder / f"rank{rank}" / "step0_0"
 
     return dump
@@ -36,17 +36,19 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != MARKER)
 
 
-def test_every_program_has_a_record_and_the_last_a_page_and_a_picture(dumped):
+def test_every_program_has_a_trace(dumped):
     folder = dumped(stage=1, prefetch=False, recompute=False)
     assert names(folder) == [
-        "00_captured.timeline.json",
-        "01_data_parallel.timeline.json",
-        "02_shard_optimizer.timeline.html",
-        "02_shard_optimizer.timeline.json",
-        "02_shard_optimizer.timeline.svg",
+        "00_captured.trace.json",
+        "01_data_parallel.trace.json",
+        "02_shard_optimizer.trace.json",
     ]
-    programs = [read(path).program for path in records_in(folder)]
-    assert programs == ["00_captured", "01_data_parallel", "02_shard_optimizer"]
+    titles = [read(folder / name)["zerofx"]["title"] for name in names(folder)]
+    assert titles == [
+        "step0_0: 00_captured, rank 0 of 2",
+        "step0_0: 01_data_parallel, rank 0 of 2",
+        "step0_0: 02_shard_optimizer, rank 0 of 2",
+    ]
 
 
 def test_a_second_compilation_dumps_the_same_bytes(dumped, tmp_path):
@@ -58,12 +60,17 @@ def test_a_second_compilation_dumps_the_same_bytes(dumped, tmp_path):
 
 
 def test_ranks_differ_in_their_number_and_their_shards_alone(dumped):
-    """Of which one may hold more, for the other's is padded."""
-    for path, other in zip(*map(records_in, (dumped(rank=0), dumped(rank=1))), strict=True):
-        one, two = read(path), read(other)
-        assert (one.rank, two.rank) == (0, 1)
-        assert one.spans == two.spans and one.step_s == two.step_s
-        assert [n.name for n in one.nodes] == [n.name for n in two.nodes]
+    """The shard of one may be larger, for the other's is padded."""
+    folders = dumped(rank=0), dumped(rank=1)
+    for name in names(folders[0]):
+        one, two = (read(folder / name) for folder in folders)
+        assert "rank 0 of 2" in one["zerofx"]["title"] and "rank 1 of 2" in two["zerofx"]["title"]
+        spans = [
+            [(e["name"], e["tid"], e["ts"], e["dur"]) for e in t["traceEvents"] if e["ph"] == "X"]
+            for t in (one, two)
+        ]
+        assert spans[0] == spans[1] and one["zerofx"]["step_s"] == two["zerofx"]["step_s"]
+        assert one["zerofx"]["nodes"] == two["zerofx"]["nodes"]
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(dumped, tmp_path, caplog):
@@ -71,11 +78,15 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(dumped, tmp_path, cap
     with caplog.at_level(logging.WARNING, logger="zerofx"):
         dumped()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "zerofx"]
-    assert "cannot write" in message and "00_captured.timeline.json" in message
+    assert "cannot write" in message and "00_captured.trace.json" in message
 
 
-@pytest.fixture
-def train(zero):
+def train(**options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
     def step(model, optimizer, x):
         loss = model(x).square().mean()
         loss.backward()
@@ -83,33 +94,17 @@ def train(zero):
         optimizer.zero_grad()
         return loss
 
-    def run(**options):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(5, 3)
-        optimizer = torch.optim.AdamW(model.parameters())
-        compiled = zero(step, **options)
-        return [compiled(model, optimizer, torch.ones(rows, 5)) for rows in (4, 4)]
-
-    return run
+    step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    return [step(model, optimizer, torch.ones(4, 5)) for _ in range(2)]
 
 
-@pytest.fixture
-def zero():
-    def compiled(step, **options):
-        torch._dynamo.reset()
-        return torch.compile(step, backend="zero", options={"lowering": "eager", **options})
-
-    return compiled
-
-
-def test_a_training_run_that_dumps_leaves_timelines_and_trains_the_same(train, tmp_path):
+def test_a_training_run_that_dumps_leaves_traces_and_trains_the_same(tmp_path):
     plain, watched = train(), train(dump=str(tmp_path))
     assert plain == watched
     (folder,) = tmp_path.glob("rank0/*")
-    last = records_in(folder)[-1]
-    assert last.with_name(last.name.replace(".json", ".html")).exists()
-    states = {p.kind: p.nbytes for p in read(last).memory if p.kind == "optimizer states"}
-    assert states  # what AdamW keeps is known before it has any
+    *_, last = sorted(folder.glob("*.trace.json"))
+    counted = [e["args"] for e in read(last)["traceEvents"] if e["ph"] == "C"]
+    assert any(args.get("optimizer states") for args in counted)  # known before AdamW has any
 
 
 # The command
@@ -119,43 +114,70 @@ def timeline(*arguments):
     return command_line.main(["timeline", *map(str, arguments)])
 
 
-def write(folder, *records):
+def write(folder, *programs, make=small):
     folder.mkdir(parents=True, exist_ok=True)
-    for record in records:
-        path = folder / f"{record.program}.timeline.json"
-        path.write_text(record.to_json(), encoding="utf-8")
+    for program in programs:
+        path = folder / f"{program}.trace.json"
+        path.write_text(text_of(make(program)), encoding="utf-8")
     return folder
 
 
-def test_the_command_makes_a_page_and_a_picture_of_every_program(tmp_path, capsys):
-    folder = write(tmp_path / "rank0" / "step0_0", empty(), small(program="01_bucket"), small())
+def test_the_command_draws_and_tells_the_last_program_of_each_function(tmp_path, capsys):
+    folders = [write(tmp_path / f"rank{rank}" / "step0_0", "01_bucket", "03_prefetch")
+               for rank in (0, 1)]  # fmt: skip
     assert timeline(tmp_path) == 0
-    pages = [name for name in names(folder) if name.endswith(".html")]
-    assert pages == [f"{n}.timeline.html" for n in ("00_captured", "01_bucket", "03_prefetch")]
-    assert len(names(folder)) == 9
-    middle = (folder / "01_bucket.timeline.html").read_text()
-    assert 'href="00_captured.timeline.html"' in middle
-    assert 'href="03_prefetch.timeline.html"' in middle
     said = capsys.readouterr().out
-    assert str(folder / "03_prefetch.timeline.html") in said
-    assert "step0_0, rank 1 of 2: 03_prefetch" in said and "01_bucket" not in said
-    assert "The peak is 16.0 MiB at 2 ms" in said and "train.py:7 loss = model(w)" in said
-    assert "waits" in said
+    for folder in folders:
+        assert names(folder) == [
+            "01_bucket.trace.json", "03_prefetch.png", "03_prefetch.trace.json",
+        ]  # fmt: skip
+        assert f"{folder / '03_prefetch.trace.json'}\n{folder / '03_prefetch.png'}\n" in said
+    assert "step0_0: 03_prefetch, rank 1 of 2" in said and "01_bucket" not in said
+    assert "A step is predicted to take 3 ms.\nThe peak is 16.00 MiB.\n" in said
 
 
-@pytest.mark.parametrize("record", (empty, nothing, lambda: large(2000)))
-def test_the_command_copes_with_programs_of_any_size(record, tmp_path, capsys):
-    write(tmp_path, record())
+def test_the_picture_shows_memory_and_lanes_in_their_colours(tmp_path):
+    write(tmp_path, "03_prefetch")
     assert timeline(tmp_path) == 0
-    assert len(names(tmp_path)) == 3
+    pixels = image.imread(tmp_path / "03_prefetch.png")[..., :3]
+    assert 300 < pixels.shape[0] < 900 and pixels.shape[1] == 1100
+    of_memory = ("parameters", "activations", "temporaries")
+    of_lanes = ("forward", "backward", "waiting", "gather")
+    colours = [picture.MEMORY[kind] for kind in of_memory]
+    for colour in [*colours, *(picture.WORK[kind] for kind in of_lanes)]:
+        wanted = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        assert (abs(pixels - wanted).max(-1) < 0.01).sum() > 500, colour
+
+
+@pytest.mark.parametrize("make", (empty, lambda _: many(2000)), ids=("nothing", "many spans"))
+def test_the_command_copes_with_programs_of_any_size(make, tmp_path, capsys):
+    write(tmp_path, "00_captured", make=make)
+    assert timeline(tmp_path) == 0
+    assert (tmp_path / "00_captured.png").stat().st_size > 5_000
     assert "A step is predicted to take" in capsys.readouterr().out
 
 
+def many(count):
+    trace = small()
+    spans = (span_event(1, "compute", f"n{n}", "update", n * 1e-6, (n + 1) * 1e-6)
+             for n in range(3000, 3000 + count))  # fmt: skip
+    return {**trace, "traceEvents": [*trace["traceEvents"], *spans]}
+
+
 def test_one_file_can_be_named(tmp_path, capsys):
-    write(tmp_path, small(), small(program="01_bucket"))
-    assert timeline(tmp_path / "01_bucket.timeline.json") == 0
+    write(tmp_path, "01_bucket", "03_prefetch")
+    assert timeline(tmp_path / "01_bucket.trace.json") == 0
     assert "01_bucket" in capsys.readouterr().out
-    assert "03_prefetch.timeline.html" not in names(tmp_path)
+    assert "03_prefetch.png" not in names(tmp_path) and "01_bucket.png" in names(tmp_path)
+
+
+def test_without_matplotlib_all_but_the_picture_is_there(tmp_path, capsys, monkeypatch):
+    write(tmp_path, "03_prefetch")
+    monkeypatch.setitem(command_line.sys.modules, "matplotlib.figure", None)
+    assert timeline(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "matplotlib is not installed (pip install 'zerofx[pictures]')" in said
+    assert "The peak is 16.00 MiB." in said and names(tmp_path) == ["03_prefetch.trace.json"]
 
 
 def refused(capsys, *arguments):
@@ -166,8 +188,13 @@ def refused(capsys, *arguments):
 
 
 def test_a_folder_without_dumps_is_refused(tmp_path, capsys):
-    assert f"no dumped timeline (*.timeline.json) in {tmp_path}" in refused(capsys, tmp_path)
-    assert "ZEROFX_DUMP" in refused(capsys, tmp_path)
+    error = refused(capsys, tmp_path)
+    assert f"no dumped timeline (*.trace.json) in {tmp_path}" in error and "ZEROFX_DUMP" in error
+
+
+def test_a_dump_of_an_older_version_is_told_from_none(tmp_path, capsys):
+    (tmp_path / "09_prefetch.timeline.json").write_text("{}")
+    assert "was dumped by an older zerofx" in refused(capsys, tmp_path)
 
 
 def test_what_does_not_exist_and_what_is_no_timeline_is_refused(tmp_path, capsys):
@@ -176,24 +203,35 @@ def test_what_does_not_exist_and_what_is_no_timeline_is_refused(tmp_path, capsys
     assert "is no timeline" in refused(capsys, tmp_path / "00_captured.py")
 
 
-def test_a_record_of_another_version_is_refused_by_name(tmp_path, capsys):
-    write(tmp_path, small())
-    path = tmp_path / "03_prefetch.timeline.json"
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "version": 99}))
-    assert f"{path} is of version 99" in refused(capsys, tmp_path)
-
-
-def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path, capsys):
-    write(tmp_path, small())
-    (tmp_path / "03_prefetch.timeline.html").mkdir()
-    assert "03_prefetch.timeline.html" in refused(capsys, tmp_path)
-
-
-def test_a_full_disk_leaves_no_half_page_and_names_it(tmp_path, capsys):
-    write(tmp_path, small())
-    page = tmp_path / "03_prefetch.timeline.html"
-    page.symlink_to("/dev/full")
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"", "is no JSON"),
+        (b"\xff", "is no JSON"),
+        (b"[]", "is no timeline of zerofx"),
+        (b'{"traceEvents": []}', "is no timeline of zerofx"),
+        (b'{"zerofx": {"version": 1}}', "is no timeline of zerofx"),
+        (b'{"zerofx": {"version": 99}, "traceEvents": []}', "is of version 99"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name_with_the_remedy(content, told, tmp_path, capsys):
+    path = tmp_path / "03_prefetch.trace.json"
+    path.write_bytes(content)
     error = refused(capsys, tmp_path)
-    assert "No space left on device" in error and str(page) in error
-    assert not page.is_symlink()
+    assert f"{path} {told}" in error and "Dump the program again" in error
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_in_a_line(tmp_path, capsys):
+    write(tmp_path, "03_prefetch")
+    (tmp_path / "03_prefetch.png").mkdir()
+    assert "03_prefetch.png" in refused(capsys, tmp_path)
+    assert names(tmp_path) == ["03_prefetch.png", "03_prefetch.trace.json"]  # and no part of one
+
+
+def test_names_in_any_alphabet_survive(tmp_path):
+    odd = "</script>größe\u2028\\'\udc80"
+    folder = DumpFolder(tmp_path)
+    folder.write("00.trace.json", text_of(small(name=odd)))
+    trace = read(tmp_path / "00.trace.json")
+    assert trace["zerofx"]["nodes"][0] == f"gather_{odd}"
+    assert json.dumps(trace) == json.dumps(small(name=odd))

@@ -1,6 +1,7 @@
 """What torch's profiler has measured is drawn beside what was predicted, node by node."""
 
 import gzip
+import itertools
 import json
 
 import pytest
@@ -11,10 +12,9 @@ import zerofx.__main__ as command_line
 from tests.records import small
 from zerofx import backend
 from zerofx.errors import CommandError
-from zerofx.report.timeline.measured import RANGE, STEP_RANGE, measured_spans
-from zerofx.report.timeline.ranges import named_ranges
-from zerofx.report.timeline.record import read
-from zerofx.report.timeline.words import measured_sentence
+from zerofx.profiling import named_ranges
+from zerofx.report.measured import RANGE, STEP_RANGE, add_measured
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, read, span_event, text_of
 
 
 def event(name, begin_us, took_us, **values):
@@ -36,7 +36,7 @@ def trace(tmp_path):
     """``trace(events)`` -> the file of a trace with these, among others."""
 
     def write(*events):
-        path = tmp_path / "trace.json"
+        path = tmp_path / "mine.json"
         others = [{"ph": "M", "name": "process_name"}, event("aten::mm", 5, 7), "odd", 3]
         path.write_text(json.dumps({"traceEvents": [*others, *events]}))
         return path
@@ -44,30 +44,55 @@ def trace(tmp_path):
     return write
 
 
-def spans(record, path):
-    found = measured_spans(record, path)
-    return {(record.nodes[s.node].name, s.lane): (round(s.begin_s * 1e6), round(s.end_s * 1e6))
-            for s in found}  # fmt: skip
+def measured(path):
+    """``records.small`` with what a profile has measured."""
+    found = small()
+    add_measured(found, path)
+    return found
+
+
+def spans(trace):
+    """What was measured: (node, lane) -> from when to when, in microseconds."""
+    return {
+        (event["name"], LANES[event["tid"] - 1]): (
+            round(event["ts"]),
+            round(event["ts"] + event["dur"]),
+        )
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == MEASURED
+    }
 
 
 def test_ranges_are_drawn_from_the_first_on_and_transfers_until_their_wait_is_over(trace):
-    assert spans(small(), trace(*step_at(1000))) == {
+    found = measured(trace(*step_at(1000)))
+    assert spans(found) == {
         ("gather_w", "compute"): (0, 20),
         ("gather_w", "link"): (0, 320),
         ("wait", "waiting"): (20, 320),
         ("mm", "compute"): (390, 890),
         ("mm_backward", "compute"): (890, 1490),
     }
-    (link,) = [s for s in measured_spans(small(), trace(*step_at(1000))) if s.lane == "link"]
-    assert link.nbytes == 4 * 2**20
+    ours = [event for event in found["traceEvents"] if event["pid"] == MEASURED]
+    (link,) = [e for e in ours if e["name"] == "gather_w" and e["cat"] == "gather"]
+    assert link["args"] == {"bytes": 4 * 2**20, "parameters": "w"}
+    process, *_ = ours
+    assert process["args"]["name"] == "measured: step0_0: 03_prefetch, rank 1 of 2"
+    assert json.dumps(found["traceEvents"]).count('"thread_name"') == 6
+
+
+def test_measured_twice_is_measured_once(trace):
+    found = measured(trace(*step_at(0)))
+    again = json.loads(json.dumps(found))
+    add_measured(again, trace(*step_at(1000)))
+    assert again == json.loads(json.dumps(found))
 
 
 def test_the_last_step_of_a_trace_counts(trace):
     path = trace(*step_at(9000, wait_us=111), *step_at(1000))
-    assert spans(small(), path)["wait", "waiting"] == (20, 131)
+    assert spans(measured(path))["wait", "waiting"] == (20, 131)
 
 
-def test_what_a_device_took_counts_before_what_its_host_did(trace):
+def test_what_a_device_took_is_on_its_lanes_and_its_host_on_another(trace):
     on_device = {"cat": "gpu_user_annotation"}
     path = trace(
         *step_at(1000),
@@ -75,16 +100,36 @@ def test_what_a_device_took_counts_before_what_its_host_did(trace):
         event(RANGE + "gather_w", 1110, 250, **on_device),
         event(RANGE + "mm", 1500, 800, **on_device),
     )
-    found = spans(small(), path)
-    assert found["gather_w", "link"] == (100, 350) and ("gather_w", "compute") not in found
-    assert found["mm", "compute"] == (490, 1290)
-    assert found["mm_backward", "compute"] == (890, 1490)  # of which no device knows
+    assert spans(measured(path)) == {
+        ("gather_w", "host"): (0, 20),
+        ("wait", "waiting"): (20, 320),
+        ("mm", "host"): (390, 890),
+        ("mm_backward", "host"): (890, 1490),
+        ("gather_w", "link"): (100, 350),
+        ("mm", "compute"): (490, 1290),
+    }
+
+
+def test_transfers_that_overlap_are_drawn_one_after_the_other(trace):
+    """Viewers nest bars of one lane, and cannot show two that cross."""
+    of_two = small()
+    of_two["zerofx"]["nodes"] += ["gather_v", "wait_v"]
+    of_two["zerofx"]["waits_for"]["wait_v"] = "gather_v"
+    of_two["traceEvents"].append(span_event(PREDICTED, "link", "gather_v", "gather", 1e-3, 2e-3))
+    path = trace(
+        event(STEP_RANGE, 0, 2000),
+        *(event(RANGE + name, us, 10) for name, us in (
+            ("gather_w", 0), ("gather_v", 20), ("wait", 100), ("wait_v", 300))),
+    )  # fmt: skip
+    add_measured(of_two, path)
+    assert spans(of_two)["gather_w", "link"] == (0, 110)
+    assert spans(of_two)["gather_v", "link"] == (110, 310)
 
 
 def test_a_compressed_trace_is_read(trace, tmp_path):
-    path = tmp_path / "trace.json.gz"
+    path = tmp_path / "profile.json.gz"
     path.write_bytes(gzip.compress(trace(*step_at(0)).read_bytes()))
-    assert ("mm", "compute") in spans(small(), path)
+    assert ("mm", "compute") in spans(measured(path))
 
 
 @pytest.mark.parametrize(
@@ -102,45 +147,43 @@ def test_what_is_no_trace_is_refused_with_the_remedy(content, words, tmp_path):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(CommandError) as refused:
-        measured_spans(small(), path)
+        measured(path)
     assert words in str(refused.value) and "named_ranges" in str(refused.value)
 
 
 def test_the_trace_of_another_program_is_refused(trace):
     with pytest.raises(CommandError, match="2 of its 6 ranges are no nodes of that, bmm for one"):
-        measured_spans(small(), trace(*step_at(0), event(RANGE + "bmm", 1, 1),
-                                      event(RANGE + "cat", 2, 1)))  # fmt: skip
+        measured(trace(*step_at(0), event(RANGE + "bmm", 1, 1), event(RANGE + "cat", 2, 1)))
 
 
 def test_it_is_said_in_words(trace):
-    measured = measured_spans(small(), trace(*step_at(0)))
-    assert measured_sentence(small(), measured) == (
-        "Measured, it took 1.49 ms: 1.12 ms of compute and 300 µs of waiting, 0.497 times what "
-        "was predicted."
+    assert measured(trace(*step_at(0)))["zerofx"]["measured"] == (
+        "Measured, it took 1.49 ms, 300 µs of it waiting: 0.497 times what was predicted."
     )
 
 
-def write(folder, record):
+def write(folder, program="03_prefetch"):
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record.program}.timeline.json"
-    path.write_text(record.to_json(), encoding="utf-8")
+    path = folder / f"{program}.trace.json"
+    path.write_text(text_of(small(program)), encoding="utf-8")
     return path
 
 
-def test_the_command_draws_it_on_the_last_programs_page(trace, tmp_path, capsys):
-    write(tmp_path / "rank0", small(program="01_bucket"))
-    write(tmp_path / "rank0", small())
+def test_the_command_puts_it_into_the_last_programs_trace(trace, tmp_path, capsys):
+    first, last = write(tmp_path / "rank0", "01_bucket"), write(tmp_path / "rank0")
     path = trace(*step_at(0))
-    assert command_line.main(["timeline", str(tmp_path), "--measured", str(path)]) == 0
-    assert "Measured, it took 1.49 ms" in capsys.readouterr().out
-    pages = {p.name: p.read_text() for p in (tmp_path / "rank0").glob("*.html")}
-    assert "step, measured" in pages["03_prefetch.timeline.html"]
-    assert "step, measured" not in pages["01_bucket.timeline.html"]
+    for _ in range(2):  # as often as one likes
+        assert command_line.main(["timeline", str(tmp_path), "--measured", str(path)]) == 0
+        assert capsys.readouterr().out.count("Measured, it took 1.49 ms") == 1
+        assert spans(read(last)) and not spans(read(first))
+    assert sorted(p.name for p in last.parent.iterdir()) == [
+        "01_bucket.trace.json", "03_prefetch.png", "03_prefetch.trace.json",
+    ]  # fmt: skip
 
 
 def test_a_trace_is_for_one_rank(trace, tmp_path, capsys):
-    write(tmp_path / "rank0", small())
-    write(tmp_path / "rank1", small())
+    write(tmp_path / "rank0")
+    write(tmp_path / "rank1")
     path = trace(*step_at(0))
     assert command_line.main(["timeline", str(tmp_path), "--measured", str(path)]) == 1
     assert f"give the folder of one, as {tmp_path / 'rank0'}" in capsys.readouterr().err
@@ -171,23 +214,32 @@ def profiled(tmp_path, lowering):
         if is_profiled:
             with named_ranges(compiled), torch.profiler.profile() as profiler:
                 losses += [compiled(model, optimizer, torch.ones(4, 5)) for _ in range(2)]
-            profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+            profiler.export_chrome_trace(str(tmp_path / "profile.json"))
         else:
             losses += [compiled(model, optimizer, torch.ones(4, 5)) for _ in range(2)]
         runs.append((losses, compiled(model, optimizer, torch.ones(4, 5))))
     assert runs[0] == runs[1]
-    *_, path = sorted((tmp_path / "dump").rglob("*.timeline.json"))
-    return read(path), tmp_path / "trace.json"
+    *_, path = sorted((tmp_path / "dump").rglob("*.trace.json"))
+    trace = read(path)
+    add_measured(trace, tmp_path / "profile.json")
+    return trace
 
 
 def test_a_profiled_run_is_the_same_run_and_names_every_node_that_computes(tmp_path):
-    record, path = profiled(tmp_path, "eager")
-    found = {record.nodes[span.node].name for span in measured_spans(record, path)}
-    predicted = {record.nodes[span.node].name for span in record.spans}
+    trace = profiled(tmp_path, "eager")
+    found = {name for name, _ in spans(trace)}
+    predicted = {e["name"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] != MEASURED}
     merged = {name for name in predicted if name.startswith("flatten_bucket")}  # into a reduction
     assert predicted - merged and predicted - merged <= found
-    ends = [span.end_s for span in measured_spans(record, path)]
-    assert 0 < max(ends) < 60
+    assert 0 < max(end for _, end in spans(trace).values()) < 60e6
+    lanes = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            begin, took = round(event["ts"] * 1000), round(event["dur"] * 1000)
+            lanes.setdefault((event["pid"], event["tid"]), []).append((begin, begin + took))
+    for bars in lanes.values():
+        for (_, end), (begin, _) in itertools.pairwise(sorted(bars)):
+            assert begin >= end
 
 
 def test_what_is_profiled_is_what_ran_before_afterwards(tmp_path):
@@ -238,10 +290,10 @@ def test_what_is_profiled_lies_beside_the_dump_and_is_drawn(tmp_path, capsys):
     compiled, call = trained(str(tmp_path))
     with zerofx.profile(compiled):
         call()
-    (trace,) = tmp_path.rglob("trace.json")
-    assert trace.parent.name.endswith("_1")  # beside the program that ran
+    (profile,) = tmp_path.rglob("profile.json")
+    assert profile.parent.name.endswith("_1")  # beside the program that ran
     assert command_line.main(["timeline", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.split("_1, rank 0 of 1")
+    _, first, second = capsys.readouterr().out.split(".png\n")
     assert "Measured, it took" not in first and "Measured, it took" in second
 
 
@@ -268,10 +320,15 @@ def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):
 
 @pytest.mark.nightly
 def test_regions_and_updates_that_run_together_have_the_name_of_their_first(tmp_path):
-    record, path = profiled(tmp_path, "inductor")
-    names = [record.nodes[span.node].name for span in measured_spans(record, path)]
-    products = [node.name for node in record.nodes if node.operator in ("aten.mm", "aten.addmm")]
-    assert "addmm" in names and 0 < len(set(names) & set(products)) < len(products)
-    updates = [node.name for node in record.nodes if node.operator == "zerofx.update"]
-    together = [name for name in names if name in updates]  # a bucket's
-    assert len(updates) == 4 and together == ["update_2_bias", "update_0_bias"]
+    trace = profiled(tmp_path, "inductor")
+    operators = {
+        e["name"]: e["args"].get("operator")
+        for e in trace["traceEvents"]
+        if e["ph"] == "X" and e["pid"] != MEASURED
+    }
+    names = {name for name, _ in spans(trace)}
+    products = {name for name, of in operators.items() if of in ("aten.mm", "aten.addmm")}
+    assert "addmm" in names and 0 < len(names & products) < len(products)
+    updates = {name for name, of in operators.items() if of == "zerofx.update"}
+    assert len(updates) == 4
+    assert names & updates == {"update_2_bias", "update_0_bias"}  # each first of its bucket

@@ -21,7 +21,7 @@ from zerofx.checkpoint import (  # noqa: E402
 from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.explain import explain  # noqa: E402
-from zerofx.report.timeline.ranges import named_ranges, profile  # noqa: E402
+from zerofx.profiling import named_ranges, profile  # noqa: E402
 from zerofx.runtime.access import full_params, unshard  # noqa: E402
 
 __all__ = [

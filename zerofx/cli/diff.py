@@ -13,7 +13,6 @@ from zerofx.errors import CommandError
 from zerofx.report.python_text import quoted_name
 from zerofx.report.read import DumpedProgram, read
 from zerofx.report.statements import Statement, statements
-from zerofx.report.timeline.words import short_source
 from zerofx.report.write import REJECTED
 
 _SHOWN = 4
@@ -270,3 +269,10 @@ def _program(folder: Path, wanted: str) -> Path:
 def _programs(folder: Path) -> list[Path]:
     pattern = re.compile(rf"\d\d+_\w+({re.escape(REJECTED)})?\.py")
     return sorted(path for path in folder.glob("*.py") if pattern.fullmatch(path.name))
+
+
+def short_source(source: str) -> str:
+    """``train.py:12 loss.backward()``: a line of source with its file's name alone."""
+    place = re.match(r".*?:\d+(?=[: ]|$)", source)
+    end = place.end() if place else 0
+    return f"{source[:end].replace(chr(92), '/').rpartition('/')[2]}{source[end:]}"

@@ -1,120 +1,107 @@
-"""``python -m zerofx timeline dir``: dumped programs as pages and pictures, and in words."""
+"""``python -m zerofx timeline DIR``: dumped programs' traces as a picture and in words."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from tabulate import tabulate
+from typing import Any
 
 from zerofx.errors import CommandError
 
-if TYPE_CHECKING:
-    from zerofx.report.timeline.record import Busy, StepRecord
+_OLD_SUFFIX = ".timeline.json"
 
 
 def add_to(subparsers: Any) -> None:
     """Add the command ``timeline``."""
     parser = subparsers.add_parser(
         "timeline",
-        help="draw dumped programs: lanes and memory over one step",
-        description="Write a page (.timeline.html) and a picture (.timeline.svg) next to every "
-        "dumped program, and say where the last one has its peak of memory and what it waits for.",
+        help="draw a dumped program: lanes and memory over one step",
+        description="Of the last dumped program of each function, draw a picture (.png) next to "
+        "its trace (.trace.json), and say where it has its peak of memory and what it waits for. "
+        "https://ui.perfetto.dev opens the traces, which every program has.",
     )
     parser.add_argument(
         "folder",
         type=Path,
-        help="what the option dump (or ZEROFX_DUMP) names, a folder in it, or a .timeline.json",
+        help="what the option dump (or ZEROFX_DUMP) names, a folder in it, or a .trace.json",
     )
     parser.add_argument(
         "--measured",
         type=Path,
-        metavar="TRACE",
-        help="what torch.profiler has exported of the step, run within zerofx.named_ranges: drawn "
-        "beside the last program (by default what zerofx.profile has put there)",
+        metavar="PROFILE",
+        help="what torch.profiler has exported of the step, run within zerofx.named_ranges: goes "
+        "into the trace, beside what was predicted (by default what zerofx.profile has written)",
     )
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write pages and pictures, and print the last program of each folder in words."""
-    from zerofx.report.timeline.files import write_pictures
-    from zerofx.report.timeline.measured import TRACE, measured_spans
-    from zerofx.report.timeline.record import read
+def run(chosen: argparse.Namespace) -> int:
+    """Draw each trace, with what was measured in it, and print where it is and its words."""
+    from zerofx.report import timeline
+    from zerofx.report.measured import PROFILE, add_measured
+    from zerofx.report.picture import MISSING, draw
 
-    found = _records(arguments.folder)
-    trace = arguments.measured
-    if trace is not None and len(found) > 1:
+    paths = _traces(chosen.folder)
+    if chosen.measured is not None and len(paths) > 1:
         raise CommandError(
-            f"{trace} is of one function on one rank, and {arguments.folder} has the programs of "
-            f"{len(found)}: give the folder of one, as {next(iter(found))}."
+            f"{chosen.measured} is of one function on one rank, and {chosen.folder} has the "
+            f"programs of {len(paths)}: give the folder of one, as {paths[0].parent}."
         )
-    for folder, paths in found.items():
-        beside = folder / TRACE
-        its_trace = trace or (beside if beside.exists() else None)
-        for path in paths:
-            record = read(path)
-            is_last = path == paths[-1]
-            measured = measured_spans(record, its_trace) if its_trace and is_last else []
-            page, picture = write_pictures(path, record, measured)
-        print(f"{page}\n{picture}\n")
-        print(_words(record, measured))
-        print()
+    for path in paths:
+        trace = timeline.read(path)
+        beside = path.parent / PROFILE
+        is_last = path == max(path.parent.glob(f"*{timeline.SUFFIX}"))  # what ran, and is measured
+        profile = chosen.measured or (beside if is_last and beside.exists() else None)
+        if profile is not None:
+            add_measured(trace, profile)
+            _replace(path, timeline.text_of(trace))
+        print(path)
+        picture = path.with_name(path.name.removesuffix(timeline.SUFFIX) + ".png")
+        try:
+            draw(trace, picture)
+            print(picture)
+        except ImportError:
+            print(MISSING)
+        ours = trace["zerofx"]
+        first, *others = ours["words"]
+        measured = [ours["measured"]] if "measured" in ours else []
+        print("", ours["title"], first, *measured, *others, "", sep="\n")
     return 0
 
 
-def _records(folder: Path) -> dict[Path, list[Path]]:
-    """The records below a folder, by the folder that they are in, in the order of the passes.
+def _traces(folder: Path) -> list[Path]:
+    """The trace that a path names, or the last of each function below a folder.
 
-    Raises: CommandError if there are none.
+    Raises: CommandError if there is none.
     """
-    from zerofx.report.timeline.record import SUFFIX
+    from zerofx.report.timeline import SUFFIX
 
     if folder.is_file():
         if not folder.name.endswith(SUFFIX):
             raise CommandError(f"{folder} is no timeline: give a folder, or a file *{SUFFIX}.")
-        return {folder.parent: [folder]}
+        return [folder]
     if not folder.is_dir():
         raise CommandError(f"{folder} does not exist: give the folder that was dumped to.")
-    found: dict[Path, list[Path]] = {}
-    for path in sorted(folder.rglob(f"*{SUFFIX}")):
-        found.setdefault(path.parent, []).append(path)
-    if not found:
+    last = {path.parent: path for path in sorted(folder.rglob(f"*{SUFFIX}"))}
+    if last:
+        return list(last.values())
+    if any(folder.rglob(f"*{_OLD_SUFFIX}")):
         raise CommandError(
-            f"there is no dumped timeline (*{SUFFIX}) in {folder}: run the training with "
-            "ZEROFX_DUMP set to a folder, and give that."
+            f"{folder} was dumped by an older zerofx (*{_OLD_SUFFIX}), and this one reads "
+            f"*{SUFFIX}: dump the step again."
         )
-    return found
+    raise CommandError(
+        f"there is no dumped timeline (*{SUFFIX}) in {folder}: run the training with "
+        "ZEROFX_DUMP set to a folder, and give that."
+    )
 
 
-_TENSOR = ("at the peak", "kind", "tensor", "made by", "parameter", "your line")
-_WAIT = ("waits", "at", "for")
-
-
-def _words(record: StepRecord, measured: Sequence[Busy]) -> str:
-    """The step, its peak with its largest tensors, and its longest waits."""
-    from zerofx.report.timeline import words
-
-    parts = [f"{record.title}, rank {record.rank} of {record.world_size}: {record.program}"]
-    parts.append(words.step_sentence(record))
-    if measured:
-        parts.append(words.measured_sentence(record, measured))
-    parts += words.peak_sentences(record)
-    peak = words.peak_of(record)
-    if peak is not None:
-        rows = [
-            (r.size, r.kind, r.value, r.made_by, r.serves, words.short_source(r.source))
-            for r in words.rows_of(record, peak.largest)
-        ]
-        parts += ["", tabulate(rows, headers=_TENSOR, disable_numparse=True)]
-    waits = words.longest_waits(record)
-    if waits:
-        nodes = [record.nodes[wait.node] for wait in waits]
-        waited = [
-            (words.duration(wait.seconds), node.name, record.for_whom(node))
-            for wait, node in zip(waits, nodes, strict=True)
-        ]
-        parts += ["", tabulate(waited, headers=_WAIT, disable_numparse=True)]
-    return "\n".join(parts)
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew: it is there whole, as it was or as it is to be."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

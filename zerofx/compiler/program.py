@@ -30,7 +30,7 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.replay.validate import Validator
 from zerofx.report.explanation import explanation, first_words, peak_bytes
 from zerofx.report.optimizers import describe
-from zerofx.report.timeline.files import TimelineDump
+from zerofx.report.timeline import TimelineDump
 from zerofx.report.write import ProgramDump
 from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
@@ -176,8 +176,6 @@ class Program:
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
             dump.write_summary(reports, str(timeline))
-        if timelines:
-            timelines.finish()
         return reports
 
     def _new_dump(self, ctx: PassContext) -> ProgramDump | None:

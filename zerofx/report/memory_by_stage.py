@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.traffic import size_text
 from zerofx.ir.graph import input_role, placeholders, updates
-from zerofx.report.timeline.recording import record_of
+from zerofx.report.memory import alive, pieces_of
 from zerofx.runtime.optimizer.state_bytes import bytes_of_states
 
 if TYPE_CHECKING:
@@ -93,14 +93,9 @@ def _state_bytes(program: Program) -> dict[int, float]:
 
 def _gradient_bytes(program: Program) -> int:
     """The most that a step has of gradients at once, averaged or not, whole or shards."""
-    record = record_of(
-        program.gm.graph,
-        program.table,
-        program.figures,
-        program.function.communicator.world_size,
-        sockets=not program.options.peer_memory,
-    )
-    return max(record.alive().get("gradients", ()), default=0)
+    graph, ranks = program.gm.graph, program.function.communicator.world_size
+    pieces = pieces_of(graph, program.table, ranks, sockets=not program.options.peer_memory)
+    return max(alive(pieces, len(graph.nodes)).get("gradients", ()), default=0)
 
 
 def kept_bytes(program: Program) -> int:

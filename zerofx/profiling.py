@@ -1,4 +1,4 @@
-"""Name every node of a compiled step to torch's profiler, so that what it measures has a place."""
+"""Names every node of a compiled step to torch's profiler, so that a measured step can be drawn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerofx.backend import zero
 from zerofx.compiler.program import Program
 from zerofx.ir.graph import aliased_inputs
 from zerofx.lower.lowering import STANDS_FOR
-from zerofx.report.timeline.measured import RANGE, STEP_RANGE, TRACE
+from zerofx.report.measured import PROFILE, RANGE, STEP_RANGE
 
 NOWHERE = (
-    "the step's programs are not dumped, so there is no folder for a trace: set ZEROFX_DUMP before "
-    "its first call, or give a path for the trace."
+    "the step's programs are not dumped, so there is no folder for a profile: set ZEROFX_DUMP "
+    "before its first call, or give a path for it."
 )
 
 
@@ -27,17 +27,17 @@ NOWHERE = (
 def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.profiler.profile]:
     """Measure a compiled step for its timeline; call the step once before.
 
-    Writes what ``torch.profiler`` has measured to ``path``, or, if programs are dumped, beside the
-    dumped program of the last call, where ``python -m zerofx timeline`` finds it::
+    Writes what ``torch.profiler`` has measured to ``path``; by default beside the dumped program of
+    the last call, where ``python -m zerofx timeline`` finds it::
 
         with zerofx.profile(step):
             step(model, optimizer, batch)
 
-    Gives the profiler.  Not collective; every rank that does this writes a file.
+    Gives the profiler.  Not collective: every rank that does this writes a file.
 
     Raises: ValueError if ``step`` has no program yet that this backend has compiled and run, none
-    runs, its nodes are named already, or it is not dumped and there is no ``path``; OSError if it
-    cannot be written.
+    runs, its nodes are named already, or it is not dumped and there is no ``path``; OSError if the
+    file cannot be written.
     """
     if path is None and not any(map(_dumped_to, _programs(step))):
         raise ValueError(NOWHERE)
@@ -49,7 +49,7 @@ def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.pr
     target = path or _dumped_to(ran[-1])
     if target is None:
         raise ValueError(NOWHERE)
-    with open(target, "ab"):  # for torch, which logs what it cannot write, and raises nothing
+    with open(target, "ab"):  # for torch, which logs a file it cannot write, and raises nothing
         pass
     profiler.export_chrome_trace(str(target))
 
@@ -58,14 +58,14 @@ def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.pr
 def named_ranges(step: Callable) -> Iterator[None]:
     """Run a compiled step so that a profiler sees its nodes by name; call the step once before.
 
-    A compiled region has the name of the first operator in it, and updates that run together that
-    of the first of them.  Each range costs microseconds, which are the profiler's, not the step's::
+    A compiled region has the name of its first operator, and updates that run together have the
+    name of the first of them.  Each range costs microseconds, which a profile then has in it::
 
         with named_ranges(step), torch.profiler.profile() as profiler:
             step(model, optimizer, batch)
-        profiler.export_chrome_trace("trace.json")
+        profiler.export_chrome_trace("profile.json")
 
-    ``python -m zerofx timeline FOLDER --measured trace.json`` draws it.  ``profile`` does both.
+    ``python -m zerofx timeline FOLDER --measured profile.json`` draws it.  ``profile`` does both.
 
     Raises: ValueError if ``step`` has no program yet that this backend has compiled and run, or its
     nodes are named already.
@@ -94,7 +94,7 @@ def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None
 
 
 def _programs(step: Callable) -> list[Program]:
-    """The programs of a step that have run."""
+    """Return the programs of a step that have run."""
     code = getattr(getattr(step, "_torchdynamo_orig_callable", None), "__code__", None)
     functions = [known for known in zero.functions if code is not None and known.code is code]
     programs = [program for function in functions for program in function.programs]
@@ -108,15 +108,15 @@ def _programs(step: Callable) -> list[Program]:
 
 
 def _dumped_to(program: Program) -> Path | None:
-    """Where the trace of a program belongs: beside its dump, if there is one."""
+    """Return the file beside a program's dump that its profile goes to, if it is dumped."""
     dump = program.dump
     if dump is None or dump.folder is None or not dump.folder.works:
         return None
-    return dump.folder.path / dump.name / TRACE
+    return dump.folder.path / dump.name / PROFILE
 
 
 def _ranged(program: Program, lowered: Any, on_run: Callable[[Program], None]) -> Callable:
-    """A lowered program with a range around each call that is, or stands for, a node."""
+    """Put a range around each call of a lowered program that is, or stands for, a node."""
     known = {node.name for node in program.gm.graph.nodes}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -140,7 +140,7 @@ def _ranged(program: Program, lowered: Any, on_run: Callable[[Program], None]) -
 
 
 def _first_operator(graph: fx.Graph, known: set[str]) -> str:
-    """The first node of a region that computes anything, by its name in the program."""
+    """Return the first node of a region that computes anything, by its name in the program."""
     named = [node for node in graph.nodes if node.op == "call_function" and node.name in known]
     working = [node for node in named if not aliased_inputs(node)]
     return (working or named)[0].name if named else ""

@@ -1,0 +1,178 @@
+"""A measured step beside the predicted one: torch's profile as a second process of a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerofx.errors import CommandError
+from zerofx.report.timeline import (
+    LANES,
+    MEASURED,
+    PREDICTED,
+    duration,
+    process_events,
+    span_event,
+)
+
+RANGE = "zerofx::"
+"""The names of nodes' ranges begin with it."""
+
+STEP_RANGE = "zerofx step"
+
+PROFILE = "profile.json"
+"""The file beside a dumped program to which ``zerofx.profile`` writes what it has measured."""
+
+_LEAST_KNOWN = 0.9
+"""The share of a profile's ranges that must be nodes of a program for it to be the program's."""
+
+_HOW = (
+    "run the step within zerofx.profile(step), or zerofx.named_ranges(step) and your own profiler"
+)
+
+
+class _Range(NamedTuple):
+    """A named range of the thread that runs the step, or of what a device did for it."""
+
+    name: str
+    begin_us: float
+    end_us: float
+    is_on_device: bool
+
+
+class _Span(NamedTuple):
+    lane: str
+    begin_s: float
+    end_s: float
+    name: str
+
+
+def add_measured(trace: dict[str, Any], path: Path) -> None:
+    """Add the last step of a profile to a program's trace, in place of an earlier one.
+
+    The profile is what ``torch.profiler`` has exported.  If it has a device's own times, these are
+    drawn on the device's lanes, and the thread that runs the step on the lane ``host``.  The end of
+    a transfer on the host is not measured: it is drawn to where its wait ends, and was there at the
+    latest then.
+
+    Raises: CommandError if it is no such profile, or of another program; OSError.
+    """
+    ranges = _ranges(path)
+    host = _last_step([found for found in ranges if not found.is_on_device])
+    device = _last_step([found for found in ranges if found.is_on_device])
+    _check(trace, path, host)
+    predicted = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == PREDICTED]
+    facts = {(LANES[event["tid"] - 1], event["name"]): event for event in predicted}
+    spans = [
+        span
+        for lane in LANES
+        for span in _in_turn(s for s in _spans(trace, host, device, facts) if s.lane == lane)
+    ]
+    events = []
+    for lane, begin_s, end_s, name in spans:
+        known = facts.get((lane, name), {"cat": lane, "args": {}})
+        event = span_event(MEASURED, lane, name, known["cat"], begin_s, end_s, **known["args"])
+        events.append(event)
+    ours = trace["zerofx"]
+    lanes = {span.lane for span in spans}
+    trace["traceEvents"] = [
+        *(event for event in trace["traceEvents"] if event["pid"] != MEASURED),
+        *process_events(MEASURED, f"measured: {ours['title']}", lanes),
+        *events,
+    ]
+    took_s = max(span.end_s for span in spans)
+    waited_s = sum(span.end_s - span.begin_s for span in spans if span.lane == "waiting")
+    words = f"Measured, it took {duration(took_s)}, {duration(waited_s)} of it waiting"
+    if ours["step_s"]:
+        words += f": {took_s / ours['step_s']:.3g} times what was predicted"
+    ours["measured"] = f"{words}."
+
+
+def _check(trace: dict[str, Any], path: Path, host: list[_Range]) -> None:
+    if not host:
+        raise CommandError(f"{path} has no range of a zerofx step: {_HOW}, and export that.")
+    nodes = set(trace["zerofx"]["nodes"])
+    unknown = [found.name for found in host if found.name not in nodes]
+    if len(unknown) > (1 - _LEAST_KNOWN) * len(host):
+        raise CommandError(
+            f"{path} is of another program than {trace['zerofx']['title']}: {len(unknown)} of its "
+            f"{len(host)} ranges are no nodes of that, {unknown[0]} for one. Dump and profile the "
+            "same run."
+        )
+
+
+def _spans(
+    trace: dict[str, Any], host: list[_Range], device: list[_Range], facts: Iterable[tuple]
+) -> list[_Span]:
+    """Put each range of a node on its lane, in seconds from the first."""
+    nodes, waits_for = set(trace["zerofx"]["nodes"]), trace["zerofx"]["waits_for"]
+    lane_of = {name: lane for lane, name in facts if lane not in ("compute", "waiting")}
+    zero_us = min(found.begin_us for found in host)  # of both: a trace has one clock
+    arrived_us = {waits_for[f.name]: f.end_us for f in host if f.name in waits_for}
+    on_device = {found.name for found in device}
+    spans = []
+
+    def add(lane: str, found: _Range, end_us: float) -> None:
+        begin_s, end_s = (max(us - zero_us, 0.0) * 1e-6 for us in (found.begin_us, end_us))
+        spans.append(_Span(lane, begin_s, end_s, found.name))
+
+    for found in host:
+        if found.name not in nodes:
+            continue
+        own = "host" if device else "compute"
+        add("waiting" if found.name in waits_for else own, found, found.end_us)
+        if found.name in lane_of and found.name not in on_device:
+            add(lane_of[found.name], found, arrived_us.get(found.name, found.end_us))
+    for found in device:
+        if found.name in nodes:
+            add(lane_of.get(found.name, "compute"), found, found.end_us)
+    return spans
+
+
+def _in_turn(spans: Iterable[_Span]) -> list[_Span]:
+    """Cut what overlaps on a lane: it does one thing after the other, and begins the next then."""
+    found: list[_Span] = []
+    for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
+        begin_s = max(span.begin_s, found[-1].end_s if found else 0.0)
+        if begin_s < span.end_s:
+            found.append(span._replace(begin_s=begin_s))
+    return found
+
+
+def _ranges(path: Path) -> list[_Range]:
+    """Read the ranges of zerofx in a profile, in order of time."""
+    try:
+        data = path.read_bytes()
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise CommandError(f"{path} is no trace ({error}): {_HOW}, and export that.") from None
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise CommandError(f"{path} is no trace (it has no traceEvents): {_HOW}, and export that.")
+    return sorted(_found(events), key=lambda found: (found.begin_us, -found.end_us))
+
+
+def _found(events: Iterable[Any]) -> Iterable[_Range]:
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        name, begin_us, took_us = event.get("name"), event.get("ts"), event.get("dur")
+        if not isinstance(name, str) or not name.startswith((RANGE, STEP_RANGE)):
+            continue
+        if isinstance(begin_us, int | float) and isinstance(took_us, int | float):
+            is_on_device = event.get("cat") == "gpu_user_annotation"
+            yield _Range(name.removeprefix(RANGE), begin_us, begin_us + took_us, is_on_device)
+
+
+def _last_step(ranges: list[_Range]) -> list[_Range]:
+    """Return the ranges within the last range of a step."""
+    steps = [found for found in ranges if found.name == STEP_RANGE]
+    if not steps:
+        return []
+    inside = [
+        f for f in ranges if steps[-1].begin_us <= f.begin_us and f.end_us <= steps[-1].end_us
+    ]
+    return [found for found in inside if found.name != STEP_RANGE]

@@ -1,0 +1,285 @@
+"""A program's memory by kind: parameters, gradients, activations and so on, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from zerofx.cost.program import Allocation, allocations
+from zerofx.ir import ops
+from zerofx.ir.graph import (
+    aliased_inputs,
+    bucket_of,
+    gradient_of,
+    hinted_bytes,
+    input_role,
+    is_backward,
+    memory_of,
+    operands_of_updates,
+    parameter_of,
+    role,
+    staged_until,
+    value_bytes,
+)
+from zerofx.ir.parameters import ParameterTable
+from zerofx.report.python_text import value_text
+
+aten = torch.ops.aten
+
+PHASES = ("forward", "backward", "recompute", "update")
+
+DEVICE = (
+    "parameters",
+    "optimizer states",
+    "inputs",
+    "gathered parameters",
+    "gradients",
+    "activations",
+    "temporaries",
+    "staging",
+)
+"""Kinds of memory on the device, from the bottom of the stack to its top."""
+
+HOST = ("parameters", "optimizer states", "staging")
+"""Kinds of host memory that a program uses for what leaves the device."""
+
+KINDS = {"device": DEVICE, "host": HOST}
+
+
+class Piece(NamedTuple):
+    """Bytes that are in memory while the nodes from ``begin`` to ``end`` run, both included.
+
+    ``node`` makes them; ``place`` is ``device`` or ``host``.
+    """
+
+    node: fx.Node
+    place: str
+    kind: str
+    begin: int
+    end: int
+    nbytes: int
+    value: str
+
+
+def pieces_of(
+    graph: fx.Graph,
+    table: ParameterTable,
+    world_size: int,
+    *,
+    sockets: bool = False,
+    state_bytes: Mapping[tuple[int, int], float] | None = None,
+) -> list[Piece]:
+    """List everything that a program has in memory on one rank.
+
+    ``state_bytes`` is what the optimizers keep per element, by (optimizer, parameter); states that
+    are not in it are left out.  ``sockets`` counts the buffers that reductions on a CPU receive
+    into.  No guard is added on a symbolic size.
+    """
+    nodes = list(graph.nodes)
+    allocated, lies_in = allocations(graph, world_size, sockets=sockets)
+    kinds = _Kinds(nodes, lies_in)
+    return [
+        *_inputs(nodes),
+        *_states(nodes, table, state_bytes or {}),
+        *(
+            Piece(of.node, "device", kinds.of(of), of.begin, of.end, of.nbytes, _value(of))
+            for of in allocated
+            if of.nbytes
+        ),
+        *_staging(nodes),
+    ]
+
+
+def alive(pieces: Iterable[Piece], count: int, place: str = "device") -> dict[str, list[int]]:
+    """Return the bytes of each kind while each of ``count`` nodes runs, without unused kinds."""
+    changes = {kind: [0] * (count + 1) for kind in KINDS[place]}
+    for piece in pieces:
+        if piece.place == place:
+            changes[piece.kind][piece.begin] += piece.nbytes
+            changes[piece.kind][piece.end + 1] -= piece.nbytes
+    found = {}
+    for kind, steps in changes.items():
+        total, column = 0, []
+        for step in steps[:count]:
+            total += step
+            column.append(total)
+        if any(column):
+            found[kind] = column
+    return found
+
+
+def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Tell forward, backward, what backward computes again, and the update.
+
+    What reads gradients belongs to the update, up to the new values: a second forward may read
+    those.
+    """
+    updates = (ops.update, ops.optimizer_step, *ops.HOST_UPDATES)
+    phases: dict[fx.Node, str] = {}
+    for node in nodes:
+        if role(node) == "recompute":
+            phases[node] = "recompute"
+        elif node.target in updates or node.target is aten.copy_.default:
+            phases[node] = "update"
+        elif is_backward(node) or role(node) in _OF_BACKWARD:
+            phases[node] = "backward"
+        elif node.target is operator.getitem or node.target in ops.WAITS:
+            phases[node] = phases[node.args[0]]
+        elif any(
+            phases[source] in ("backward", "update") and source.target not in updates
+            for source in node.all_input_nodes
+        ):
+            phases[node] = "update"
+        else:
+            phases[node] = "forward"
+    return phases
+
+
+_OF_BACKWARD = ("flatten", "reduce_cast", "reduce_gradient", "accumulate")
+_OF_GRADIENTS = ("reduce_cast", "flatten", "reduced_gradient", "accumulate", "take_shard")
+
+
+def parameters_of(nodes: Iterable[fx.Node], table: ParameterTable) -> dict[fx.Node, frozenset[int]]:
+    """Return the parameters, by index, that each node serves, is a gradient of, views or reads."""
+    is_value: dict[fx.Node, frozenset[int]] = {}
+    about: dict[fx.Node, frozenset[int]] = {}
+    none: frozenset[int] = frozenset()
+    for node in nodes:
+        own = _gradient_of(node)
+        if parameter_of(node) >= 0:
+            own = frozenset({parameter_of(node)})
+        elif bucket_of(node) >= 0:
+            own = frozenset(info.index for info in table.bucket(bucket_of(node)))
+        elif node.op == "placeholder" and input_role(node).parameter >= 0:
+            own = frozenset({input_role(node).parameter})
+        is_value[node] = own or none.union(*(is_value[view] for view in aliased_inputs(node)))
+        about[node] = own or none.union(*(is_value[source] for source in node.all_input_nodes))
+        if _gradient_of(node):
+            about.update(dict.fromkeys(memory_of(node), own))
+    return about
+
+
+def _gradient_of(node: fx.Node) -> frozenset[int]:
+    if node.target is ops.gradient:
+        return frozenset({node.args[1]})
+    marks = [user.args[1] for user in node.users if user.target is ops.gradient]
+    return frozenset(marks[:1]) or gradient_of(node)
+
+
+class _Kinds:
+    """Finds an allocation's kind from what lies in it and what reads that."""
+
+    def __init__(
+        self, nodes: Sequence[fx.Node], lies_in: Mapping[fx.Node, set[tuple[fx.Node, int]]]
+    ):
+        self.phases = phases_of(nodes)
+        self.lying: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+        for node in nodes:
+            for root in lies_in[node]:
+                self.lying.setdefault(root, []).append(node)
+        self.gradients = {
+            piece.gradient for node in nodes for piece in operands_of_updates(node)
+        } | {node.args[0] for node in nodes if node.target is ops.gradient}
+
+    def of(self, allocation: Allocation) -> str:
+        node, target = allocation.node, allocation.node.target
+        lying = self.lying.get((node, allocation.part), [node])
+        if allocation.own:
+            return "temporaries" if target is ops.update else "staging"
+        if target in (ops.all_gather_start, ops.resume_gather):
+            return "gathered parameters"
+        if target is ops.reload_start:
+            return "activations"
+        if target is ops.to_device_start or role(node) in ("gather_cast", "pack"):
+            return "staging"
+        if target in (ops.reduce_scatter_start, ops.all_reduce_start):
+            return "gradients" if role(node) == "reduce_gradient" else "temporaries"
+        if target in (ops.flatten_bucket, ops.gradient) or role(node) in _OF_GRADIENTS:
+            return "gradients"
+        if any(gradient_of(one) or one in self.gradients for one in lying):
+            return "gradients"
+        readers = {self.phases[reader] for one in lying for reader in one.users}
+        if self.phases[node] == "recompute":
+            return "activations"
+        if self.phases[node] == "forward" and readers & {"backward", "recompute"}:
+            return "activations"
+        return "temporaries"
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> list[Piece]:
+    """What the step finds in memory and leaves there: parameters, gradients, the batch."""
+    kinds = {"parameter": "parameters", "gradient": "gradients"}
+    last = len(nodes) - 1
+    found = []
+    for node in nodes:
+        if node.op == "placeholder" and hinted_bytes(node):
+            given = input_role(node)
+            place = "host" if given.on_host else "device"
+            kind, value = kinds.get(given.kind, "inputs"), value_text(node.meta["val"])
+            found.append(Piece(node, place, kind, 0, last, hinted_bytes(node), value))
+    return found
+
+
+def _states(
+    nodes: Sequence[fx.Node], table: ParameterTable, state_bytes: Mapping[tuple[int, int], float]
+) -> list[Piece]:
+    """What the optimizers keep; states in files count while they are read."""
+    filed = _filed(nodes)
+    found: dict[tuple[int, int], Piece] = {}
+    for node in nodes:
+        place = "host" if node.target in ops.HOST_UPDATES else "device"
+        for parameter, numel in _updated(node, table):
+            update = (node.args[2], parameter)
+            nbytes = int(state_bytes.get(update, 0) * numel)
+            if nbytes and update not in found:
+                begin, end = filed.get(update, (0, len(nodes) - 1))
+                value = f"{state_bytes[update]:g} bytes per element"
+                kind = "optimizer states"
+                found[update] = Piece(node, place, kind, begin, end, nbytes, value)
+    return list(found.values())
+
+
+def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
+    """From where to where states that are kept in files are in host memory."""
+    order = {node: position for position, node in enumerate(nodes)}
+    found = {}
+    for node in nodes:
+        if node.target is ops.states_to_file:
+            states, optimizer, parameters = node.args
+            begins = order[states.args[0] if states.target is ops.wait_file else states]
+            found.update({(optimizer, index): (begins, order[node]) for index in parameters})
+    return found
+
+
+def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
+    """The parameters that a node updates, each with the number of elements updated here."""
+    if node.target is ops.update:
+        return [(node.args[3], value_bytes(node) // node.meta["val"].dtype.itemsize)]
+    if node.target is ops.optimizer_step:
+        return [(index, table[index].numel) for index in node.args[4]]
+    pieces = operands_of_updates(node)
+    return [(piece.parameter, table[piece.parameter].shard_numel) for piece in pieces]
+
+
+def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
+    """The host memory that moves to the host write to, while it is in use."""
+    order = {node: position for position, node in enumerate(nodes)}
+    found = []
+    for node in nodes:
+        if node.target in ops.TO_HOST and hinted_bytes(node):
+            span = order[node], staged_until(node, order)
+            value = value_text(node.meta["val"])
+            found.append(Piece(node, "host", "staging", *span, hinted_bytes(node), value))
+    return found
+
+
+def _value(allocation: Allocation) -> str:
+    """The tensor that an allocation holds, as text; empty if it is no result."""
+    if allocation.own:
+        return ""
+    value = allocation.node.meta.get("val")
+    return value_text(value[allocation.part] if isinstance(value, tuple | list) else value)

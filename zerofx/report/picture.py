@@ -1,0 +1,151 @@
+"""A trace as one PNG: memory by kind above the lanes, measured lanes below the predicted."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zerofx.cost.traffic import size_text
+from zerofx.report.memory import KINDS
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration
+
+MISSING = (
+    "no picture is drawn, for matplotlib is not installed (pip install 'zerofx[pictures]'); "
+    "https://ui.perfetto.dev opens the trace"
+)
+
+MEMORY = {
+    "parameters": "#0072b2",
+    "optimizer states": "#56b4e9",
+    "inputs": "#8c8c8c",
+    "gathered parameters": "#e69f00",
+    "gradients": "#d55e00",
+    "activations": "#009e73",
+    "temporaries": "#cc79a7",
+    "staging": "#f0e442",
+}
+"""Colours that people with any colour vision tell apart (Okabe and Ito 2008)."""
+
+WORK = {
+    "forward": "#009e73",
+    "backward": "#cc79a7",
+    "recompute": "#7fcdb8",
+    "update": "#0072b2",
+    "waiting": "#d0d0d0",
+    "gather": "#e69f00",
+    "reduce": "#d55e00",
+    "other collectives": "#8c8c8c",
+    "to host": "#56b4e9",
+    "to device": "#e69f00",
+    "updates": "#0072b2",
+    "files": "#f0e442",
+    "host": "#8c8c8c",
+}
+
+
+def draw(trace: dict[str, Any], path: Path) -> None:
+    """Draw a trace to a PNG file.  Raises: ImportError without matplotlib; OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    events = trace["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    rows = _rows(spans)
+    ends_us = [event["ts"] + event.get("dur", 0) for event in events if "ts" in event]
+    end_us = max([*ends_us, trace["zerofx"]["step_s"] * 1e6, 1e-3])
+    places = [place for place in KINDS if _counted(events, place)]
+    heights = [3.0 if place == "device" else 1.0 for place in places] + [0.3 * len(rows) + 0.2]
+    figure = Figure(figsize=(11, sum(heights) + 1.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    for place, axis in zip(places, axes, strict=False):
+        _draw_memory(axis, _counted(events, place), place, end_us)
+    _draw_lanes(axes[-1], spans, rows)
+    axes[-1].set_xlim(0, end_us)
+    axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
+    figure.suptitle(trace["zerofx"]["title"], fontsize=11)
+    figure.supxlabel("\n".join(_subtitle(trace["zerofx"])), fontsize=8)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(part, format="png", dpi=100)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _counted(events: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    name = f"{place} memory by kind"
+    return [event for event in events if event["ph"] == "C" and event["name"] == name]
+
+
+def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_us: float) -> None:
+    from matplotlib.ticker import MultipleLocator
+
+    kinds = [kind for kind in KINDS[place] if kind in counted[0]["args"]]
+    times = [*(event["ts"] for event in counted), end_us]
+    columns = [[event["args"][kind] for event in (*counted, counted[-1])] for kind in kinds]
+    colours = [MEMORY[kind] for kind in kinds]
+    for area in axis.stackplot(times, columns, step="post", labels=kinds, colors=colours):
+        area.set_edgecolor("face")  # so that a peak of no duration can be seen
+    totals = [sum(column) for column in zip(*columns, strict=True)]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    axis.plot(times[peak], totals[peak], "v", color="black", markersize=5)
+    on_left = times[peak] < end_us / 2
+    axis.annotate(
+        f"{size_text(totals[peak])} at {duration(times[peak] * 1e-6)}",
+        (times[peak], totals[peak]),
+        xytext=(6 if on_left else -6, 6),
+        textcoords="offset points",
+        ha="left" if on_left else "right",
+        fontsize=8,
+    )
+    room, ticks = (1.15, 6) if place == "device" else (1.4, 3)
+    axis.set_ylim(0, room * max(totals))
+    axis.yaxis.set_major_locator(MultipleLocator(2.0 ** math.ceil(math.log2(max(totals) / ticks))))
+    axis.yaxis.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)).replace(".00", ""))
+    axis.set_ylabel(f"{place} memory", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True)
+
+
+def _rows(spans: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    """The rows of lanes from top to bottom: waiting is drawn with compute."""
+    there = {(event["tid"], event["pid"]) for event in spans}
+    rows = []
+    for number, lane in enumerate(LANES, 1):
+        processes = [of for of in (PREDICTED, MEASURED) if (number, of) in there]
+        rows += [(lane, process) for process in processes if lane != "waiting"]
+    return rows or [("compute", PREDICTED)]
+
+
+def _draw_lanes(
+    axis: Any, spans: Sequence[dict[str, Any]], rows: Sequence[tuple[str, int]]
+) -> None:
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in spans:
+        lane = LANES[event["tid"] - 1]
+        row = ("compute" if lane == "waiting" else lane, event["pid"])
+        if row in rows:
+            place = bars.setdefault((rows.index(row), event["cat"]), [])
+            place.append((event["ts"], event["dur"]))
+    for work, colour in WORK.items():
+        label: str | None = work
+        for position in range(len(rows)):
+            if found := bars.get((position, work)):
+                axis.broken_barh(found, (position - 0.4, 0.8), facecolors=colour, label=label)
+                label = None
+    names = [f"{lane}{', measured' if of == MEASURED else ''}" for lane, of in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.tick_params(axis="x", labelsize=8)
+    if bars:
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+
+def _subtitle(ours: dict[str, Any]) -> list[str]:
+    return [ours["words"][0], *([ours["measured"]] if "measured" in ours else []), ours["hardware"]]

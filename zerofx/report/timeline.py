@@ -1,0 +1,390 @@
+"""One predicted step as a Chrome trace: lanes, memory by kind, and its peak in words.
+
+``09_prefetch.trace.json`` lies next to ``09_prefetch.py``; https://ui.perfetto.dev opens it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from zerofx.cost.program import owned_bytes
+from zerofx.cost.timeline import Timeline, predict, shared_bytes
+from zerofx.cost.traffic import size_text
+from zerofx.errors import CommandError
+from zerofx.hardware import Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import bucket_of, provenance, role, source_of, value_bytes
+from zerofx.ir.parameters import ParameterTable
+from zerofx.passes.base import PassContext
+from zerofx.report.folder import DumpFolder
+from zerofx.report.memory import Piece, alive, parameters_of, phases_of, pieces_of
+from zerofx.report.python_text import value_text
+
+SUFFIX = ".trace.json"
+VERSION = 1
+"""Of the part of a trace that is ours, under the key ``zerofx``."""
+
+PREDICTED, MEASURED = 1, 2
+"""Process numbers in a trace."""
+
+LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files", "host")
+"""Threads of a trace, in order; ``host`` is there when a device's own times are measured."""
+
+_LARGEST, _LONGEST, _NAMES = 10, 5, 3
+"""How many tensors at the peak, waits, and parameters of each the words list."""
+
+_REMEDIES = {
+    "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
+    "optimizer states": "stage 1 keeps a shard of them, and offload=optimizer keeps that in host "
+    "memory",
+    "inputs": "a smaller batch lowers them",
+    "gathered parameters": "a memory_budget or smaller bucket_bytes gathers less at once",
+    "gradients": "stage 2 keeps a shard of them, and update_in_backward frees each one early",
+    "activations": "recompute with a memory_budget, offload=activations or a smaller batch lowers "
+    "them",
+    "temporaries": "a smaller batch lowers them, or a loss that is computed in pieces",
+    "staging": "smaller bucket_bytes lower it",
+}
+
+
+class TimelineDump:
+    """Writes the trace of every program of one function to its folder in a dump.
+
+    ``name`` is that folder (``rank0/step0_0``); ``state_bytes`` is as in ``trace_of``.
+    """
+
+    def __init__(
+        self,
+        folder: DumpFolder,
+        name: str,
+        ctx: PassContext,
+        state_bytes: Mapping[tuple[int, int], float],
+    ):
+        self.folder, self.name, self.ctx, self.state_bytes = folder, name, ctx, state_bytes
+        self.number = 0
+
+    def write(self, name: str, gm: fx.GraphModule) -> None:
+        """Write the trace of one more program."""
+        if not self.folder.works:
+            return
+        ctx = self.ctx
+        program = f"{self.number:02d}_{name}"
+        self.number += 1
+        trace = trace_of(
+            gm.graph,
+            ctx.table,
+            ctx.figures,
+            ctx.world_size,
+            title=f"{self.name.rpartition('/')[2]}: {program}, rank {ctx.rank} of {ctx.world_size}",
+            sockets=not ctx.options.peer_memory,
+            state_bytes=self.state_bytes,
+        )
+        self.folder.write(f"{self.name}/{program}{SUFFIX}", text_of(trace))
+
+
+def trace_of(
+    graph: fx.Graph,
+    table: ParameterTable,
+    hardware: Figures,
+    world_size: int,
+    *,
+    title: str = "step",
+    sockets: bool = False,
+    state_bytes: Mapping[tuple[int, int], float] | None = None,
+) -> dict[str, Any]:
+    """Predict one step of a program; return it as a Chrome trace.
+
+    Lanes are threads and memory is in counters.  ``sockets`` and ``state_bytes`` are as in
+    ``pieces_of``.  Under ``zerofx`` lie the words of the command ``timeline``, the nodes' names
+    and, by the name of a wait, the node that started what it waits for.
+    """
+    timeline = predict(graph, hardware, table, world_size)
+    nodes = list(graph.nodes)
+    pieces = pieces_of(graph, table, world_size, sockets=sockets, state_bytes=state_bytes)
+    writer = _Writer(nodes, table, world_size, timeline)
+    lanes = {span.lane for span in timeline.spans}
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            *process_events(PREDICTED, f"predicted: {title}", lanes),
+            *writer.spans(),
+            *writer.arrows(),
+            *_counters(pieces, timeline.issued_s, "device"),
+            *_counters(pieces, timeline.issued_s, "host"),
+        ],
+        "zerofx": {
+            "version": VERSION,
+            "title": title,
+            "step_s": timeline.step_s,
+            "hardware": f"{hardware} ({hardware.source})",
+            "words": _words(writer, pieces),
+            "nodes": [node.name for node in nodes],
+            "waits_for": {n.name: n.args[0].name for n in nodes if n.target in ops.WAITS},
+        },
+    }
+
+
+def text_of(trace: Mapping[str, Any]) -> str:
+    """Return a trace as JSON; the same trace gives the same bytes."""
+    return json.dumps(trace, ensure_ascii=False, separators=(",", ":"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a trace that ``TimelineDump`` has written.
+
+    Raises: CommandError if it is none, or of another version; OSError.
+    """
+    try:
+        trace = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CommandError(f"{path} is no JSON ({error}). {REMEDY}") from None
+    ours = trace.get("zerofx") if isinstance(trace, dict) else None
+    if not isinstance(ours, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise CommandError(f"{path} is no timeline of zerofx. {REMEDY}")
+    if ours.get("version") != VERSION:
+        raise CommandError(
+            f"{path} is of version {ours.get('version')!r}, and this zerofx reads version "
+            f"{VERSION}. {REMEDY}"
+        )
+    return trace
+
+
+REMEDY = "Dump the program again, with the option dump or with ZEROFX_DUMP."
+
+
+def process_events(process: int, title: str, lanes: Collection[str]) -> list[dict[str, Any]]:
+    """Name a process and its lanes."""
+    named = [{"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}]
+    for number, lane in enumerate(LANES, 1):
+        if lane in lanes:
+            where = {"ph": "M", "pid": process, "tid": number}
+            named.append({**where, "name": "thread_name", "args": {"name": lane}})
+            named.append({**where, "name": "thread_sort_index", "args": {"sort_index": number}})
+    return named
+
+
+def span_event(
+    process: int, lane: str, name: str, kind: str, begin_s: float, end_s: float, **args: Any
+) -> dict[str, Any]:
+    """A bar on a lane, in whole nanoseconds: those of viewers, which round no two bars together."""
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": 1 + LANES.index(lane),
+        "name": name,
+        "cat": kind,
+        "ts": _microseconds(begin_s),
+        "dur": (_nanoseconds(end_s) - _nanoseconds(begin_s)) / 1000,
+        "args": args,
+    }
+
+
+class _Writer:
+    """Writes what nodes do on lanes."""
+
+    def __init__(
+        self, nodes: Sequence[fx.Node], table: ParameterTable, world_size: int, timeline: Timeline
+    ):
+        self.nodes, self.table, self.world_size, self.timeline = nodes, table, world_size, timeline
+        self.phases = phases_of(nodes)
+        self.parameters = parameters_of(nodes, table)
+        self.order = {node: position for position, node in enumerate(nodes)}
+
+    def spans(self) -> list[dict[str, Any]]:
+        return [
+            span_event(
+                PREDICTED,
+                span.lane,
+                span.node.name,
+                self._kind(span.node, span.lane),
+                span.begin_s,
+                span.end_s,
+                **self._facts(span.node, span.lane),
+            )
+            for span in self.timeline.spans
+        ]
+
+    def arrows(self) -> list[dict[str, Any]]:
+        """An arrow from each transfer to the wait that it keeps waiting."""
+        begins = {s.node: s for s in self.timeline.spans if s.lane not in ("compute", "waiting")}
+        found = []
+        for span in self.timeline.spans:
+            source = begins.get(span.node.args[0]) if span.node.target in ops.WAITS else None
+            if source is None or span.lane != "waiting":
+                continue
+            ends = [("s", source.lane, source.begin_s), ("f", "waiting", span.end_s - 1e-9)]
+            for phase, lane, at_s in ends:
+                found.append(
+                    {
+                        "ph": phase,
+                        "bp": "e",
+                        "id": self.order[span.node],
+                        "pid": PREDICTED,
+                        "tid": 1 + LANES.index(lane),
+                        "ts": _microseconds(max(at_s, 0.0)),
+                        "name": "awaited",
+                        "cat": "awaited",
+                    }
+                )
+        return found
+
+    def serves(self, node: fx.Node, most: int | None = None) -> str:
+        """``bucket 2: a, b``: the parameters that a node serves, is a gradient of or reads."""
+        bucket = f"bucket {bucket_of(node)}" if bucket_of(node) >= 0 else ""
+        names = [self.table[index].name for index in sorted(self.parameters[node])]
+        if most is not None and len(names) > most:
+            names[most:] = [f"{len(names) - most} more"]
+        return ": ".join(filter(None, (bucket, ", ".join(names))))
+
+    def _facts(self, node: fx.Node, lane: str) -> dict[str, Any]:
+        origin = provenance(node)
+        facts = {
+            "operator": _operator(node),
+            "value": value_text(node.meta.get("val")),
+            "parameters": self.serves(node),
+            "bytes": self._carried(node, lane),
+            "pass": origin.inserted_by if origin else "",
+            "why": origin.reason if origin else "",
+            "source": " ".join(filter(None, source_of(node))),
+        }
+        return {name: value for name, value in facts.items() if value}
+
+    def _kind(self, node: fx.Node, lane: str) -> str:
+        if lane == "compute":
+            return self.phases[node]
+        if lane != "link":
+            return lane
+        if node.target in (ops.all_gather_start, ops.resume_gather):
+            return "gather"
+        return "reduce" if role(node) == "reduce_gradient" else "other collectives"
+
+    def _carried(self, node: fx.Node, lane: str) -> int:
+        """Bytes that a node puts on a lane; 0 where it moves none."""
+        if lane in ("to host", "to device"):
+            return shared_bytes(node, self.table)
+        if lane == "files":
+            return value_bytes(node.args[0] if node.target is ops.states_to_file else node)
+        if lane != "link":
+            return 0
+        if node.target is ops.on_owners:
+            return owned_bytes(node, self.world_size, self.table)
+        is_gather = node.target in (ops.all_gather_start, ops.resume_gather)
+        return value_bytes(node if is_gather else node.args[0])
+
+
+def _operator(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _counters(
+    pieces: Iterable[Piece], issued_s: Sequence[float], place: str
+) -> list[dict[str, Any]]:
+    """Memory over time: in all, and by kind.
+
+    Of nodes at the same time, which take none, the highest and the last are shown.
+    """
+    kinds = alive(pieces, len(issued_s), place)
+    columns = list(zip(*kinds.values(), strict=True))
+    events: list[dict[str, Any]] = []
+    shown = None
+    for at_us, group in itertools.groupby(
+        range(len(columns)), lambda p: _microseconds(issued_s[p])
+    ):
+        positions = list(group)
+        highest = max(positions, key=lambda position: sum(columns[position]))
+        for position in (highest, positions[-1]):
+            if columns[position] == shown:
+                continue
+            shown = columns[position]
+            event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": at_us}
+            events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}})
+            by_kind = dict(zip(kinds, shown, strict=True))
+            events.append({**event, "name": f"{place} memory by kind", "args": by_kind})
+    return events
+
+
+def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
+    """The step, its peak with its largest tensors, and its longest waits, as lines."""
+    timeline = writer.timeline
+    lines = [f"A step is predicted to take {duration(timeline.step_s)}, {_waiting(timeline)}."]
+    kinds = alive(pieces, len(writer.nodes))
+    totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
+    if not any(totals):
+        return [*lines, "Nothing is in memory on the device at any time."]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    at_s, node = timeline.issued_s[peak], writer.nodes[peak]
+    share = f", {at_s / timeline.step_s:.0%} into the step" if timeline.step_s else ""
+    place = f" ({_short_source(node)})" if _short_source(node) else ""
+    parts = sorted(((column[peak], kind) for kind, column in kinds.items()), reverse=True)
+    consists = ", ".join(
+        f"{n / totals[peak]:.1%} {kind} ({size_text(n)})" for n, kind in parts if n
+    )
+    there = [p for p in pieces if p.place == "device" and p.begin <= peak <= p.end]
+    there.sort(key=lambda piece: (-piece.nbytes, piece.begin))
+    rows = [
+        (size_text(p.nbytes), p.kind, p.value, p.node.name, writer.serves(p.node, _NAMES),
+         _short_source(p.node))
+        for p in there[:_LARGEST]
+    ]  # fmt: skip
+    headers = ("at the peak", "kind", "tensor", "made by", "parameter", "your line")
+    return [
+        *lines,
+        f"The peak is {size_text(totals[peak])} at {duration(at_s)}{share}, while {node.name} runs "
+        f"in {writer.phases[node]}{place}.",
+        f"It is {consists}.",
+        f"Most of it is {parts[0][1]}: {_REMEDIES[parts[0][1]]}.",
+        "",
+        *tabulate(rows, headers=headers, disable_numparse=True).splitlines(),
+        *_longest_waits(writer),
+    ]
+
+
+def _waiting(timeline: Timeline) -> str:
+    if not timeline.exposed_s:
+        return "all of it compute"
+    share = timeline.exposed_s / timeline.step_s
+    return f"{duration(timeline.exposed_s)} of it ({share:.0%}) waiting"
+
+
+def _longest_waits(writer: _Writer) -> list[str]:
+    waits: dict[fx.Node, float] = {}
+    for span in writer.timeline.spans:
+        if span.lane == "waiting":
+            waits[span.node] = waits.get(span.node, 0.0) + span.end_s - span.begin_s
+    longest = sorted(waits, key=lambda node: (-waits[node], writer.order[node]))[:_LONGEST]
+    if not longest:
+        return []
+    rows = [(duration(waits[node]), node.name, writer.serves(node, _NAMES)) for node in longest]
+    return ["", *tabulate(rows, headers=("waits", "at", "for"), disable_numparse=True).splitlines()]
+
+
+def _short_source(node: fx.Node) -> str:
+    place, text = source_of(node)
+    return " ".join(filter(None, (re.sub(r".*[\\/]", "", place), text)))
+
+
+def duration(seconds: float) -> str:
+    """``12.3 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _microseconds(seconds: float) -> float:
+    return _nanoseconds(seconds) / 1000
