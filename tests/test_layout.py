@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from importlinter.cli import lint_imports
 from setuptools import find_packages
 
 from zerofx.options import OPTIONAL_PASSES
@@ -247,6 +248,19 @@ def test_a_way_to_the_runtime_is_found(source, touched):
 )
 def test_what_a_pass_may_import_is_let_through(source):
     assert not house_imports_beyond(source, "zerofx.passes", *SEEN_BY_PASSES, *LINKED)
+
+
+def test_rooms_open_downward(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0
+
+
+def test_every_room_has_its_place_in_the_order():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [each["layers"] for each in contract["contracts"]]
+    placed = {name for layer in layers for name in layer.split(" | ")}
+    modules = [module_of(path) for path in PRODUCT if path.name != "__init__.py"]
+    assert not [module for module in modules if not is_inside(module, *placed)]
 
 
 def test_the_runtime_knows_nothing_of_passes():
