@@ -139,7 +139,7 @@ class UpdateKernel:
     def _prepare(
         self, values: Sequence[Any]
     ) -> tuple[Callable, Callable[[], None], list[Any], list[Any]]:
-        """Return the kernel, the writer of its numbers, its inputs beside shards, numbers' results."""
+        """Return the kernel, the writer of its numbers, the inputs beside shards, their results."""
         plan = self._plan
         numbers = self._numbers(*(values[position] for position in plan.numbers))
         inputs = list(self._inputs)

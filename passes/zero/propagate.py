@@ -336,7 +336,7 @@ class ShardPropagation:
                 value.source.uses.append((node, source))
 
     def _is_rebuilt_too_late(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Return whether a write to a parameter stands between ``node``, computed from it, and ``reader``.
+        """Return whether a parameter is written to between ``node``, made from it, and ``reader``.
 
         Nodes in between would then be repeated on a copy of new values.  Views see them rightly.
         """
