@@ -8,7 +8,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.covering import exhaustive
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import Draft, Use
-from zerofx.checkpoint.meeting import Ranks as Meeting
 
 # Disks that fail
 
@@ -356,19 +354,3 @@ def test_garbage_is_collected_while_files_are_written_and_not_while_they_are_pla
         assert gc.isenabled() is is_on
     finally:
         (gc.enable if was_on else gc.disable)()
-
-
-def end_groups(root: str) -> tuple[int, int]:
-    """How many threads this process has before and after what is done at exit."""
-    zerofx.save(f"{root}/a", *pair_of(), asynchronous=True).wait()
-    before = len(os.listdir("/proc/self/task"))
-    Meeting.end_all()
-    return before, len(os.listdir("/proc/self/task"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_no_thread_of_gloo_is_left_that_an_exit_could_meet(tmp_path):
-    # It would take the GIL to drop a tensor: "terminate called without an active exception".
-    with contextlib.closing(Ranks(2)) as ranks:
-        for before, after in ranks.run(end_groups, str(tmp_path)):
-            assert after <= before - 2

@@ -87,9 +87,11 @@ def count_what_is_sent(path, stage: int) -> tuple[int, int]:
         return call
 
     names = "broadcast all_gather gather scatter all_reduce reduce_scatter send recv".split()
+    own = "broadcast allgather gather scatter allreduce send recv".split()
+    modules = {dist: names, dist.distributed_c10d: names, dist.ProcessGroupGloo: own}
     with contextlib.ExitStack() as patches:
-        for module in (dist, dist.distributed_c10d):
-            for name in names:
+        for module, its in modules.items():
+            for name in its:
                 patch = mock.patch.object(module, name, counting(getattr(module, name)))
                 patches.enter_context(patch)
         zerofx.save(path, *pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -43,7 +44,7 @@ class Saving:
         work()
 
     def start(self) -> None:
-        """Write it in a thread of its own, which ends before the process does."""
+        """Write it in a thread of its own, for which the interpreter waits before it ends."""
         self._thread = threading.Thread(target=self._run_behind, name="zerofx checkpoint")
         self._thread.start()
 
@@ -54,6 +55,15 @@ class Saving:
         except Exception as error:
             self._error = error
             logger.error("checkpoint %s was not written: %s", self.path, error)
+            atexit.register(self._fail_at_exit)
+
+    def _fail_at_exit(self) -> None:
+        """End the process as failed, after all else that is done at exit."""
+        atexit.unregister(self._fail_at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def done(self) -> bool:
         """Whether it is complete, or has failed."""
@@ -75,6 +85,7 @@ class Saving:
                 raise TimeoutError(f"{self.path} is still being written after {timeout_s:g} s")
         if self._error is not None:
             self._was_raised = True
+            atexit.unregister(self._fail_at_exit)
             raise self._error
         return self.path
 

@@ -16,3 +16,7 @@ class MismatchError(CheckpointError):
 
 class NewerFormatError(CheckpointError):
     """A checkpoint was written by a newer zerofx, which this one cannot read."""
+
+
+class RankError(CheckpointError):
+    """Another rank failed, or does not answer: says which rank, and what it says."""

@@ -50,7 +50,7 @@ def export_safetensors(
     ranks.check_same(path=target)
     drafts: list[Draft] = []
     try:
-        with telling_what_failed(target):
+        with telling_what_failed(target, ranks.rank):
             ranks.together(lambda: drafts.append(Draft(target)) if ranks.rank == 0 else None)
             _write(model, target, drafts, ranks, file_bytes)
     except BaseException:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofx.checkpoint.errors import CheckpointError, NewerFormatError
+from zerofx.checkpoint.errors import CheckpointError, NewerFormatError, RankError
 
 logger = logging.getLogger("zerofx")
 
@@ -151,16 +151,17 @@ def draft_of(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def telling_what_failed(target: Path) -> Iterator[None]:
-    """Raise CheckpointError, in words about ``target``, for what a file system refuses."""
+def telling_what_failed(target: Path, rank: int) -> Iterator[None]:
+    """Raise CheckpointError, in words about ``target``, for what fails while it is written."""
     try:
         yield
-    except FileExistsError:
-        raise  # which has them
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written: {type(error).__name__}: {error}. {NOT_WRITTEN}"
-        ) from error
+    except RankError as error:
+        raise CheckpointError(f"{target} could not be written: {error}. {NOT_WRITTEN}") from error
+    except (ValueError, FileExistsError, CheckpointError):
+        raise  # which say it
+    except Exception as error:
+        words = f"on rank {rank}: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{target} could not be written: {words}. {NOT_WRITTEN}") from error
 
 
 class Draft:

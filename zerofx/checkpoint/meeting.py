@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import pickle
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zerofx import compat
-from zerofx.checkpoint.errors import CheckpointError, MismatchError
+from zerofx.checkpoint.errors import CheckpointError, MismatchError, RankError
 from zerofx.options import environment
 from zerofx.runtime.comm.agreement import rendezvous
 from zerofx.runtime.comm.communication import Communicator, default_group
@@ -19,16 +20,28 @@ from zerofx.runtime.parameters.parameter import BoundParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
-_KINDS = (ValueError, FileExistsError, FileNotFoundError, MismatchError, CheckpointError)
-"""The errors that keep their type on other ranks; others are CheckpointErrors there."""
+_TIMEOUT = timedelta(minutes=30)
+"""How long one rank may take to write what others have written: torch's own for a collective."""
+
+_KINDS = (
+    ValueError,
+    FileExistsError,
+    FileNotFoundError,
+    MismatchError,
+    RankError,
+    CheckpointError,
+)
+"""The errors that keep their type on other ranks, the first that fits; others are RankErrors."""
 
 
 class Ranks:
     """The ranks of one checkpoint, and a group of their own to talk in.
 
-    A write goes on behind the training, whose collectives must not meet those of the write: the
-    group is gloo's, over CPUs, whatever the training uses.  It is made once for each group.
+    A write goes on behind the training, whose collectives must not meet those of the write: they
+    have connections of their own, over CPUs, whatever the training uses.  These are made once for
+    each group.  All talk to rank 0 alone: it, or any other, ends, and all hear of it at once.
     """
 
     _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
@@ -66,52 +79,81 @@ class Ranks:
             return cls(None, 0, 1)
         assert found.group is not None
         if found.group not in cls._known:
-            members = dist.get_process_group_ranks(found.group)
-            control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            cls._known[found.group] = cls(control, found.rank, found.world_size)
+            cls._known[found.group] = cls(_connected(found), found.rank, found.world_size)
         return cls._known[found.group]
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
-        self.group, self.rank, self.world_size = group, rank, world_size
+    def __init__(self, group: dist.Backend | None, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = group
 
-    @classmethod
-    def end_all(cls) -> None:
-        """At exit: end the threads of these groups, which would need an interpreter.
+    def exchange(
+        self,
+        work: Callable[[], Result],
+        decide: Callable[[list[Result]], Sequence[Answer]],
+    ) -> Answer:
+        """Do ``work`` on every rank; rank 0 gets all results and decides each rank's answer.
 
-        One that drops a tensor while the interpreter shuts down kills the process ("terminate
-        called without an active exception").  A group joins its threads when nobody has it.
+        Raises: what ``work`` or ``decide`` raised, on the rank where it did; on the others the same
+        in words.  RankError if a rank does not answer any more.
         """
-        while cls._known:
-            _, ranks = cls._known.popitem()
-            group, ranks.group = ranks.group, None
-            with contextlib.suppress(ValueError):  # the user has destroyed it
-                dist.destroy_process_group(group)
-            del group
-
-    def together(self, work: Callable[[], Result]) -> list[Result]:
-        """Do ``work`` on every rank, and return what each has got, by rank.  Collective.
-
-        Raises: what it raised, on the rank where it did; on the others the same in words.
-        """
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
         if self.world_size == 1:
-            if failure is not None:
-                raise failure
-            return [result]  # type: ignore[list-item]
-        told = None if failure is None else _told(failure)
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, (told, result), group=self.group)
+            return decide([work()])[0]
+        result, failure = _outcome(work)
+        others = range(1, self.world_size)
+        try:
+            if self.rank > 0:
+                self._send((_told(failure), result), 0)
+                failed, told, answer = self._receive(0)
+            else:
+                reports: list[Any] = [(_told(failure), result)]
+                reports += [self._receive(rank) for rank in others]
+                failed, told = next(((r, t) for r, (t, _) in enumerate(reports) if t), (0, None))
+                answers: Sequence[Any] | None = None
+                if told is None:
+                    answers, failure = _outcome(lambda: decide([its for _, its in reports]))
+                    told = _told(failure)
+                for rank in others:
+                    self._send((failed, told, answers and answers[rank]), rank)
+                answer = answers and answers[0]
+        except BaseException as error:
+            self._group = None  # closes its connections: no rank waits for this one
+            if not isinstance(error, RuntimeError):
+                raise
+            raise RankError(
+                f"rank {self.rank} has lost the other ranks: one of them has ended, or was "
+                f"interrupted while it saved or loaded; their logs say why ({error})"
+            ) from failure or error
         if failure is not None:
             raise failure
-        for rank, (other, _) in enumerate(gathered):
-            if other is not None:
-                kind, words = other
-                raise _KINDS[kind](f"on rank {rank}: {words}")
-        return [result for _, result in gathered]
+        if told is not None:
+            kind, words = told
+            raise _KINDS[kind](f"on rank {failed}: {words}")
+        return answer
+
+    def _send(self, value: object, rank: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for tensor in (torch.tensor([data.numel()]), data):
+            self._connection.send([tensor], rank, 0).wait()
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.empty(1, dtype=torch.int64)
+        self._connection.recv([size], rank, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._connection.recv([data], rank, 0).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+    @property
+    def _connection(self) -> dist.Backend:
+        if self._group is None:
+            raise RuntimeError("an earlier save or load has ended so")
+        return self._group
+
+    def together(self, work: Callable[[], Result]) -> list[Result]:
+        """Do ``work`` on every rank, and return every rank's result, by rank.  Collective.
+
+        Raises: as ``exchange``.
+        """
+        return self.exchange(work, lambda results: [results] * self.world_size)
 
     def on_first(self, work: Callable[[], Result]) -> Result:
         """Do ``work`` on rank 0, and return what it has got on all.  Collective."""
@@ -131,13 +173,35 @@ class Ranks:
                 )
 
 
-atexit.register(Ranks.end_all)
+def _connected(communicator: Communicator) -> dist.Backend:
+    """Connect the ranks once more, by gloo, for checkpoints alone.
+
+    torch does not know of this group: ``destroy_process_group`` leaves it alone, and it needs no
+    store any more, so a checkpoint that is under way then is completed.
+    """
+    assert communicator.group is not None
+    store = compat.agreement_store(communicator.group)
+    number = store.add(f"checkpoints/{communicator.rank}", 1)
+    return dist.ProcessGroupGloo(
+        dist.PrefixStore(f"checkpoints/{number}", store),
+        communicator.rank,
+        communicator.world_size,
+        _TIMEOUT,
+    )
 
 
-def _told(error: Exception) -> tuple[int, str]:
-    kinds = [number for number, kind in enumerate(_KINDS) if isinstance(error, kind)]
-    exact = [number for number in kinds if type(error) is _KINDS[number]]
+def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception | None) -> tuple[int, str] | None:
+    if error is None:
+        return None
     words = str(error) or type(error).__name__
-    if not kinds:
-        words = f"{type(error).__name__}: {words}"
-    return (exact or kinds or [len(_KINDS) - 1])[0], words
+    for number, kind in enumerate(_KINDS):
+        if isinstance(error, kind):
+            return number, words
+    return _KINDS.index(RankError), f"{type(error).__name__}: {words}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import (
     METADATA,
-    NOT_WRITTEN,
     Draft,
     Notes,
     draft_of,
@@ -91,7 +88,7 @@ def save(
 
     def begin() -> None:
         if ranks.rank == 0:
-            with telling_what_failed(target):
+            with telling_what_failed(target, ranks.rank):
                 drafts.append(Draft(target))
         contents = Contents(ranks.rank, ranks.world_size)
         found = contents.collect(model, optimizers, extra, trainable_only)
@@ -136,17 +133,6 @@ def _taken(contents: Any, snapshot: Snapshot) -> Any:
     return contents
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Writes files, one tensor of them at a time in memory."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with without_collections():
-            super().finish(metadata, results)
-
-
 _KEPT_BYTES = 1 << 16
 """Tensors smaller than this stay: torch's frame around one takes more than some do."""
 
@@ -161,18 +147,8 @@ class _Planner(dcp.DefaultSavePlanner):
 
     _given: torch.Tensor | None = None
 
-    def __init__(self, until_planned: contextlib.ExitStack) -> None:
+    def __init__(self) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
-        self._until_planned = until_planned
-
-    def create_local_plan(self) -> SavePlan:
-        self._until_planned.enter_context(without_collections())
-        return super().create_local_plan()
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan = super().finish_plan(new_plan)
-        self._until_planned.close()
-        return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
@@ -192,22 +168,37 @@ class _Planner(dcp.DefaultSavePlanner):
 def _write(
     contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
 ) -> None:
+    """Plan, write and publish as ``torch.distributed.checkpoint.save`` does.
+
+    That one talks in a group which ``destroy_process_group`` would end; this one in ``ranks``.
+    """
     folder = draft_of(target)
-    try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as until_planned:
-            if ranks.group is None:  # it says so at every save of one process
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(
-                contents,
-                storage_writer=_Writer(folder),
-                planner=_Planner(until_planned),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-    except (dcp.CheckpointException, RuntimeError, OSError) as error:
-        raise CheckpointError(
-            f"{target} could not be written: {_words(error)}. {NOT_WRITTEN}"
-        ) from error
+    writer, planner = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), _Planner()
+
+    described: list[Metadata] = []  # on rank 0
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(contents, writer.storage_meta(), is_coordinator=ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        described.append(metadata)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(shared), planner).wait()
+
+    def finish(results: list[list[WriteResult]]) -> list[None]:
+        with without_collections():
+            writer.finish(described.pop(), results)
+        return [None] * ranks.world_size
+
+    with telling_what_failed(target, ranks.rank):
+        with without_collections():
+            shared = ranks.exchange(plan, share_out)
+        ranks.exchange(write, finish)
 
     unread = [] if keep is None else ranks.together(in_use)
 
@@ -222,18 +213,8 @@ def _write(
             if keep is not None:
                 prune(target.parent, keep, set().union(*unread))
 
-    with telling_what_failed(target):
+    with telling_what_failed(target, ranks.rank):
         ranks.together(publish)
-
-
-def _words(error: BaseException) -> str:
-    """What has failed on which ranks, without the traces that torch puts in."""
-    if not isinstance(error, dcp.CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    failures = {
-        rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
-    }
-    return "; ".join(f"rank {rank}: {words}" for rank, words in sorted(failures.items()))
 
 
 def _sizes(metadata: Metadata) -> dict[tuple[str, torch.Size | None], int]:
