@@ -19,28 +19,80 @@ def nightly(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
-def each_value(*axes: Iterable[Any]) -> list:
-    """The product of ``axes``; those that a short run can miss are ``exhaustive``.
+def first(count: int, cases: Iterable[Any]) -> list:
+    """Mark all cases ``nightly`` but the first ``count`` of those that have no tier yet.
 
-    The default run has every value of every axis at least once: as many cases as the longest axis
-    has values.  All axes turn at once, so that neighbours differ in every one.
+    A tuple is a case of several values.
     """
-    return _marked(axes, size=1)
+    found = []
+    for case in cases:
+        if not _marks(case):
+            count -= 1
+            case = case if count >= 0 else _at_night(case)
+        found.append(case)
+    return found
+
+
+def only(kept: Sequence[Any], cases: Iterable[Any]) -> list:
+    """Mark all cases ``nightly`` but those with these values, and those that have a tier already.
+
+    Raises: ValueError for a value that no case has.
+    """
+    cases = list(cases)
+    values = [_value(case) for case in cases]
+    if unknown := [value for value in kept if value not in values]:
+        raise ValueError(f"{unknown} is none of the cases {values}")
+    return [
+        case if _marks(case) or value in kept else _at_night(case)
+        for case, value in zip(cases, values, strict=True)
+    ]
+
+
+_Marked = type(pytest.param())
+
+
+def _marks(case: Any) -> Any:
+    return case.marks if isinstance(case, _Marked) else ()
+
+
+def _value(case: Any) -> Any:
+    """What a case is written as where it has no marks: one value, or a tuple of several."""
+    if not isinstance(case, _Marked):
+        return case
+    return case.values[0] if len(case.values) == 1 else case.values
+
+
+def _at_night(case: Any) -> Any:
+    if isinstance(case, _Marked):
+        return pytest.param(*case.values, marks=pytest.mark.nightly, id=case.id)
+    case = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
+def each_value(*axes: Iterable[Any]) -> list:
+    """The product of ``axes``; the default run has every value of every axis at least once.
+
+    These are as many cases as the longest axis has values.  All axes turn at once, so that
+    neighbours differ in every one.  The others are ``exhaustive``.
+    """
+    return _marked(axes, nightly_size=1)
 
 
 def each_pair(*axes: Iterable[Any]) -> list:
-    """``each_value``, but the default run has every pair of values of two axes."""
-    return _marked(axes, size=2)
+    """``each_value``, but the nightly run has every pair of values of two axes beside."""
+    return _marked(axes, nightly_size=2)
 
 
-def _marked(axes: Iterable[Iterable[Any]], size: int) -> list:
+def _marked(axes: Iterable[Iterable[Any]], nightly_size: int) -> list:
     values = [list(axis) for axis in axes]
     cases = list(itertools.product(*(range(len(axis)) for axis in values)))
-    short = _covering(cases, size)
+    of_default = _covering(cases, 1)
+    of_nightly = _covering(cases, nightly_size)
     found = []
     for case in cases:
+        marks = () if case in of_default else "nightly" if case in of_nightly else "exhaustive"
         of_case = [axis[index] for axis, index in zip(values, case, strict=True)]
-        found.append(pytest.param(*of_case) if case in short else exhaustive(*of_case))
+        found.append(pytest.param(*of_case, marks=getattr(pytest.mark, marks) if marks else ()))
     return found
 
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
+from tests.covering import first, only
 from tests.models import Mlp, squared_loss
 from tests.ranks import Ranks, ranks_fixture, start  # noqa: F401
 from zerofx import backend
@@ -417,7 +418,7 @@ def test_a_rank_alone_cannot_drift(name):
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_a_refused_step_leaves_a_sharded_model_training(stage):
     def trained(interrupt: bool) -> list[float]:
         torch.manual_seed(0)
@@ -550,7 +551,7 @@ NOT_ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_an_optimizer_that_is_not_elementwise_is_refused_by_operation(name, stage):
     make_optimizer, operation = NOT_ELEMENTWISE[name]
@@ -641,6 +642,7 @@ def test_a_torch_in_the_range_is_accepted(version):
     check_torch_version(version)
 
 
+@pytest.mark.slow(reason="a process of its own")
 def test_importing_the_backend_checks_the_version_first():
     code = "import torch; torch.__version__ = '2.10.0'; import zerofx.backend"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -666,7 +668,7 @@ def bound(stage: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Callable]:
     return model, optimizer, step
 
 
-@pytest.mark.parametrize("first, second", [(3, 2), (0, 3), (1, 2)])
+@pytest.mark.parametrize("first, second", first(1, [(3, 2), (0, 3), (1, 2)]))
 def test_another_stage_for_a_bound_model_is_refused(first, second):
     model, optimizer, step = bound(first)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -692,7 +694,7 @@ def give_gradients(model: nn.Module) -> None:
         parameter.grad = torch.ones(parameter.shape)
 
 
-@pytest.mark.parametrize("name", TOUCHES)
+@pytest.mark.parametrize("name", first(4, TOUCHES))
 def test_touching_a_sharded_parameter_is_refused_and_harmless(name):
     model, optimizer, step = bound()
     other, other_optimizer, other_step = bound()
@@ -741,7 +743,7 @@ def test_nan_in_the_loss_trains_on_as_in_eager():
         assert torch.equal(state[name].nan_to_num(), value.nan_to_num())
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_nan_on_one_rank_reaches_all_of_them(stage, ranks):  # noqa: F811
     (first, state), (second, other) = ranks(2).run(losses_with_nan, 1, stage)
     assert [value != value for value in first] == [False, False, True]
@@ -836,7 +838,7 @@ def error_of_dividing_gradients(by: str, stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", only((3,), (0, 1, 3)))
 @pytest.mark.parametrize("by", ("rows", "number"))
 def test_gradients_divided_by_a_number_of_the_ranks_own_are_refused(ranks, by, stage):  # noqa: F811
     assert all(ranks(2).run(error_of_dividing_gradients, by, stage))
@@ -886,12 +888,14 @@ def fresh_ranks():
         fresh.kill()
 
 
+@pytest.mark.slow(reason="ranks of its own")
 def test_a_graph_break_on_one_rank_ends_the_other(fresh_ranks):
     (kind, text), (other_kind, _) = fresh_ranks.run(outcome_of, "graph break", 5.0, timeout_s=40)
     assert (kind, other_kind) == (AgreementError.__name__, Unsupported.__name__)
     assert re.search(r"rank(\(s\))? \[?1\]?", text)
 
 
+@pytest.mark.slow(reason="ranks of its own")
 def test_after_a_graph_break_on_one_rank_both_train_on(fresh_ranks):
     fresh_ranks.run(outcome_of, "graph break", 5.0, timeout_s=40)
     assert fresh_ranks.run(outcome_of, "", 5.0, timeout_s=40) == [("", "trained")] * 2
@@ -925,6 +929,7 @@ def train_until_rank_1_dies(rank: int, port: int, pipe) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow(reason="ranks of its own")
 def test_when_a_rank_dies_the_other_ends_with_an_error_in_time():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
@@ -959,7 +964,7 @@ class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", only((3,), (0, 3)))
 @pytest.mark.parametrize(
     "context",
     [Watching, lambda: torch.compiler.set_stance("force_eager")],
@@ -1174,13 +1179,13 @@ def update_after_an_eager_backward_on_top(stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", (0, 1))
+@pytest.mark.parametrize("stage", only((1,), (0, 1)))
 def test_gradients_that_a_rank_has_added_to_averages_are_refused(ranks, stage):  # noqa: F811
     for answer in ranks(2).run(update_after_an_eager_backward_on_top, stage):
         assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", only((2,), (0, 1, 2)))
 def test_gradients_that_a_rank_computed_for_itself_are_refused(ranks, stage):
     for answer in ranks(2).run(update_after_an_eager_backward, stage):
         assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)

@@ -23,6 +23,7 @@ def load(monkeypatch):
             sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.nightly
 def test_speed_has_a_row_for_every_system_and_their_losses_agree():
     sizes = "--width 64 --layers 1 --rows 1 --length 8 --rounds 1 --steps 1".split()
     ran = subprocess.run(
@@ -39,6 +40,7 @@ def test_speed_has_a_row_for_every_system_and_their_losses_agree():
     assert all(sent_mb), ran.stdout
 
 
+@pytest.mark.nightly
 def test_a_model_too_large_for_a_process_trains_sharded_and_fails_in_one():
     rows = limited("sharded, deferred", "resumed", "one process, plain")
     assert "trains" in rows[0] and "trains" in rows[1] and "training" in rows[2]
@@ -50,6 +52,7 @@ def test_a_model_of_four_times_the_limit_trains_in_files_and_cannot_be_construct
     assert "trains" in rows[0] and "trains" in rows[1] and "construction" in rows[2]
 
 
+@pytest.mark.nightly
 def test_debugging_has_a_row_for_dumps_off_and_for_what_asks_taken_out():
     ran = subprocess.run(
         [sys.executable, BENCHMARKS / "debugging.py"] + "--layers 1 --rounds 1 --steps 2".split(),
@@ -78,6 +81,7 @@ def limited(*names):
     return rows
 
 
+@pytest.mark.nightly
 def test_overlap_has_a_row_for_every_regime():
     sizes = "--layers 4 --seconds 0.5 --rounds 1 --regimes updates even".split()
     ran = subprocess.run(
@@ -91,6 +95,7 @@ def test_overlap_has_a_row_for_every_regime():
     assert [row.split()[0] for row in rows] == ["updates", "even"]
 
 
+@pytest.mark.nightly
 def test_checkpoints_has_a_row_for_every_system(tmp_path):
     sizes = "--width 64 --layers 1 --rows 1 --length 8 --rounds 1 --steps 1".split()
     ran = subprocess.run(
@@ -105,6 +110,7 @@ def test_checkpoints_has_a_row_for_every_system(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_files_compares_updates_with_what_no_schedule_can_beat(tmp_path):
     sizes = ["--directories", tmp_path, "--gib", "0.01", "--bucket-mib", "2", "--rounds", "1"]
     ran = subprocess.run(
@@ -119,6 +125,7 @@ def test_files_compares_updates_with_what_no_schedule_can_beat(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_files_has_a_row_for_every_system_and_says_whether_it_met_its_aim(tmp_path):
     sizes = "--gib 0.01 --bucket-mib 3 --block-kib 512 --rounds 1 --checksums --fio".split()
     for aim, status in (("0", 0), ("1e9", 1)):
@@ -145,6 +152,7 @@ def event(name, at_s, phase):
     return ['V1120 20:49:40.266000 1 file.py:1] {"chromium_event": {}}\n', *lines]
 
 
+@pytest.mark.nightly
 def test_a_moment_of_compilation_is_counted_once(load):
     compile_time = load("compile_time")
     lines = [
@@ -178,6 +186,7 @@ def test_a_widened_model_has_the_parameters_asked_for_and_the_same_depth(load):
     assert 20e6 <= sum(parameter.numel() for parameter in wide.build().parameters()) < 25e6
 
 
+@pytest.mark.nightly
 def test_the_optimizers_benchmark_has_a_row_for_every_system_and_their_results_agree():
     systems = ["zerofx", "AdamW(fused=True)", "AdamW(foreach=True)"]
     ran = subprocess.run(

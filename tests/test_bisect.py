@@ -344,6 +344,7 @@ def _in_environment(how, variables, output):
     return 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ("raises", "doubles"))
 def test_the_faulty_pass_of_a_step_is_found_and_shown(how, tmp_path, monkeypatch, capsys):
     """A rank stands in for the command, a new one for every run: what it imports takes seconds."""

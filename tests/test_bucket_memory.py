@@ -16,6 +16,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.backend
+from tests.covering import only
 from tests.models import features, squared_loss
 from tests.ranks import ranks_either_way_fixture  # noqa: F401
 from zerofx.runtime.access import unshard
@@ -115,7 +116,7 @@ def check_same_values(stage: int) -> None:
         assert parameter._base is None and parameter.is_leaf
 
 
-@pytest.mark.parametrize("world_size, stage", [(1, 1), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("world_size, stage", only(((2, 2),), [(1, 1), (2, 1), (2, 2), (3, 2)]))
 def test_training_without_copies_gives_the_same_bits(ranks, world_size, stage):  # noqa: F811
     ranks(world_size).run(check_same_values, stage)
 
@@ -136,7 +137,7 @@ def check_alias(stage: int) -> None:
     assert_equal(trained.values(), trained_with_copies(stage, 0, 1, 2, 3).values())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_a_parameter_that_somebody_looks_at_stays_where_it_is(world, stage):
     world.run(check_alias, stage)
 
@@ -174,7 +175,7 @@ def check_other_data(stage: int) -> None:
     assert all(memory.flat.dtype == torch.float64 for memory in memories_of(moved.model))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_parameters_with_new_memory_move_in_again(world, stage):
     world.run(check_other_data, stage)
 
@@ -211,7 +212,7 @@ def check_unshard(stage: int) -> None:
     assert_equal(trained.values(), trained_with_copies(stage, 0, 1).values())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_unshard_gives_parameters_memory_of_their_own(world, stage):
     world.run(check_unshard, stage)
 

@@ -14,7 +14,7 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.runtime.parameters.buckets
 from tests import models
-from tests.covering import exhaustive
+from tests.covering import exhaustive, only
 from tests.models import squared_loss
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.access import full_params, unshard
@@ -143,7 +143,7 @@ def load(saved: bytes, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     optimizer.load_state_dict(of_optimizer)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_state_dicts_are_whole_and_can_be_loaded_into_another_layout(world, stage):
     world.run(check_state_dicts, stage)
 
@@ -173,7 +173,7 @@ def check_full_params_and_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_whole_parameters_are_written_given_back_and_sharded_again(world, stage):
     world.run(check_full_params_and_unshard, stage)
 
@@ -214,7 +214,7 @@ def check_evaluation_first(stage: int) -> None:
     pair.assert_alike()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_training_keeps_the_layout_of_an_evaluation_before_it(world, stage):
     world.run(check_evaluation_first, stage)
 
@@ -250,8 +250,8 @@ def check_parts_of_buckets(stage: int, first: bool) -> None:
     pair.assert_alike()
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("first", only((True,), [False, True]))
+@pytest.mark.parametrize("stage", only((3,), [2, 3]))
 def test_functions_that_use_parts_of_buckets(world, stage, first):
     world.run(check_parts_of_buckets, stage, first)
 
@@ -297,7 +297,7 @@ def check_bfloat16(part: bool) -> None:
         torch.testing.assert_close(value, other, **rounding)
 
 
-@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("part", only((True,), [False, True]))
 def test_a_new_dtype_of_whole_parameters(world, part):
     world.run(check_bfloat16, part)
 
@@ -388,7 +388,7 @@ def check_gradients_between_calls(stage: int) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", only((3,), [2, 3]))
 def test_gradients_that_wait_between_calls_are_shards_of_buckets(world, stage):
     world.run(check_gradients_between_calls, stage)
 
@@ -410,7 +410,7 @@ def check_another_layout_after_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_a_function_compiled_for_another_layout_is_refused(world, stage):
     world.run(check_another_layout_after_unshard, stage)
 

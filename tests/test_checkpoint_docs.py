@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 def test_the_walk_can_be_walked(tmp_path):
     scripts = re.findall(r"`(\w+\.py)`[^`]*?(?:`resume`[^`]*?)?```python\n(.*?)```", PAGE, re.S)
     assert [name for name, _ in scripts] == ["train.py", "read.py"]

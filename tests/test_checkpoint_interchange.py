@@ -114,6 +114,7 @@ def load_here(path, stage: int, is_bound: bool):
     return loaded
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("size", "stage", "fsdp_size"), [(2, 3, 3), (3, 1, 2), (1, 0, 1)])
 def test_fsdp2_loads_what_is_saved_here(size, stage, fsdp_size, ranks, tmp_path):  # noqa: F811
     saved = ranks(size).run(save_here, tmp_path / "here", stage)
@@ -121,6 +122,7 @@ def test_fsdp2_loads_what_is_saved_here(size, stage, fsdp_size, ranks, tmp_path)
         assert_same(loaded, saved[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fsdp_size", "size", "stage", "is_bound", "root"),
     [(2, 3, 3, True, "optimizer"), (3, 2, 2, False, "optim"), (1, 2, 0, True, "optimizer")],
@@ -139,6 +141,7 @@ def test_what_fsdp2_saves_is_loaded_here(
         assert_same(loaded, saved[0])
 
 
+@pytest.mark.nightly
 def test_one_file_and_one_process_read_what_two_ranks_save(ranks, tmp_path):  # noqa: F811
     saved = ranks(2).run(save_here, tmp_path / "here", 3)[0]
     dcp_to_torch_save(tmp_path / "here", tmp_path / "file.pt")
@@ -150,6 +153,7 @@ def test_one_file_and_one_process_read_what_two_ranks_save(ranks, tmp_path):  # 
     assert_same(found["model"], saved["model"])
 
 
+@pytest.mark.nightly
 def test_a_single_file_is_loaded_by_way_of_torchs_converter(ranks, tmp_path):  # noqa: F811
     saved = ranks(1).run(save_here, tmp_path / "here", 3)[0]
     torch.save(saved, tmp_path / "file.pt")

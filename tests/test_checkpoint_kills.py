@@ -24,7 +24,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.covering import exhaustive
+from tests.covering import exhaustive, nightly
 from tests.moments import Moments, failing, killing
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 
@@ -264,7 +264,10 @@ def in_fork(work: Callable[[], object]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
 
 
-@pytest.mark.parametrize(("ways", "every", "every_write"), [(WAYS, 6, 40), exhaustive(WAYS, 1, 1)])
+@pytest.mark.slow(reason="some kills of each way to save, load and resume")
+@pytest.mark.parametrize(
+    ("ways", "every", "every_write"), [(WAYS, 12, 40), nightly(WAYS, 6, 40), exhaustive(WAYS, 1, 1)]
+)
 def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write, tmp_path, tally):
     with contextlib.closing(Ranks(1)) as one:
         arguments = (str(tmp_path), list(ways), every, every_write)
@@ -277,7 +280,8 @@ def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write
     assert min(kills.values()) >= 24 / every and not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("every", [6, exhaustive(1)])
+@pytest.mark.slow(reason="some failures of each way to save")
+@pytest.mark.parametrize("every", [15, nightly(6), exhaustive(1)])
 def test_whatever_fails_of_a_save_leaves_what_was_there_and_the_next_succeeds(every, tmp_path):
     with contextlib.closing(Ranks(1)) as one:
         ((failures, wrong),) = one.run(failed_in_forks, str(tmp_path), every, timeout_s=900)
@@ -340,6 +344,7 @@ def kill_and_go_on(way, watching, number, who, two, ranks, tmp_path, tally):
     tally[f"two ranks: {way}", "survived"] += 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("way", "watching", "number", "who"),
     [("save behind", 0, 20, "the other"), ("export", 1, 3, "itself"), ("resume", 1, 10, "both")],

@@ -81,6 +81,7 @@ def train_until_killed(root: str, victim: int, from_start: bool, delay_s: float)
     train(root, 100_000)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("num_kills", "seed"), [(3, 0), exhaustive(50, 1)])
 def test_kills_at_random_moments_lose_nothing(num_kills, seed, tmp_path, ranks):  # noqa: F811
     choose = random.Random(seed)
@@ -105,6 +106,7 @@ def test_kills_at_random_moments_lose_nothing(num_kills, seed, tmp_path, ranks):
     assert set(os.listdir(tmp_path / "checkpoints")) == kept
 
 
+@pytest.mark.nightly
 def test_more_ranks_and_fewer_go_on_to_rounding(tmp_path, ranks):  # noqa: F811
     (tmp_path / "undisturbed").mkdir()
     found = {}
@@ -197,6 +199,7 @@ def test_one_of_a_newer_format_is_not_passed_over(tmp_path):
         zerofx.resume(tmp_path, *pair)
 
 
+@pytest.mark.slow(reason="two ranks save and resume")
 def test_each_rank_may_add_what_is_its_own(ranks, tmp_path):  # noqa: F811
     for found in ranks(2).run(add_own, str(tmp_path)):
         assert found == {"common": 0, "of-0": [0], "of-1": [1]}

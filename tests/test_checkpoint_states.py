@@ -97,6 +97,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "make", "is_bound"),
     each_value(PRECISIONS, (adamw, momentum, sgd), (True, False)),
@@ -210,6 +211,7 @@ def load_after_an_evaluation(path: str) -> tuple[list, list, list]:
     return expected, train(zero(3, {}), (model, optimizer), range(2, 4)), shapes
 
 
+@pytest.mark.slow(reason="two ranks save and load")
 def test_a_model_that_is_sharded_gets_states_as_shards(ranks, tmp_path):  # noqa: F811
     for expected, losses, shapes in ranks(2).run(load_after_an_evaluation, str(tmp_path / "a")):
         assert losses == expected

@@ -92,6 +92,7 @@ def test_training_goes_on_bitwise_with_the_frozen_values_that_are_there(
         assert_same(again, after)
 
 
+@pytest.mark.nightly
 def test_frozen_training_is_that_of_plain_torch():
     assert losses(compiled(), adapted(), range(4)) == losses(step, adapted(), range(4))
 

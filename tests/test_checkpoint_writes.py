@@ -258,6 +258,7 @@ def test_who_is_being_written_is_left_alone(tmp_path):
 # Behind the training
 
 
+@pytest.mark.nightly
 def test_what_is_written_behind_is_as_it_was_when_it_was_saved(tmp_path):
     pair = pair_of()
     before, go = states(pair), threading.Event()

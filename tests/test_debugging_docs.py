@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import zerofx.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,7 @@ def commands():
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.nightly
 def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     """Trainings in processes of their own; what looks at their dumps here, which imports once."""
     monkeypatch.chdir(tmp_path)

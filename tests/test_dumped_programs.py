@@ -167,6 +167,7 @@ def test_an_evaluation_and_a_step_without_results_run(tmp_path, capsys):
             random_run.run_random(read(path), alone(2), seed=0, sgd=False)
 
 
+@pytest.mark.nightly
 def test_sizes_that_are_symbols_run_as_they_were_when_captured(tmp_path):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -234,6 +235,7 @@ def ran(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_one_process_runs_all_ranks_if_their_dumps_are_there(tmp_path, capsys):
     paths = [write_dump(mlp_step(), tmp_path, rank=rank) / "00_captured.py" for rank in (0, 1)]
     together = [ran(capsys, path, "--random", "--seed", "5") for path in paths]
@@ -250,6 +252,7 @@ def test_one_process_runs_all_ranks_if_their_dumps_are_there(tmp_path, capsys):
     assert alone_text.split("and leaves behind:")[1] != after[0]
 
 
+@pytest.mark.nightly
 def test_a_file_runs_by_itself(tmp_path):
     path = write_dump(smallest_step(), tmp_path) / "00_captured.py"
     root = Path(__file__).parents[1]

@@ -197,6 +197,7 @@ def undisturbed_fixture(ranks, tmp_path_factory):  # noqa: F811
 ONE_STORE_FOR_EACH_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("environment", "makes_group"),
     [
@@ -218,6 +219,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     assert steps_in(tmp_path) == [0, 0, 1, 1, 2, 2, 3, 3, *[4] * 4, *[5] * 4, 6, 6, 7, 7]
 
 
+@pytest.mark.nightly
 def test_other_numbers_of_ranks_go_on_to_rounding(tmp_path, undisturbed):
     for number, workers in enumerate((3, 1), 1):
         with contextlib.closing(Agents(tmp_path)) as agents:
@@ -227,6 +229,7 @@ def test_other_numbers_of_ranks_go_on_to_rounding(tmp_path, undisturbed):
     assert steps_in(tmp_path) == sorted([*range(4)] * 3 + [*range(4, 8)])
 
 
+@pytest.mark.nightly
 def test_within_one_launch_an_agent_may_be_killed_and_another_come(tmp_path, undisturbed):
     # Or agents of torch 2.13 send their workers to different stores.
     with contextlib.closing(Agents(tmp_path, ONE_STORE_FOR_EACH_START)) as agents:
@@ -244,6 +247,7 @@ def test_within_one_launch_an_agent_may_be_killed_and_another_come(tmp_path, und
     assert alone == pytest.approx(means_in(undisturbed(2))[4:6], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_agents_that_count_restarts_differently_go_on(tmp_path, undisturbed):
     with contextlib.closing(Agents(tmp_path)) as agents:
         both = [agents.add(nodes=(2, 2)), agents.add(nodes=(2, 2), held=(1, 2))]

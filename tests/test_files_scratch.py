@@ -12,6 +12,7 @@ import pytest
 import torch
 from files import BLOCK, layout
 
+from tests.covering import first
 from zerofx.errors import FileTierError
 from zerofx.runtime.storage.disk import FileStore
 from zerofx.runtime.storage.disk.scratch import Owner, RunFolder, remove_stale
@@ -173,7 +174,9 @@ def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
         assert torch.equal(found, values)
 
 
-@pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "raise RuntimeError('no')"])
+@pytest.mark.parametrize(
+    "end", first(1, ["pass", "raise SystemExit(3)", "raise RuntimeError('no')"])
+)
 def test_a_process_that_ends_leaves_nothing(run, tmp_path, end):
     script = f"""
 from files import layout
@@ -190,6 +193,7 @@ print(len(os.listdir(sys.argv[1])))
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_killed_processes_leave_what_the_next_run_removes_and_no_more(run, tmp_path):
     script = """
 from files import layout

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import first
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_fold_gradient_work import Program, counting
@@ -292,6 +293,7 @@ def assert_norms(one, other, rtol=1e-6):
     torch.testing.assert_close(one.norms, other.norms, rtol=rtol, atol=0, equal_nan=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "step"), EACH_STAGE)
 def test_the_norm_is_eagers_and_the_updates_are_bitwise_as_without(
     stage, step, summed, monkeypatch
@@ -311,7 +313,9 @@ def test_short_updates_give_squares_without_a_kernel(summed, monkeypatch):
     assert_same_updates(folded, unfolded(monkeypatch, 3))
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"moment_dtype": torch.int8}])
+@pytest.mark.parametrize(
+    "options", first(1, [{}, {"master_weights": True}, {"moment_dtype": torch.int8}])
+)
 def test_squares_of_bf16_gradients_are_summed_in_fp32(options, summed, monkeypatch):
     monkeypatch.setattr("zerofx.codegen.rewrite.storage.FEWEST_CODED", 0)
     folded = Trained(3, dtype=BF16, **options)
@@ -322,13 +326,14 @@ def test_squares_of_bf16_gradients_are_summed_in_fp32(options, summed, monkeypat
     assert_norms(folded, plain, rtol=2**-7)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", first(1, [torch.nan, torch.inf]))
 def test_a_norm_that_is_not_finite_is_what_it_is_in_torch(bad, summed):
     folded = Trained(2, bad=bad)
     assert not folded.norms[1].isfinite() and summed
     assert_norms(folded, Trained(None, bad=bad))
 
 
+@pytest.mark.nightly
 def test_a_step_that_is_skipped_has_a_norm(summed):
     case = {"bad": torch.inf, "scaled": True, "sizes": (12, 32, 4)}  # of which none is padded
     folded = Trained(2, **case)
@@ -338,7 +343,7 @@ def test_a_step_that_is_skipped_has_a_norm(summed):
     assert_norms(folded, Trained(None, **case))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", first(1, [1, 3]))
 def test_a_clipped_steps_program_is_unchanged(stage, summed, monkeypatch):
     lowered = []
     monkeypatch.setattr(
@@ -369,6 +374,7 @@ def train_on_rank(stage, step):
     return folded.norms
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "step"), EACH_STAGE)
 def test_ranks_agree_on_the_norm(stage, step, ranks):
     one, other = ranks(2).run(train_on_rank, stage, step)

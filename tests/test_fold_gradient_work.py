@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import first, only
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
@@ -358,6 +359,7 @@ def assert_close(one, other, **tolerance):
 EACH_STAGE = [(1, scale), (2, clip_value), (3, clip_norm)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "work"), EACH_STAGE)
 def test_a_step_trains_as_without(stage, work):
     folded = Trained(stage, work)
@@ -365,18 +367,22 @@ def test_a_step_trains_as_without(stage, work):
     assert_close(folded, Trained(stage, work, fuse_optimizer=False))
 
 
+@pytest.mark.nightly
 def test_fewer_kernels_run_the_clipped_step():
     """As many as without clipping: one for the neighbours of a group."""
     assert Trained(3).kernels == Trained(3, nothing).kernels == [2, 2, 2]
     assert Trained(3, folds=False).kernels == [4, 4, 4]
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "masters"])
+@pytest.mark.parametrize(
+    "options", first(1, [{}, {"master_weights": True}]), ids=["plain", "masters"]
+)
 def test_gradients_in_bf16_are_rounded_as_the_step_says(options):
     folded = Trained(3, dtype=BF16, **options)
     assert_bitwise(folded, Trained(3, dtype=BF16, folds=False, **options))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("bad", "work"), [(torch.nan, clip_norm), (torch.inf, clip_value)])
 def test_what_is_not_finite_spreads_as_without(bad, work):
     folded = Trained(2, work, bad=bad)
@@ -384,7 +390,7 @@ def test_what_is_not_finite_spreads_as_without(bad, work):
     assert_bitwise(folded, Trained(2, work, bad=bad, folds=False))
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_a_gradient_that_is_read_afterwards_has_been_clipped(stage):
     eager = Trained(None, step=step_that_looks)
     assert_close(Trained(stage, step=step_that_looks), eager)
@@ -399,6 +405,7 @@ def test_two_updates_in_a_step_have_work_of_their_own():
     assert_close(Trained(3, step=step_twice), Trained(None, step=step_twice))
 
 
+@pytest.mark.nightly
 def test_a_scaled_step_unscales_in_the_kernel():
     def step(_, model, optimizer, x):
         loss = loss_of(model, x)
@@ -427,6 +434,7 @@ def train_on_rank(stage, work):
     return folded.parameters
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "work"), EACH_STAGE)
 def test_ranks_train_as_without(stage, work, ranks):
     one, other = ranks(2).run(train_on_rank, stage, work)

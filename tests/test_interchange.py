@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import first
 from tests.models import Mlp, features, squared_loss
 from tests.optimizers import VARIANTS
 
@@ -45,7 +46,7 @@ def hand_over(source, target) -> None:
         other.load_state_dict(copy.deepcopy(one.state_dict()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first(4, NAMES))
 def test_states_go_to_the_plain_optimizer_and_back_bitwise(name):
     whole, sharded, plain = built(name), built(name), built(name)
     zero = torch.compile(step, backend="zero", options={"stage": 3, "lowering": "eager"})

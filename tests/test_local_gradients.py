@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.covering import each_value, exhaustive
+from tests.covering import each_value, exhaustive, only
 from tests.models import Mlp, features, squared_loss
 from tests.programs import capture, run_passes
 from tests.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
@@ -114,6 +114,7 @@ def reduced(sent: dict) -> tuple[int, int]:
 ALL_REDUCED, REDUCE_SCATTERED = (464, 4), (240, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "lowering"),
     [
@@ -138,6 +139,7 @@ def test_gradients_travel_once_per_update(stage, lowering, ranks):  # noqa: F811
             assert torch.equal(state[name], local[0][0][name])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_three_ranks_train_as_one_process(stage, ranks):  # noqa: F811
     expected = expected_state(3)
@@ -157,7 +159,7 @@ def collected(stage: int, calls: int = 2) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_reading_between_calls_is_an_error_with_words(stage):
     model = collected(stage)
     gradient = model.body.weight.grad
@@ -175,7 +177,7 @@ def test_reading_between_calls_is_an_error_with_words(stage):
         assert "accumulate='local'" in str(caught.value) and "body.weight" in str(caught.value)
 
 
-@pytest.mark.parametrize("stage", (0, 2))
+@pytest.mark.parametrize("stage", only((2,), (0, 2)))
 def test_an_eager_backward_into_one_is_explained(stage):
     model = collected(stage)
     with pytest.raises(RuntimeError, match="eager backward.*'head.*accumulate='local'"):
@@ -184,6 +186,7 @@ def test_an_eager_backward_into_one_is_explained(stage):
     squared_loss(model, *features(0, 4)).backward()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, set_to_none", each_value(STAGES, (True, False)))
 def test_zero_grad_forgets_what_was_collected(stage, set_to_none):
     model = collected(stage)
@@ -241,7 +244,7 @@ def unsharded(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_unshard_averages_what_was_collected(stage, ranks):  # noqa: F811
     twin = new_model()
     for batch in joined(0, 2):
@@ -280,7 +283,7 @@ def read_and_clip(stage: int) -> tuple:
     return found, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_any_function_that_reads_sees_the_average(stage, ranks):  # noqa: F811
     twin = new_model()
     optimizer = adamw(twin)
@@ -303,7 +306,7 @@ def test_any_function_that_reads_sees_the_average(stage, ranks):  # noqa: F811
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_a_function_without_the_option_refuses_them(stage):
     model = collected(stage)
     optimizer = adamw(model)
@@ -339,6 +342,7 @@ def sharded_then_local(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow(reason="two and three ranks train")
 @pytest.mark.parametrize("stage, world_size", each_value((2, 3), (2, 3)))
 def test_shards_of_an_average_are_added_to(stage, world_size, ranks):  # noqa: F811
     twin = new_model()
@@ -359,7 +363,7 @@ def accumulating_program(world_size: int = 2):
     return capture(lambda *batch: collect(model, *batch), *features(0, 4), world_size=world_size)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only((0, 3), STAGES))
 def test_collecting_takes_no_reduction(stage):
     captured = accumulating_program()
     reports = run_passes(captured, stage=stage, **LOCAL)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import first
 from zerofx.compiler import progress as bars
 from zerofx.lower.regions import CompiledRegion
 
@@ -78,7 +79,7 @@ def program(monkeypatch):
     return nn.Sequential(Region(), Region())
 
 
-@pytest.mark.parametrize(("rank", "terminal"), ((0, True), (1, True), (0, False)))
+@pytest.mark.parametrize(("rank", "terminal"), first(1, ((0, True), (1, True), (0, False))))
 def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
     rank, terminal, program, monkeypatch
 ):
@@ -93,6 +94,7 @@ def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
     assert not any(region._forward_hooks for region in program)
 
 
+@pytest.mark.slow(reason="regions are compiled")
 def test_a_bar_is_gone_after_a_step_that_fails_and_after_what_is_quick(program, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     with pytest.raises(RuntimeError), bars.progress(program, "step0", 0):
@@ -106,6 +108,7 @@ def test_a_bar_is_gone_after_a_step_that_fails_and_after_what_is_quick(program, 
     assert "zerofx" not in quick.getvalue()
 
 
+@pytest.mark.nightly
 def test_without_tqdm_there_is_no_bar(program, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", stream := Terminal())

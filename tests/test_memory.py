@@ -19,7 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.covering import each_value, exhaustive
+from tests.covering import each_value, exhaustive, first
 from tests.device_memory import Allocations
 from tests.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
@@ -176,6 +176,7 @@ def worlds(stages, world_size):
     return [cell if cell in SHORT else exhaustive(*cell) for cell in cells]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, world_size", worlds(STAGES, (1, 2, 3)))
 def test_between_steps_a_rank_holds_what_the_formula_says(held, stage, world_size):
     for rank in held(stage, world_size):
@@ -189,7 +190,8 @@ def test_between_steps_a_rank_holds_what_the_formula_says(held, stage, world_siz
 # During the first step.
 
 
-@pytest.mark.parametrize("stage, world_size", worlds((1, 2, 3), (2, 3)))
+@pytest.mark.slow(reason="two ranks train while their memory is watched")
+@pytest.mark.parametrize("stage, world_size", first(1, worlds((1, 2, 3), (2, 3))))
 def test_updates_allocate_shards_only_even_where_states_are_made(held, stage, world_size):
     for rank in held(stage, world_size):
         # A rank's range of a layer may hold more of a weight than its share, and less of a bias.
@@ -198,6 +200,7 @@ def test_updates_allocate_shards_only_even_where_states_are_made(held, stage, wo
         assert rank.in_updates[0] == rank.largest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, world_size", worlds((1, 2, 3), (2, 3)))
 def test_the_first_step_allocates_no_more_whole_buffers_than_the_others(held, stage, world_size):
     """Compilation included: gradients and gathered parameters are whole, moments never."""
@@ -366,7 +369,8 @@ def check_gathered(ranks, world_size: int, *arguments) -> None:
 
 
 # A layer has 27 thousand elements.  With the larger vocabulary an embedding has twice as many.
-@pytest.mark.parametrize("tied, vocabulary", each_value((False, True), (101, 1201)))
+@pytest.mark.slow(reason="two ranks train while their memory is watched")
+@pytest.mark.parametrize("tied, vocabulary", first(1, each_value((False, True), (101, 1201))))
 def test_at_most_two_consecutive_units_are_gathered_at_once(ranks_on_sockets, tied, vocabulary):
     check_gathered(ranks_on_sockets, 2, tied, vocabulary, "eager")
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Muon
 
+from tests.covering import first, only
 from tests.ranks import ranks_fixture  # noqa: F401 - a fixture
 from zerofx import backend
 from zerofx.ir.parameters import ParameterInfo
@@ -204,30 +205,40 @@ def trains_like_eager(name, stage):
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [
-        *(("all kinds", stage) for stage in (0, 3)),
-        *(pytest.param("all kinds", stage, marks=pytest.mark.exhaustive) for stage in (1, 2)),
-        ("subclass", 3),
-        pytest.param("one matrix", 3, marks=pytest.mark.exhaustive),
-    ],
+    only(
+        (("all kinds", 3),),
+        [
+            *(("all kinds", stage) for stage in (0, 3)),
+            *(pytest.param("all kinds", stage, marks=pytest.mark.exhaustive) for stage in (1, 2)),
+            ("subclass", 3),
+            pytest.param("one matrix", 3, marks=pytest.mark.exhaustive),
+        ],
+    ),
 )
 def test_alone_it_is_bitwise_plain_torch(name, stage):
     trains_like_eager(name, stage)
 
 
+@pytest.mark.slow(reason="two ranks train with two optimizers")
 @pytest.mark.parametrize(
     ("world_size", "name", "stage"),
-    [
-        *((2, "all kinds", stage) for stage in (2, 3)),
-        (3, "all kinds", 1),
-        *(pytest.param(3, "all kinds", stage, marks=pytest.mark.exhaustive) for stage in (2, 3)),
-        pytest.param(2, "all kinds", 1, marks=pytest.mark.exhaustive),
-        pytest.param(2, "subclass", 3, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(3, "one matrix", stage, marks=pytest.mark.exhaustive)
-            for stage in (1, 2, 3)
-        ),
-    ],
+    only(
+        ((2, "all kinds", 3),),
+        [
+            *((2, "all kinds", stage) for stage in (2, 3)),
+            (3, "all kinds", 1),
+            *(
+                pytest.param(3, "all kinds", stage, marks=pytest.mark.exhaustive)
+                for stage in (2, 3)
+            ),
+            pytest.param(2, "all kinds", 1, marks=pytest.mark.exhaustive),
+            pytest.param(2, "subclass", 3, marks=pytest.mark.exhaustive),
+            *(
+                pytest.param(3, "one matrix", stage, marks=pytest.mark.exhaustive)
+                for stage in (1, 2, 3)
+            ),
+        ],
+    ),
 )
 def test_ranks_are_bitwise_plain_torch(ranks, world_size, name, stage):
     ranks(world_size).run(trains_like_eager, name, stage)
@@ -271,6 +282,7 @@ def traffic_of_one_step(zero, members, rank):
     return {kind: nbytes - before[kind] for kind, nbytes in traffic.sent_bytes.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", (pytest.param(2, marks=pytest.mark.exhaustive), 3))
 def test_states_are_shards_that_plain_torch_can_load(ranks, world_size):
     results = ranks(world_size).run(hands_its_state_over, world_size)
@@ -319,6 +331,7 @@ def whole_values(model):
     return list(model.state_dict().values())
 
 
+@pytest.mark.nightly
 def test_gradients_may_come_from_another_function():
     accumulates(3)
 
@@ -338,6 +351,7 @@ def scaled_step(model, muon, adamw, scaler, x, y):
     adamw.zero_grad()
 
 
+@pytest.mark.nightly
 def test_a_step_that_overflows_is_left_out():
     model, muon, adamw = built("muon")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
@@ -351,6 +365,7 @@ def test_a_step_that_overflows_is_left_out():
     assert not any(map(torch.equal, whole_values(model), before))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.exhaustive), 3))
 def test_compiled_by_inductor_it_trains_as_well(stage):
     one, other = built("muon"), built("muon")
@@ -358,6 +373,7 @@ def test_compiled_by_inductor_it_trains_as_well(stage):
     torch.testing.assert_close(found, eager_losses(other, range(3), 0, 1), rtol=1e-4, atol=0)
 
 
+@pytest.mark.nightly
 def test_parameters_in_bfloat16_agree_bitwise():
     one, other = built("muon", torch.bfloat16), built("muon", torch.bfloat16)
     found = losses_of(compiled(step, 3), one, range(3), 0, torch.bfloat16)
@@ -366,12 +382,15 @@ def test_parameters_in_bfloat16_agree_bitwise():
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [
-        (torch.float32, {"moment_dtype": torch.bfloat16}),
-        (torch.bfloat16, {"moment_dtype": torch.bfloat16}),
-        (torch.bfloat16, {"master_weights": True}),
-        (torch.bfloat16, {"stochastic_rounding": True}),
-    ],
+    first(
+        1,
+        [
+            (torch.float32, {"moment_dtype": torch.bfloat16}),
+            (torch.bfloat16, {"moment_dtype": torch.bfloat16}),
+            (torch.bfloat16, {"master_weights": True}),
+            (torch.bfloat16, {"stochastic_rounding": True}),
+        ],
+    ),
 )
 def test_states_of_another_dtype_are_refused_before_anything_changes(dtype, options):
     model, *optimizers = built("muon", dtype)
@@ -451,7 +470,7 @@ def gathers_and_scatters(world_size):
     return len(seen)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("world_size", only((2,), (1, 2, 3)))
 def test_owners_get_whole_tensors_and_give_back_shards(ranks, world_size):
     if world_size == 1:
         gathers_and_scatters(1)

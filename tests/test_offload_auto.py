@@ -99,6 +99,7 @@ def ladder(stage):
     return {budget: trained(budget, stage) for budget in range(smallest, 2 * 2**18, 2**15)}
 
 
+@pytest.mark.slow(reason="trainings with more and more memory")
 @pytest.mark.parametrize("stage", (3, pytest.param(1, marks=pytest.mark.exhaustive)))
 def test_the_more_fits_the_less_leaves_and_results_are_the_same(stage):
     expected = trained(None, stage)
@@ -146,6 +147,7 @@ def on_two_ranks(budget):
     return trained(None), trained(budget)
 
 
+@pytest.mark.slow(reason="two ranks train")
 def test_ranks_choose_together(ranks):
     for without, found in ranks(2).run(on_two_ranks, 2**17 + 2**15):
         assert_same(found[:3], without[:3])
@@ -176,6 +178,7 @@ def in_files(budget, directory):
     return losses, pair[0].state_dict(), pair[1].state_dict(), kinds
 
 
+@pytest.mark.nightly
 def test_what_has_to_leave_may_go_to_files(tmp_path):
     expected = trained(None)
     budgets = (2**22, 400_000, 160_000)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import first, only
 from tests.device_memory import squares
 from tests.files import Failing, Short, Slow, files_of
 from tests.ranks import Ranks
@@ -88,7 +89,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("kind, code, at", FAULTS)
+@pytest.mark.parametrize("kind, code, at", first(1, FAULTS))
 def test_a_failing_disk_stops_the_step_and_leaves_the_checkpoint_good(
     kind, code, at, tmp_path, on_system, expected
 ):
@@ -137,6 +138,7 @@ def test_a_failure_in_the_very_first_step_is_not_trained_over(tmp_path, on_syste
     assert run(compiled, pair, range(3)) == expected[:3]
 
 
+@pytest.mark.nightly
 def test_a_slow_disk_changes_nothing(tmp_path, on_system, expected):
     system = on_system(Slow(0.01))
     pair, compiled = built(), filed(tmp_path, offload_checksums=True)
@@ -154,6 +156,7 @@ def deep(options):
     return losses, optimizer.state_dict()
 
 
+@pytest.mark.nightly
 def test_short_calls_change_nothing(tmp_path, on_system):
     system = on_system(Short(4096 + 100))
     options = files(tmp_path, 2 * 32_768, offload_checksums=True)  # of 160 KiB
@@ -248,7 +251,7 @@ def _interrupted(*_):
 
 
 @pytest.mark.parametrize("method", ("give", "take", "leave_stubs"))
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", only((1,), range(3)))
 def test_who_interrupts_a_states_coming_or_going_finds_them_all_there(
     method, at, tmp_path, monkeypatch
 ):
@@ -323,6 +326,7 @@ def start_training(directory, steps):
     )
 
 
+@pytest.mark.nightly
 def test_a_run_beside_another_and_after_a_killed_one_trains_to_the_same_losses(tmp_path, expected):
     killed = start_training(tmp_path, 10**9)
     assert killed.stdout is not None
@@ -352,6 +356,7 @@ def die_in_a_step(directory, steps, dying):
     run(compiled, pair, range(steps, steps + 1))
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_does_not_leave_the_other_hanging(tmp_path):
     with closing(Ranks(2, group_timeout_s=5.0)) as ranks:
         started_s = time.monotonic()
@@ -380,6 +385,7 @@ def fail_on_one(directory, failing):
         REGISTRY.files.system = None
 
 
+@pytest.mark.slow(reason="ranks of its own, one of which ends")
 def test_a_rank_whose_disk_fails_does_not_leave_the_other_hanging(tmp_path):
     with closing(Ranks(2, group_timeout_s=5.0)) as ranks:
         first, second = ranks.run(fail_on_one, tmp_path, 0)

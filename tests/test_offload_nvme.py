@@ -20,6 +20,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.covering import first, only
 from tests.device_memory import squares
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
@@ -126,8 +127,9 @@ def check_every_byte_moves(found):
 TWO_BUCKETS = 4 * PAGE  # of AdamW's two moments, each of which begins at a page
 
 
+@pytest.mark.slow(reason="a step with files and one without, on two ranks")
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(
     step, stage, world_size, ranks, tmp_path
@@ -138,6 +140,7 @@ def test_losses_parameters_and_states_are_bitwise_those_without_offload(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [one if one is scaled else exhaustive(one) for one in FORMS[2:]])
 def test_every_form_of_a_step_is_bitwise_the_same(step, ranks, tmp_path):
     for without, filed in ranks(2).run(both, step, {}, tmp_path, TWO_BUCKETS):
@@ -161,6 +164,7 @@ def test_a_step_that_is_skipped_writes_nothing(tmp_path):
     assert pair[1].state_dict()["state"][0]["step"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"bucket": False}, {"update_in_backward": False}], ids=str)
 def test_with_other_options_it_is_bitwise_the_same(options, ranks, tmp_path):
     for without, filed in ranks(2).run(both, clipped, options, tmp_path, TWO_BUCKETS):
@@ -175,6 +179,7 @@ def maxima(parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, amsgrad=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_sgd_with_momentum_is_bitwise_the_same(stage, ranks, tmp_path):
     arguments = (clipped, {"stage": stage}, tmp_path, 2 * PAGE, torch.float32, momentum)
@@ -197,7 +202,7 @@ def test_an_optimizer_without_states_needs_no_files_room(tmp_path):
     assert program_of(compiled).runtime.files is None
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_precision_options_are_bitwise_the_same(name, tmp_path):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         without, filed = both(plain, PRECISIONS[name], tmp_path, 14 * PAGE, torch.bfloat16)
@@ -206,6 +211,7 @@ def test_precision_options_are_bitwise_the_same(name, tmp_path):
     assert sum(sizes) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["masters, int8 moments", exhaustive("rounded")])
 def test_precision_options_are_bitwise_the_same_on_two_ranks(name, ranks, tmp_path):
     arguments = (clipped, PRECISIONS[name], tmp_path, 6 * PAGE, torch.bfloat16)
@@ -222,7 +228,7 @@ def relaid(name):
     )
 
 
-@pytest.mark.parametrize("name", ["plain", *PRECISIONS])
+@pytest.mark.parametrize("name", only(("plain", "masters, int8 moments"), ["plain", *PRECISIONS]))
 def test_room_is_reserved_for_just_what_will_be_kept(name, tmp_path):
     options = {**SMALL_BUCKETS, **PRECISIONS.get(name, {}), **files(tmp_path)}
     dtype = torch.bfloat16 if name in PRECISIONS else torch.float32
@@ -233,12 +239,14 @@ def test_room_is_reserved_for_just_what_will_be_kept(name, tmp_path):
     assert sum(bucket.nbytes for bucket in program_of(compiled).runtime.files.buckets) == states > 0
 
 
+@pytest.mark.nightly
 def test_where_there_is_room_in_host_memory_nothing_is_read_or_written(ranks, tmp_path):
     for without, filed in ranks(2).run(both, clipped, {}, tmp_path, LARGE):
         assert_same(filed[:3], without[:3])
         assert filed[3] == [(0, 0)] * 4 and sum(filed[4]) > 0
 
 
+@pytest.mark.slow(reason="two trainings")
 def test_several_directories_each_get_their_part(tmp_path):
     directories = [tmp_path / "one", tmp_path / "two"]
     for directory in directories:
@@ -278,6 +286,7 @@ class Lazy(torch.optim.Optimizer):
                 p.sub_(group["lr"] * state["mean"])
 
 
+@pytest.mark.nightly
 def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
     without = trained(plain, SMALL_BUCKETS, make=Lazy)
     filed = trained(plain, {**SMALL_BUCKETS, **files(tmp_path, 4 * PAGE)}, make=Lazy)
@@ -289,6 +298,7 @@ def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
 # Kernels
 
 
+@pytest.mark.nightly
 def test_a_bucket_is_one_kernel_there_too_which_takes_states_where_they_lie(tmp_path):
     # Where states that are no neighbours would be copied to.
     with mock.patch(
@@ -322,6 +332,7 @@ def turns(options, steps_of):
     return losses, pair[0].state_dict(), pair[1].state_dict()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cache_bytes", (TWO_BUCKETS, exhaustive(LARGE)))
 def test_functions_over_one_model_use_the_same_states(cache_bytes, ranks, tmp_path):
     steps = [plain, only_body, clipped, only_body, plain, plain, clipped]
@@ -330,7 +341,9 @@ def test_functions_over_one_model_use_the_same_states(cache_bytes, ranks, tmp_pa
     assert_same(ranks(2).run(turns, options, steps), expected)
 
 
-@pytest.mark.parametrize("order", [(only_body, plain), (plain, only_body)])
+@pytest.mark.parametrize(
+    "order", first(1, [pytest.param((only_body, plain)), pytest.param((plain, only_body))])
+)
 def test_groups_that_overlap_take_states_from_each_other(order, tmp_path):
     """All in one bucket, of which one function updates only a part."""
     steps = [order[0], order[1], order[0], order[0], order[1]]
@@ -359,6 +372,7 @@ def two_optimizers(options):
     return losses, model.state_dict(), body.state_dict(), rest.state_dict()
 
 
+@pytest.mark.nightly
 def test_several_optimizers_each_have_their_states(ranks, tmp_path):
     expected = ranks(2).run(two_optimizers, SMALL_BUCKETS)
     options = {**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)}
@@ -374,6 +388,7 @@ def update_twice(model, optimizer, x, y):
     return loss
 
 
+@pytest.mark.nightly
 def test_a_bucket_may_be_used_twice_in_a_step(tmp_path):
     without, filed = both(update_twice, {}, tmp_path, TWO_BUCKETS)
     assert_same(filed[:3], without[:3])
@@ -384,6 +399,7 @@ def test_a_bucket_may_be_used_twice_in_a_step(tmp_path):
 # State dicts, and functions without files
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_first", (True, exhaustive(False)))
 def test_checkpoints_interchange_with_runs_without_offload(is_first, ranks, tmp_path):
     expected = ranks(2).run(save_and_resume, 3, SMALL_BUCKETS, SMALL_BUCKETS)
@@ -413,6 +429,7 @@ def where(value):
     return "host" if REGISTRY.host.holds(value) else "device"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (exhaustive(1), 3))
 def test_states_move_with_the_options_and_unshard_gives_them_whole(stage, ranks, tmp_path):
     filed = files(tmp_path, TWO_BUCKETS)
@@ -423,6 +440,7 @@ def test_states_move_with_the_options_and_unshard_gives_them_whole(stage, ranks,
     assert [each[3] for each in found] == [kinds] * 2
 
 
+@pytest.mark.nightly
 def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
     expected = ranks(2).run(write_between, 3, SMALL_BUCKETS)
     options = {**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)}
@@ -539,6 +557,7 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.nightly
 def test_host_memory_never_holds_all_states(tmp_path):
     torch.manual_seed(0)
     model = Deep()
@@ -563,6 +582,7 @@ def test_host_memory_never_holds_all_states(tmp_path):
     assert REGISTRY.host.num_allocations == count, "nothing is allocated once it has trained"
 
 
+@pytest.mark.nightly
 def test_the_cache_has_a_bound_of_its_own_if_none_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 10**9)
     compiled = zero(**files(tmp_path, None))
@@ -598,6 +618,7 @@ def test_folders_go_with_the_last_that_uses_them(tmp_path):
     assert saved["state"][0]["exp_avg"].shape == (11, 6)
 
 
+@pytest.mark.nightly
 def test_a_function_outlives_models_and_their_room_is_used_again(tmp_path):
     compiled, found = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS)), []
     for _ in range(3):
@@ -758,6 +779,7 @@ def test_only_what_is_per_element_is_in_files():
     assert [name for name, _ in per_element(state)] == ["exp_avg"]
 
 
+@pytest.mark.nightly
 def test_batches_of_other_shapes_use_the_same_buckets(tmp_path):
     other, without = built(), zero(**SMALL_BUCKETS)
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))

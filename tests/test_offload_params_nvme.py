@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import first, only
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
 from tests.test_activations import moving_small_values
@@ -153,12 +154,14 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(reason="a step with everything in files and one without")
 @pytest.mark.parametrize("step", (exhaustive(plain), clipped))
-@pytest.mark.parametrize("stage, offload", [(0, "activations"), *CASES])
+@pytest.mark.parametrize("stage, offload", only(((3, ALL),), [(0, "activations"), *CASES]))
 def test_everything_is_bitwise_as_without_offload(step, stage, offload, tmp_path):
     check([compared(step, stage, [offload], tmp_path)])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 @pytest.mark.parametrize("stage, offload", [exhaustive(0, "activations"), *CASES])
 def test_on_two_ranks_too(step, stage, offload, ranks, tmp_path):
@@ -168,6 +171,7 @@ def test_on_two_ranks_too(step, stage, offload, ranks, tmp_path):
 OTHER_FORMS = [*FORMS[2:], autocast, arithmetic, own_sgd]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [s if s is scaled else exhaustive(s) for s in OTHER_FORMS])
 def test_every_form_of_a_step_is_bitwise_the_same(step, tmp_path):
     without, found = compared(step, 3, [ALL], tmp_path)
@@ -184,6 +188,7 @@ def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(step, ranks, tmp_
             assert_same(filed[:3], without[:3])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,6 +211,7 @@ def with_options(options, directory, dtype):
 # What a user does between steps
 
 
+@pytest.mark.nightly
 def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
     """full_params, load_state_dict of both, and unshard."""
     expected = ranks(2).run(write_between, 3, SMALL_BUCKETS)
@@ -213,6 +219,7 @@ def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
     assert_same(ranks(2).run(write_between, 3, options), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_first", (True, exhaustive(False)))
 def test_checkpoints_interchange_with_runs_without_offload(is_first, tmp_path):
     filed = {**SMALL_BUCKETS, **files(tmp_path, WITH_STATES, 2**15)}
@@ -268,7 +275,7 @@ EVALUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("order, has_option", EVALUATIONS)
+@pytest.mark.parametrize("order, has_option", first(1, EVALUATIONS))
 def test_an_evaluation_beside_it_reads_the_same_values(order, has_option, tmp_path):
     filed = files(tmp_path, WITH_STATES, 2**15)
     (other,) = {*order} - {"train"}
@@ -278,12 +285,14 @@ def test_an_evaluation_beside_it_reads_the_same_values(order, has_option, tmp_pa
 TIERS = [{}, {"offload": PARAMS}, {"offload": WITH_STATES}]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", [TIERS[1], *map(exhaustive, (TIERS[0], TIERS[2]))], ids=str)
 def test_functions_with_other_tiers_alternate_over_one_model(other, tmp_path):
     order = ("train", "clip", "clip", "train", "train", "clip")
     check_in_turn(order, {"train": files(tmp_path, ALL), "clip": other})
 
 
+@pytest.mark.nightly
 def test_functions_with_other_directories_alternate_over_one_model(tmp_path):
     order = ("train", "clip", "clip", "train", "train", "clip")
     one, other = (files(folder_in(tmp_path), PARAMS) for _ in range(2))
@@ -301,6 +310,7 @@ def sized(rows_of, options, stage=3):
     return losses, pair[0].state_dict(), pair[1].state_dict(), sizes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, offload", [(0, "activations"), (3, ALL)])
 def test_batches_that_grow_and_shrink_are_bitwise_the_same(stage, offload, tmp_path):
     rows = (8, 4, 6, 40, 400, 8, 900, 4)
@@ -336,6 +346,7 @@ def disk(monkeypatch):
     return REGISTRY.files.system
 
 
+@pytest.mark.nightly
 def test_a_batch_that_is_too_large_for_the_disk_is_refused_and_smaller_ones_go_on(tmp_path, disk):
     expected = sized((8, 4, 6, 8), {})[0]
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, ALL))
@@ -349,6 +360,7 @@ def test_a_batch_that_is_too_large_for_the_disk_is_refused_and_smaller_ones_go_o
     assert losses == expected
 
 
+@pytest.mark.nightly
 def test_shards_that_find_no_room_to_come_back_to_are_not_lost(tmp_path, disk):
     expected, pair = built(), built()
     steps = [zero(**SMALL_BUCKETS), zero(clipped, **SMALL_BUCKETS)]
@@ -435,6 +447,7 @@ def states_of_deep(options):
     return losses, model.state_dict(), optimizer.state_dict()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, exhaustive({"bucket": False})], ids=str)
 def test_tied_frozen_and_single_parameters_of_several_dtypes(options, ranks, tmp_path):
     expected = ranks(2).run(states_of_deep, options)
@@ -461,6 +474,7 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.nightly
 def test_disk_and_descriptors_are_given_back_with_models_and_functions(tmp_path):
     options = {**SMALL_BUCKETS, **files(tmp_path, WITH_STATES, 2**15)}
     pair, other, compiled = built(), built(), zero(**options)

@@ -101,6 +101,7 @@ def peak(name: str, stage: int | None) -> int:
     return highest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name, stage", each_value(MODELS, (0, 3)))
 def test_the_peak_is_not_above_plain_torch_compiles(name, stage):
     if name == "Llama" and find_spec("transformers") is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.covering import each_value, exhaustive
+from tests.covering import each_value, exhaustive, only
 from tests.ranks import Ranks, ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.errors import StepError
 from zerofx.runtime.comm import peer_memory
@@ -220,12 +220,13 @@ def differences_of_sparse_layouts(stage):
     return max((whole[name] - p).abs().max().item() for name, p in plain.state_dict().items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, world_size", each_value((0, 1, 2, 3), (2, 3)))
 def test_gradients_that_are_not_dense_arrive(ranks, stage, world_size):
     assert max(ranks(world_size).run(differences_of_sparse_layouts, stage)) < 1e-5
 
 
-@pytest.mark.parametrize("stage", (0, exhaustive(1), exhaustive(2), 3))
+@pytest.mark.parametrize("stage", only((3,), (0, exhaustive(1), exhaustive(2), 3)))
 def test_gradients_that_are_not_dense_arrive_over_sockets(ranks_on_sockets, stage):
     assert max(ranks_on_sockets(2).run(differences_of_sparse_layouts, stage)) < 1e-5
 
@@ -284,7 +285,7 @@ def sources_in_parameters(stage):
     return len(found), any(found), max(off)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", only((2,), [0, 1, 2]))
 def test_a_gradient_that_is_a_parameters_memory_is_copied_first(ranks, stage):
     for posted, in_parameters, off in ranks(2).run(sources_in_parameters, stage):
         assert posted > 0 and not in_parameters and off < 1e-6

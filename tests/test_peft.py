@@ -121,6 +121,7 @@ def trained_by_zerofx(stage: int):
     return found, model.state_dict(), traffic.snapshot()["sent_bytes"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "world_size"), each_value(STAGES, (1, 2)))
 def test_adapters_train_as_in_torch_and_frozen_weights_have_no_gradients(stage, world_size, ranks):  # noqa: F811
     threads = torch.get_num_threads()
@@ -194,6 +195,7 @@ def saved_by_two_fixture(ranks, tmp_path_factory):  # noqa: F811
     return root, ranks(2).run(saved, str(root))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["plain", exhaustive("deferred"), "deferred base"])
 def test_saved_adapters_load_beside_a_fresh_base(how, saved_by_two, ranks):  # noqa: F811
     root, before = saved_by_two
@@ -204,6 +206,7 @@ def test_saved_adapters_load_beside_a_fresh_base(how, saved_by_two, ranks):  # n
         assert after_again == after
 
 
+@pytest.mark.slow(reason="a Hugging Face model is adapted and saved")
 def test_a_checkpoint_of_adapters_has_their_bytes_and_no_others(saved_by_two):
     root, _ = saved_by_two
     entries = dcp.FileSystemReader(root / "adapters").read_metadata().state_dict_metadata
@@ -222,6 +225,7 @@ def test_a_checkpoint_of_adapters_has_their_bytes_and_no_others(saved_by_two):
     assert states == 2 * sum(adapters.values()) + 4 * NUM_ADAPTERS  # two moments, a step count
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", ["peft", "peft-of-state"])
 def test_what_peft_saves_is_what_peft_loads(folder, saved_by_two):
     root, [(seen, adapters, _), _] = saved_by_two

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.covering import first
 from tests.models import features
 from tests.ranks import ranks_fixture  # noqa: F401
 from zerofx.codegen.rewrite.storage import MASTER
@@ -81,8 +82,9 @@ def resumed(options, stage, dtype, saved):
     return train(compiled, pair, range(6, 9)), pair[0].state_dict(), pair[1].state_dict()
 
 
+@pytest.mark.slow(reason="two ranks train, save and go on")
 @pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.exhaustive), 3))
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", first(1, CHOICES))
 def test_two_ranks_train_save_and_resume(name, stage, ranks):  # noqa: F811
     options = CHOICES[name]
     dtype = torch.float32 if name.endswith("moments") and len(options) == 1 else torch.bfloat16
@@ -107,7 +109,7 @@ def test_two_ranks_train_save_and_resume(name, stage, ranks):  # noqa: F811
         assert continued == pytest.approx(losses, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["masters", "rounded", "bfloat16 moments"])
+@pytest.mark.parametrize("name", first(1, ["masters", "rounded", "bfloat16 moments"]))
 def test_a_checkpoint_continues_bitwise(name):
     options = CHOICES[name]
     dtype = torch.float32 if name == "bfloat16 moments" else torch.bfloat16
@@ -200,6 +202,7 @@ def test_ranks_that_keep_states_otherwise_hear_of_it(ranks):  # noqa: F811
         ranks(2).run(train_with, [{"master_weights": True}, {"stochastic_rounding": True}])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

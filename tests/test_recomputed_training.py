@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ def num_copies(folder: Path) -> int:
     return sum(path.read_text().count("# recompute: recompute") for path in dumps)
 
 
+@pytest.mark.nightly
 def test_two_ranks_train_alike_with_and_without(ranks, tmp_path):
     kept = ranks(2).run(train, False, str(tmp_path / "kept"), timeout_s=600.0)
     repeated = ranks(2).run(train, True, str(tmp_path / "repeated"), timeout_s=600.0)

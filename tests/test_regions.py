@@ -262,6 +262,7 @@ def test_regions_exchange_whole_memory_and_take_their_own_views():
     torch.testing.assert_close(lowered(*inputs), views(*inputs))
 
 
+@pytest.mark.nightly
 def test_the_user_s_settings_of_inductor_hold_in_regions():
     """They are a context's own in some versions, and regions are compiled in another thread."""
     seen = []
@@ -331,6 +332,7 @@ def test_views_of_what_inductor_lays_out_otherwise_may_be_copies(joined):
     assert_trains_as_eagerly(lambda model, x: (joined(model(x)) * weights).sum(), batches)
 
 
+@pytest.mark.nightly
 def test_branches_on_a_tensor_run_beside_the_regions():
     def loss_of(model, x):
         y = model(x).sin()

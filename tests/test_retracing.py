@@ -89,6 +89,7 @@ def train_with_other_rows(reason: str) -> tuple:
     return compiled_at, len(met), pair[0].state_dict()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "reason, compiled_on_rank_1",
     [
@@ -127,6 +128,7 @@ def train_with_another_program(peer_memory: bool) -> tuple:
     return finished, 0.0, "trained"
 
 
+@pytest.mark.slow(reason="two ranks retrace")
 def test_a_rank_that_retraces_alone_to_another_schedule_ends_all(ranks):  # noqa: F811
     (before, took, text), (before_too, took_too, its_text) = ranks(2).run(
         train_with_another_program, True
@@ -141,6 +143,7 @@ def test_a_rank_that_retraces_alone_to_another_schedule_ends_all(ranks):  # noqa
     )
 
 
+@pytest.mark.nightly
 def test_ranks_that_were_divided_train_on_together(ranks):  # noqa: F811
     """Both have failed as often as the other: nothing is left under way."""
     ranks(2).run(train_with_another_program, True)
@@ -164,6 +167,7 @@ def run_what_is_known(peer_memory: bool) -> str:
     return "trained"
 
 
+@pytest.mark.nightly
 def test_ranks_that_take_different_programs_from_the_cache_hear_where_they_part(ranks):  # noqa: F811
     for rank, text in enumerate(ranks(2).run(run_what_is_known, True)):
         assert f"rank {1 - rank} runs another program than rank {rank}" in text
@@ -182,6 +186,7 @@ def compile_again(options: dict) -> tuple[list[int], list[int]]:
     return met_by_turn, programs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lowering", ("eager", "inductor"))
 def test_a_program_whose_parts_come_from_caches_is_agreed_on(lowering, ranks):  # noqa: F811
     """Inductor's and our regions' caches are below the program, AOTAutograd keeps none of ours."""

@@ -24,7 +24,7 @@ from transformers import (
 
 import zerofx
 from tests.checkpoints import Everything, assert_same, built, file_size_limit, train, zero
-from tests.covering import exhaustive
+from tests.covering import exhaustive, first
 from tests.ranks import ranks_fixture  # noqa: F401
 
 
@@ -40,7 +40,7 @@ def export(root: str, stage: int, file_bytes: int) -> dict:
     return dict(pair[0].state_dict())
 
 
-@pytest.mark.parametrize(("size", "stage", "file_bytes"), [(2, 3, 1 << 30), (3, 1, 300)])
+@pytest.mark.parametrize(("size", "stage", "file_bytes"), first(1, [(2, 3, 1 << 30), (3, 1, 300)]))
 def test_the_library_reads_what_all_ranks_write(
     size,
     stage,
@@ -67,7 +67,9 @@ def load_here(path: str, stage: int, is_bound: bool) -> dict:
     return found
 
 
-@pytest.mark.parametrize(("size", "stage", "is_bound"), [(2, 3, True), (2, 1, True), (3, 3, False)])
+@pytest.mark.parametrize(
+    ("size", "stage", "is_bound"), first(1, [(2, 3, True), (2, 1, True), (3, 3, False)])
+)
 def test_files_of_others_are_loaded(size, stage, is_bound, ranks, tmp_path):  # noqa: F811
     expected = {name: value.contiguous() for name, value in Everything().state_dict().items()}
     file = tmp_path / "model.safetensors"
@@ -146,6 +148,7 @@ def train_and_export(path: str, name: str, file_bytes: int) -> tuple[torch.Tenso
         return before, logits(model), logits(read)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "file_bytes"), [("gpt2", 1 << 30), exhaustive("bert", 8000), ("llama", 8000)]
 )

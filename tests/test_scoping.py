@@ -132,6 +132,7 @@ def train(step: Callable, seed: int = 0, steps: int = 4) -> list[float]:
     return [step(model, optimizer, *models.features(i, 4)).item() for i in range(steps)]
 
 
+@pytest.mark.slow(reason="torch's whole configuration is compared")
 def test_calls_leave_torch_as_it_was():
     before = state_of_torch()
     assert train(zero(train_step)) == train(train_step)
@@ -172,6 +173,7 @@ print(*differences(before, state_of_torch()))
 """
 
 
+@pytest.mark.nightly
 def test_importing_changes_nothing_but_how_a_backend_is_wrapped():
     done = python(IMPORT_ONLY, {"PYTHONPATH": str(ROOT)}, ROOT)
     assert done.returncode == 0, done.stderr
@@ -215,6 +217,7 @@ def observed(prepare: Callable[[], Any] = lambda: None) -> tuple[Watcher, list[f
     return watcher, losses, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+@pytest.mark.nightly
 def test_another_backend_compiles_the_same_before_and_after_zero():
     before, losses, breaks = observed()
     assert breaks > 0  # plain Dynamo cannot trace backward()
@@ -225,6 +228,7 @@ def test_another_backend_compiles_the_same_before_and_after_zero():
         assert differences(one, other) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
@@ -242,6 +246,7 @@ def test_a_backend_of_torchs_own_trains_beside_zero(name):
         assert one == pytest.approx(expected[number], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_an_optimizer_compiled_by_another_backend_is_traced_by_torchs_own_rules():
     train(zero(train_step))
     torch._dynamo.reset()
@@ -252,6 +257,7 @@ def test_an_optimizer_compiled_by_another_backend_is_traced_by_torchs_own_rules(
     assert watcher.graphs and not any("zerofx" in name for name in sum(watcher.graphs, []))
 
 
+@pytest.mark.nightly
 def test_none_means_none_to_a_backend_that_compiles_after_zero():
     train(zero(train_step))
     for expected in (None, True, False):
@@ -262,6 +268,7 @@ def test_none_means_none_to_a_backend_that_compiles_after_zero():
 # Functions side by side.
 
 
+@pytest.mark.nightly
 def test_two_functions_with_their_own_options_train_side_by_side(tmp_path):
     steps = (
         zero(train_step, 0),
@@ -303,6 +310,7 @@ def test_a_second_thread_compiles_and_trains():
     assert in_thread(train, zero(train_step)) == train(train_step)
 
 
+@pytest.mark.nightly
 def test_a_step_moves_between_threads():
     model, optimizer = built()
     step = zero(train_step)
@@ -408,6 +416,7 @@ print(type(model.weight).__name__)
 """
 
 
+@pytest.mark.nightly
 def test_an_installed_backend_is_found_without_importing_it(tmp_path):
     # What an installer would write, and nothing else.
     metadata = tmp_path / "site" / "zerofx-0.0.dist-info"
@@ -429,6 +438,7 @@ def test_an_installed_backend_is_found_without_importing_it(tmp_path):
     assert done.stdout.split() == ["ShardedParameter"]
 
 
+@pytest.mark.nightly
 def test_a_default_device_changes_nothing():
     expected = train(train_step)
     torch.set_default_device("cpu")

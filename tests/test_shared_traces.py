@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from tests import models
 from tests.codegen.test_trace import layout, trace_custom
-from tests.covering import exhaustive
+from tests.covering import exhaustive, first
 from tests.optimizers import VARIANTS
 from zerofx.codegen.trace.arguments import group_values, plain_key, read_arguments
 from zerofx.codegen.trace.trace import Update, trace_update
@@ -99,7 +99,7 @@ ODD_SHAPES = ((7, 1), (1,))
     ),
     ids=("shards", "more", "whole"),
 )
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("name", first(25, TORCHS))
 def test_a_shared_trace_is_the_one_that_would_be_made(name, sharded, shapes, moments):
     shared, found = SharedTraces(), 0
     for steps in moments:

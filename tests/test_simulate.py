@@ -117,12 +117,14 @@ def check(found, regime):
         assert predicted_s <= 1.25 * bound_s
 
 
+@pytest.mark.nightly
 def test_a_step_takes_what_is_predicted():
     regimes = (COMPUTE, UPDATES, COPIES, EVEN)
     for found, regime in zip(simulate_all(3, regimes), regimes, strict=True):
         check(found, regime)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (3, pytest.param(2, marks=pytest.mark.exhaustive)))
 def test_on_two_ranks_too(stage, ranks):
     regimes = (COMPUTE, UPDATES, COPIES)
@@ -131,6 +133,7 @@ def test_on_two_ranks_too(stage, ranks):
             check(found, regime)
 
 
+@pytest.mark.nightly
 def test_it_computes_what_it_does_without():
     simulated_one = Trained(3, layers=2)
     for _ in range(2):

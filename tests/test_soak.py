@@ -109,6 +109,7 @@ def soak(world_size: int, steps: int) -> None:
     assert exit_codes == [0] * world_size
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", (2, exhaustive(4)))
 def test_a_hundred_steps_are_right_to_the_last_bit(world_size):
     soak(world_size, 100)
@@ -180,6 +181,7 @@ EXITS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.nightly
 @EXITS
 def test_a_script_ends_without_a_word(tmp_path, arguments):
     check_exit(tmp_path, *arguments)

@@ -94,6 +94,7 @@ def losses_with(names, folder):
     return found
 
 
+@pytest.mark.nightly
 def test_what_is_computed_is_the_same_wherever_it_stops(ranks, tmp_path):
     names = ("data_parallel", "shard_optimizer", "shard_parameters", "place_offload")
     for found in ranks(2).run(losses_with, names, str(tmp_path)):

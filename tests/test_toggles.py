@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests import models
+from tests.covering import first
 from tests.models import Gpt, language_loss
 from tests.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx import backend
@@ -168,17 +169,18 @@ def test_the_options_are_the_pipelines_optional_passes():
     assert set(OPTIONAL_PASSES) == set(PASSES)
 
 
-@pytest.mark.parametrize("name", OPTIONAL_PASSES)
+@pytest.mark.parametrize("name", first(2, OPTIONAL_PASSES))
 def test_without_one_pass_the_step_computes_the_same(trained, name):
     check(trained, EVERYTHING, 3, (name,))
 
 
-@pytest.mark.parametrize("name", OPTIONAL_PASSES)
+@pytest.mark.parametrize("name", first(2, OPTIONAL_PASSES))
 def test_every_pass_has_something_to_do_in_that_step(trained, name):
     """Otherwise turning it off says nothing."""
     assert trained(EVERYTHING, 3, ())[0].did[name] > 0
 
 
+@pytest.mark.slow(reason="two ranks train with and without")
 def test_without_any_pass_the_step_computes_the_same(trained):
     check(trained, EVERYTHING, 3, OPTIONAL_PASSES)
 

@@ -648,6 +648,7 @@ COMMUNICATION = {
 }
 
 
+@pytest.mark.slow(reason="every mutant of every program")
 def test_mutants_of_communication_and_memory_are_all_killed():
     """But for the small all-reduce that completes norms, whose sum the verifier does not know."""
     missed = [m for m in mutants() if m.operator in COMMUNICATION and not m.killed]

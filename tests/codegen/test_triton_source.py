@@ -161,6 +161,7 @@ def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
             assert ".py:" in above or is_said, text
 
 
+@pytest.mark.slow(reason="eight kernels' sources are run")
 def test_adamw_moves_as_many_bytes_as_it_must():
     of_variant = {
         "adamw_bf16_gradient_and_copy": 28,

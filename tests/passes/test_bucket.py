@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from tests.covering import each_pair, each_value
+from tests.covering import each_pair, each_value, only
 from tests.programs import (
     assert_program,
     assert_same_numerics,
@@ -503,6 +503,7 @@ def test_a_reduction_starts_when_its_buckets_last_gradient_is_there():
             assert role(node) in ("reduce_gradient", "flatten"), f"{node} delays {start}"
 
 
+@pytest.mark.slow(reason="every step at every stage")
 def test_every_rank_has_the_same_schedule():
     programs = rewritten_by_rank(mlp_step(3, clip=True), 4)
     assert len({schedule(p.gm, p.table, 3) for p in programs}) == 1
@@ -756,7 +757,7 @@ def check_numerics(name, stage, world_size, bitwise, **options):
     assert_same_numerics(expected(name, world_size), execute(programs), bitwise=bitwise)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only((3,), STAGES))
 @pytest.mark.parametrize("name", STEPS)
 def test_two_ranks_compute_bitwise_what_was_captured(name, stage):
     check_numerics(name, stage, 2, bitwise=True)
@@ -800,7 +801,7 @@ def test_gradients_that_travel_in_another_dtype(stage):
     assert_same_numerics(execute(alone), execute(together))
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 224, 10**9])
+@pytest.mark.parametrize("bucket_bytes", only((64,), [1, 64, 224, 10**9]))
 def test_the_size_of_buckets_does_not_change_what_is_computed(bucket_bytes):
     torch.manual_seed(0)
     model = nn.Module()
@@ -818,6 +819,7 @@ def test_the_size_of_buckets_does_not_change_what_is_computed(bucket_bytes):
     assert_same_numerics(execute(captured), execute(programs))
 
 
+@pytest.mark.slow(reason="every step at every stage")
 def test_prefetching_changes_nothing():
     for name in ("mlp", "tied weights", "autocast", "neighbours are combined"):
         plain = rewritten_by_rank(captured_step(name), prefetch=False)

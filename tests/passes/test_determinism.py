@@ -77,6 +77,7 @@ def write_programs(folder: str) -> None:
             (dumped / "summary.txt").unlink()  # which has times
 
 
+@pytest.mark.nightly
 def test_programs_do_not_depend_on_how_python_hashes(tmp_path):
     """Each process has its own seed of hashes of text unless it is told one."""
     written = []

@@ -4,6 +4,7 @@ import operator
 
 import pytest
 
+from tests.covering import only
 from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
 from tests.programs import (
     assert_program,
@@ -151,15 +152,15 @@ def check_numerics(step, world_size, stage, options):
     assert_same_numerics(execute(before), execute(after))
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("world_size", only((2,), (1, 2)))
 @of((PARAMS, WITH_STATES, ALL))
 @pytest.mark.parametrize("name", STEPS)
 def test_computes_bitwise_what_it_did_with_shards_there_when_used(name, offload, world_size):
     check_numerics(STEPS[name](), world_size, 3, offload)
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("world_size", only((2,), (1, 2)))
+@pytest.mark.parametrize("stage", only((0, 3), (0, 1, 2, 3)))
 @pytest.mark.parametrize("name", ("layers", "clipped", "tied"))
 def test_computes_bitwise_what_it_did_with_activations_in_files(name, stage, world_size):
     check_numerics(STEPS[name](), world_size, stage, ACTIVATIONS)

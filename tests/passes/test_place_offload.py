@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.covering import each_pair
+from tests.covering import each_pair, only
 from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
 from tests.programs import (
     assert_program,
@@ -135,7 +135,7 @@ def test_the_copy_back_travels_while_backward_goes_on():
 
 
 @pytest.mark.parametrize("num_layers", (6, 10))
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_staging_buffers_are_as_many_whatever_the_depth(num_layers, stage):
     program = rewritten(mlp_step(num_layers), stage=stage, **OFFLOADED)
     slots = {start.args[2] for start in nodes_of(program, ops.to_host_start)}

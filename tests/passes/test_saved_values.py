@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from tests.covering import first
 from tests.dumps import write_dump
 from tests.programs import (
     assert_same_numerics,
@@ -429,7 +430,7 @@ def test_what_two_backwards_read_is_kept_between_them():
 # Numerics and parameters.
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first(4, MODELS))
 def test_is_bitwise_the_program_before_it(name):
     captured = step_of(name)
     before = execute(captured)
@@ -475,7 +476,7 @@ def test_a_parameter_that_backward_does_not_read_is_not_read_again():
 
 
 @pytest.mark.parametrize("bucket", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first(2, MODELS))
 def test_collectives_do_not_depend_on_the_batch(name, bucket):
     schedules = set()
     for rows in (1, 3, 64):
@@ -493,6 +494,7 @@ def all_programs() -> str:
 SHOW = "from tests.passes.test_saved_values import all_programs; print(all_programs(), end='')"
 
 
+@pytest.mark.nightly
 def test_the_choice_does_not_depend_on_hashes():
     """In other processes with seeds of their own, and in this one with its."""
     shown = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.covering import each_value
+from tests.covering import each_value, first
 from tests.programs import (
     Captured,
     assert_program,
@@ -309,7 +309,7 @@ def viewing_step(forward):
     return training_step(*parameters, forward=between)
 
 
-@pytest.mark.parametrize("forward", VIEWS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("forward", first(8, VIEWS), ids=lambda function: function.__name__)
 def test_frees_after_the_last_alias_use(forward):
     captured = viewing_step(forward)
     program = rewritten(captured)
@@ -459,6 +459,7 @@ def gpt_step(num_layers=2, width=8, vocabulary=64):
     return capture(step, torch.randint(0, vocabulary, (2, 9)), world_size=2)
 
 
+@pytest.mark.nightly
 def test_a_gpt_is_right_at_every_stage():
     before = execute(gpt_step())
     for stage in (0, 1, 3):
@@ -819,6 +820,7 @@ def largest_two_consecutive(captured):
     return max(a + b for a, b in pairwise(gather_units(captured)))
 
 
+@pytest.mark.slow(reason="every split of a program's gathers")
 @pytest.mark.parametrize(
     "step, options",
     each_value(("mlp", "gpt", "gpt with a large vocabulary"), ({}, {"prefetch": False})),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.covering import first, only
 from tests.models import Gpt, language_loss, tokens
 from tests.programs import (
     Captured,
@@ -120,7 +121,7 @@ def compute_ahead(captured: Captured, link: str) -> list[float]:
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize(
     "model, carried",
-    [*((model, False) for model in MODELS), ("MLP", True)],
+    only([("MLP", True)], [*((model, False) for model in MODELS), ("MLP", True)]),
     ids=[*MODELS, "carried"],
 )
 def test_no_budget_is_exceeded_and_ranks_choose_alike(model, link, carried):
@@ -286,7 +287,7 @@ def test_a_gather_of_an_updated_value_stays_behind_the_update():
     assert_same_numerics(execute(captured), execute(program))
 
 
-@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+@pytest.mark.parametrize("link", first(1, LINKS.values()), ids=LINKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_is_bitwise_the_program_before_it(model, link):
     captured = MODELS[model]()
