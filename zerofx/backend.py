@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -56,10 +57,17 @@ RAN_EAGERLY = (
     "ranks, and what it has updated is this rank's own. Remove the mark, and start again."
 )
 
+RECOMPILES = (
+    "Torch compiles a program for each value of what it takes for constant: a string, a flag, an "
+    "object that the step refers to, such as an optimizer. Pass a number that changes as a tensor, "
+    "keep other values out of the step, and make objects once, before the loop. "
+    'TORCH_LOGS="recompiles" says what has changed. If it has few values, raise '
+    "torch._dynamo.config.recompile_limit."
+)
+
 RECOMPILE_LIMIT = (
-    "A zerofx program is for one model and the shapes that torch takes for static, and torch "
-    "compiles one function's code torch._dynamo.config.recompile_limit times at most, for all its "
-    "models and torch.compile calls together. Raise that, or define the step once per model."
+    "The recompile_limit given to torch.compile is for the programs of all models. Leave it out: "
+    f"then each model has torch._dynamo.config.recompile_limit of its own. {RECOMPILES}"
 )
 
 OUTGROWN = (
@@ -84,7 +92,8 @@ class CompiledFunction:
         resolve(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
         self.code: types.CodeType | None = None
-        self.programs: list[Program] = []
+        self.programs: list[Program] = []  # those in use, and what was dropped since the last
+        self.num_programs = 0
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.mover = Mover(REGISTRY.host)
@@ -105,9 +114,14 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
-        previous, self.backend.active.function = self.backend.function, self
+        previous = self.backend.function
+        if previous is None:
+            self.backend.active.recompile_limit = compat.recompile_limit()
+        self.backend.active.function = self
         handled = sys.exc_info()[1]  # by who calls, if it does so
         self.backend.active.has_run = False
+        if self.backend.dropped:
+            REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
         try:
             with compat.whole_step_tracing(self.backend, substitutes.SUBSTITUTES):
@@ -131,7 +145,12 @@ class CompiledFunction:
             capture = StepCapture(
                 gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
             )
-            return capture.lower(self._run_passes)
+            code = compat.code_being_compiled()
+            self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
+            compiled = capture.lower(self._run_passes)
+            self.programs[-1].given(code, compiled)
+            weakref.finalize(compiled, self.backend.dropped.add, code).atexit = False
+            return compiled
         except AgreementError:
             raise  # which all ranks have seen
         except Exception as error:
@@ -154,8 +173,26 @@ class CompiledFunction:
 
     def _run_passes(self, step: CapturedStep) -> Callable:
         program = Program(self, step)
-        self.programs.append(program)
+        self.num_programs += 1
+        self.programs = [*(known for known in self.programs if known.is_in_use), program]
         return program
+
+    def _refuse_runaway(self, code: types.CodeType, parameters: set[int]) -> None:
+        """Refuse one more program for parameters that have as many as torch compiles of a function.
+
+        Torch's own count takes all models for one, and what it has dropped for what is in use.
+
+        Raises: StepError.
+        """
+        limit = self.backend.active.recompile_limit
+        if self.backend.programs_of(code, parameters) < limit:
+            return
+        gc.collect()  # what was dropped may lie in cycles
+        if self.backend.programs_of(code, parameters) >= limit:
+            raise StepError(
+                f"{code.co_name} has {limit} program(s) for the same parameters, and "
+                f"torch._dynamo.config.recompile_limit allows no more. {RECOMPILES}"
+            )
 
     def agree_on_kept(self, mine: KeptGathered | None) -> bool:
         """Find what all ranks can keep gathered; return whether this one could keep more.
@@ -237,6 +274,7 @@ class ZeroBackend:
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
         self.dump_folders: dict[str, DumpFolder] = {}  # by what options call them
+        self.dropped: set[types.CodeType] = set()  # functions of which torch has dropped a program
 
     def dump_folder(self, path: str | None) -> DumpFolder | None:
         """The folder that this process dumps to, for an option's path; the run's own."""
@@ -246,6 +284,24 @@ class ZeroBackend:
         if path not in self.dump_folders:
             self.dump_folders[path] = claim(path, run_of_this_process())
         return self.dump_folders[path]
+
+    def programs_of(self, code: types.CodeType, parameters: set[int]) -> int:
+        """Count a function's programs in use that have some of these parameters, given by id."""
+        return sum(
+            program.is_in_use
+            and program.code is code
+            and (program.parameters == parameters or bool(program.parameters & parameters))
+            for function in self.functions
+            for program in function.programs
+        )
+
+    def forget_dropped(self) -> None:
+        """Have torch forget functions if it has dropped all their programs.
+
+        It would keep an entry of each program, which it would look at in vain.
+        """
+        while self.dropped:
+            compat.forget_unless_in_use(self.dropped.pop())
 
     @property
     def function(self) -> CompiledFunction | None:

@@ -118,8 +118,8 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
-    break is an error, as are more compilations than torch allows.  Everything is put back when a
-    compilation ends, so that other backends see torch as it is.
+    break is an error.  Everything is put back when a compilation ends, so that other backends see
+    torch as it is.
 
     Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
     a backend may choose options for the functions it compiles.
@@ -155,9 +155,13 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
     handler.start_callbacks.append(on_start)
     handler.end_callbacks.append(on_end)
     try:
-        # The first applies once something has been traced, the second before.
-        limit = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-        with torch._dynamo.error_on_graph_break(True), limit:
+        # The first applies once something has been traced, the others before.
+        limits = torch._dynamo.config.patch(
+            fail_on_recompile_limit_hit=True,
+            recompile_limit=sys.maxsize,  # the backend has a count of its own
+            accumulated_recompile_limit=sys.maxsize,
+        )
+        with torch._dynamo.error_on_graph_break(True), limits:
             yield
     finally:
         handler.start_callbacks.remove(on_start)
@@ -367,6 +371,31 @@ def locals_being_compiled() -> dict[str, Any]:
 def code_being_compiled() -> CodeType:
     """The code object of the function that Dynamo is compiling."""
     return _translator_of_function().f_code
+
+
+def recompile_limit() -> int:
+    """How many programs of a function torch compiles at most, outside of ``whole_step_tracing``.
+
+    For 2.11 to 2.15; can go with Dynamo's limit.
+    """
+    return torch._dynamo.config.recompile_limit
+
+
+def forget_unless_in_use(code: CodeType) -> None:
+    """Empty Dynamo's cache for a function of which it has only entries that it has invalidated.
+
+    Call it while the function is not being called.  With a compilation under way, in whatever
+    thread, nothing is done.  ``_debug_get_cache_entry_list`` and ``reset_code`` are for 2.11 to
+    2.15; can go when Dynamo removes what it invalidates.
+    """
+    if not compile_lock.acquire(blocking=False):
+        return
+    try:
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+        if entries and all(entry.code is None for entry in entries):
+            torch._C._dynamo.eval_frame.reset_code(code)
+    finally:
+        compile_lock.release()
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

@@ -25,8 +25,8 @@ def explain(step: Callable) -> str:
             'torch.compile(step, backend="zero") returned, after its first call.'
         )
     parts = [
-        explanation(program, number, with_seconds=True)
+        explanation(program, with_seconds=True)
         for function in compiled
-        for number, program in enumerate(function.programs)
+        for program in function.programs
     ]
     return "\n\n".join(parts)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -62,6 +65,9 @@ class Program:
         assert function.options is not None, "the environment is read before anything compiles"
         options, communicator = function.options, function.communicator
         self.function = function
+        self.number = function.num_programs
+        self.parameters = {id(tensor) for tensor in step.tensors}
+        self._compiled: Callable[[], Any] = lambda: None
         self.options = options
         self.figures = function.figures
         # Until it is ready; in a list, for torch wraps programs and copies their attributes.
@@ -113,6 +119,16 @@ class Program:
         digest = hashlib.sha256("\n".join(self.schedule).encode()).digest()
         self.digest = int.from_bytes(digest[:7], "big")
         self.runtime: StepRuntime | None = None
+
+    def given(self, code: CodeType, compiled: Callable) -> None:
+        """Note the function that it is for, and what torch keeps for as long as it has it."""
+        self.code = code
+        self._compiled = weakref.ref(compiled)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether torch has it still: until its model or its optimizer is gone."""
+        return self._compiled() is not None
 
     def _automatic(self, ctx: PassContext, step: CapturedStep) -> PassContext:
         """Find the least that has to leave the device, on any rank; the first program decides."""
@@ -186,7 +202,7 @@ class Program:
         return ProgramDump(
             folder,
             ctx.rank,
-            f"{self.function.name}_{len(self.function.programs)}",
+            f"{self.function.name}_{self.number}",
             ctx.table,
             world_size=ctx.world_size,
             stage=ctx.options.stage,
@@ -253,7 +269,7 @@ class Program:
             runtime.buckets.write_back,
             in_place,
         )
-        level = logging.INFO if self is self.function.programs[0] else logging.DEBUG
+        level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):
             logger.log(level, "%s", first_words(self))
         self.captured.clear()  # which holds the model
@@ -289,8 +305,7 @@ class Program:
             results = self._run(self.runtime, inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
-            number = self.function.programs.index(self)
-            self.dump.write_explanation(explanation(self, number, with_seconds=False))
+            self.dump.write_explanation(explanation(self, with_seconds=False))
         return results
 
     def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:

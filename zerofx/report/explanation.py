@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from zerofx.compiler.program import Program
 
 
-def explanation(program: Program, number: int, *, with_seconds: bool) -> str:
+def explanation(program: Program, *, with_seconds: bool) -> str:
     """Describe one program that has run: shards, memory, traffic, what limits it, passes.
 
-    ``number`` is the program's among those of its function.  Without the seconds that passes took,
-    the same step gives the same text.
+    Without the seconds that passes took, the same step gives the same text.
     """
     function = program.function
     ranks = function.communicator.world_size
     stage = program.options.stage
-    title = f"{function.name}, program {number}: stage {stage} on {ranks} rank(s)"
+    title = f"{function.name}, program {program.number}: stage {stage} on {ranks} rank(s)"
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)

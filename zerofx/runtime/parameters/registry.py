@@ -293,6 +293,12 @@ class ParameterRegistry:
                 )
         claims.append((start, stop, weakref.ref(parameter), name))
 
+    def while_idle(self, function: Callable[[], None]) -> None:
+        """Call it if no compiled call is under way, and let none begin meanwhile."""
+        with self._lock:
+            if self._depth == 0:
+                function()
+
     def enter_call(self) -> None:
         """Make parameters and gradients plain for the duration of a compiled call."""
         with self._lock:
