@@ -11,7 +11,7 @@ import os
 import pytest
 import torch._dynamo
 
-from tests.tiers import (  # noqa: F401  # hooks
+from tests.kit.tiers import (  # noqa: F401  # hooks
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,

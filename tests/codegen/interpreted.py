@@ -368,7 +368,7 @@ def assert_is_copy(copy, parameter):
 
 def check_the_runtime_updates_a_bucket(name):
     """On the device that Triton is for, a bucket's pieces take one launch for each update."""
-    from tests import test_joined_updates as joined
+    from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.triton.launch import TritonKernel
     from zerofx.runtime.optimizer import joined_updates as updates
@@ -398,7 +398,7 @@ def check_the_runtime_updates_a_bucket(name):
 
 def check_the_runtime_sums_a_buckets_squares():
     """The sum of one launch for all pieces; in float32 of what a step does to bf16 gradients."""
-    from tests import test_joined_updates as joined
+    from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
     from zerofx.runtime.optimizer import joined_updates as updates
 
@@ -428,8 +428,8 @@ def check_precision(name, options, not_finite=False):
     Pieces of a bucket take one launch, but where new states are rounded.  With ``not_finite``
     gradients have a NaN and infinities in the second step.
     """
-    from tests import test_precision
-    from tests.optimizers import VARIANTS
+    from tests.kit.optimizers import VARIANTS
+    from tests.runtime.optimizer import test_precision
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.rewrite import storage
     from zerofx.codegen.triton.launch import TritonKernel

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.codegen import work as works
 from tests.codegen.test_kernel import ONE_NUMBER_BYTES, bytes_allocated
-from tests.test_update import layout
+from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.rewrite.gradient_work import may_be_work

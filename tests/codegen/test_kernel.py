@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.covering import each_value, first, only
-from tests.optimizers import VARIANTS
-from tests.test_update import layout
+from tests.kit.covering import each_value, first, only
+from tests.kit.optimizers import VARIANTS
+from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.kernels import Kernels

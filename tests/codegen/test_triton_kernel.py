@@ -10,7 +10,7 @@ import torch
 from tests.codegen import interpreted, work
 from tests.codegen.test_triton_source import STORED
 from tests.codegen.updates import OPTIMIZERS
-from tests.covering import each_value, first, only
+from tests.kit.covering import each_value, first, only
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from tests.covering import each_pair, each_value, only
-from tests.programs import (
+from tests.kit.covering import each_pair, each_value, only
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

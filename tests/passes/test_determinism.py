@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests import models
-from tests.covering import each_value
-from tests.dumps import write_dump
-from tests.programs import capture, clone, run_passes
+from tests.kit import models
+from tests.kit.covering import each_value
+from tests.kit.dumps import write_dump
+from tests.kit.programs import capture, clone, run_passes
 from zerofx.ir.collectives import schedule
 from zerofx.options import OPTIONAL_PASSES
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.programs import (
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

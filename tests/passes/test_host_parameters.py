@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.covering import only
-from tests.offloaded_programs import STEPS, refused
-from tests.programs import (
+from tests.kit.covering import only
+from tests.kit.offloaded_programs import STEPS, refused
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.programs import (
+from tests.kit.programs import (
     assert_same_numerics,
     clone,
     execute,

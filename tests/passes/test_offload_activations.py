@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.covering import each_pair, first, only
-from tests.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
-from tests.offloaded_programs import FACTS, refused
-from tests.programs import (
+from tests.kit.covering import each_pair, first, only
+from tests.kit.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
+from tests.kit.offloaded_programs import FACTS, refused
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

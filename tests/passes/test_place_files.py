@@ -5,9 +5,9 @@ import operator
 import pytest
 import torch
 
-from tests.covering import each_pair
-from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
-from tests.programs import (
+from tests.kit.covering import each_pair
+from tests.kit.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

@@ -4,9 +4,9 @@ import operator
 
 import pytest
 
-from tests.covering import only
-from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
-from tests.programs import (
+from tests.kit.covering import only
+from tests.kit.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     evaluation,
@@ -18,7 +18,7 @@ from tests.programs import (
     rewritten_by_rank,
     smallest_step,
 )
-from tests.test_activations import SLOW
+from tests.training.test_activations import SLOW
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order, released_at, uses_of_files
 from zerofx.verify.verifier import verify

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.covering import each_pair, only
-from tests.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
-from tests.programs import (
+from tests.kit.covering import each_pair, only
+from tests.kit.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.programs import (
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,

@@ -18,9 +18,9 @@ from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.covering import each_value, exhaustive, only
-from tests.models import VOCABULARY, language_loss, tokens
-from tests.programs import (
+from tests.kit.covering import each_value, exhaustive, only
+from tests.kit.models import VOCABULARY, language_loss, tokens
+from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
     capture,
@@ -37,7 +37,7 @@ from tests.programs import (
     run_passes,
     smallest_step,
 )
-from tests.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx import GraphError
 from zerofx.backend import zero
 from zerofx.cost.program import live_bytes

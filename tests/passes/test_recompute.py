@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tests.conftest  # noqa: F401
-from tests import models
-from tests.programs import (
+from tests.kit import models
+from tests.kit.programs import (
     assert_same_numerics,
     capture,
     clone,

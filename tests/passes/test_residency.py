@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.programs import assert_same_numerics, capture, execute, rewritten, rewritten_by_rank
+from tests.kit.programs import assert_same_numerics, capture, execute, rewritten, rewritten_by_rank
 from zerofx import StepError
 from zerofx.cost.program import live_bytes
 from zerofx.ir import ops

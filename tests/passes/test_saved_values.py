@@ -16,9 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from tests.covering import first
-from tests.dumps import write_dump
-from tests.programs import (
+from tests.kit.covering import first
+from tests.kit.dumps import write_dump
+from tests.kit.programs import (
     assert_same_numerics,
     capture,
     clone,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.covering import each_value, first
-from tests.programs import (
+from tests.kit.covering import each_value, first
+from tests.kit.programs import (
     Captured,
     assert_program,
     assert_same_numerics,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.covering import first, only
-from tests.models import Gpt, language_loss, tokens
-from tests.programs import (
+from tests.kit.covering import first, only
+from tests.kit.models import Gpt, language_loss, tokens
+from tests.kit.programs import (
     Captured,
     assert_same_numerics,
     capture,

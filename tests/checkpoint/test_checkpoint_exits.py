@@ -1,0 +1,155 @@
+"""A process that ends right after a save behind its back completes it, or ends as failed, soon.
+
+Ranks are forked as in ``tests/kit/ranks.py``, but end as a script does: threads are waited for, and
+handlers run.  The store is rank 0's, and ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofx
+from tests.kit import ranks
+from zerofx.checkpoint.folders import Draft
+
+END_S = 60.0  # until a rank that is still there counts as one that hangs
+CODES = {
+    "end": 0,
+    "destroy": 0,
+    "raise": 1,
+    "exit": 3,
+    "SIGINT": 130,
+    "SIGTERM": -signal.SIGTERM,
+    "os._exit": 4,
+    "full": 1,
+}
+UNWRITTEN = ("SIGTERM", "os._exit", "full")  # no Python runs after the first two
+
+
+def end(way: str) -> None:
+    if way == "destroy" and dist.is_initialized():
+        dist.destroy_process_group()
+    elif way == "raise":
+        raise RuntimeError("the training has failed")
+    elif way == "exit":
+        sys.exit(3)
+    elif way.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, way))
+    elif way == "os._exit":
+        os._exit(4)
+
+
+def save_and_end(rank: int, root: str, port: int, ways: Sequence[str], delay_s: float) -> None:
+    torch.set_num_threads(1)
+    if len(ways) > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ways))
+    publish = Draft.publish
+
+    def publish_late(*arguments):
+        time.sleep(delay_s)
+        if ways[rank] == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        publish(*arguments)
+
+    Draft.publish = publish_late
+    atexit.register(lambda: os.write(2, b"The handler ran.\n"))
+    zerofx.save(Path(root) / "last", torch.nn.Linear(3, 5), asynchronous=True)
+    time.sleep(random.uniform(0, delay_s / 2))
+    end(ways[rank])
+
+
+def leave(rank: int, root: str, *arguments) -> None:
+    """Be the script ``save_and_end``."""
+    gc.freeze()  # what was imported: to collect it at exit takes a second
+    os.dup2(os.open(f"{root}/{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
+    code = 0
+    try:
+        save_and_end(rank, root, *arguments)
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        traceback.print_exc()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    ctypes.pythonapi.Py_Exit(code)
+
+
+def exit_codes(root: Path, ways: Sequence[str], delay_s: float = 0.05) -> list[int | None]:
+    """The code with which each rank has ended; None for one that has not."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    arguments = (str(root), port, ways, delay_s)
+    processes = [
+        context.Process(target=leave, args=(rank, *arguments)) for rank in range(len(ways))
+    ]
+    for rank, process in enumerate(processes):
+        ranks.start(process, rank)
+    deadline = time.monotonic() + END_S
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def check(root: Path, ways: Sequence[str], delay_s: float = 0.05) -> None:
+    root.mkdir(exist_ok=True)
+    codes = exit_codes(root, ways, delay_s)
+    logs = [(root / f"{rank}.log").read_text() for rank in range(len(ways))]
+    said = f"{ways} ended with {codes}: {logs}"
+    expected = [CODES[way] for way in ways]
+    last = zerofx.latest(root)
+    if not set(UNWRITTEN) & set(ways):
+        assert codes == expected and last is not None, said
+    for log, way in zip(logs, ways, strict=True):
+        assert log.count("The handler ran.") == (way not in ("SIGTERM", "os._exit")), said
+    for code, way, log in zip(codes, ways, logs, strict=True):
+        # Without one that was killed nothing can be completed: the others fail then, in words.
+        assert code in (CODES[way], 1), said
+        assert code != 0 or last is not None, said
+        assert code != 1 or way == "raise" or "last was not written: " in log, said
+    if last is not None:
+        zerofx.load(last, torch.nn.Linear(3, 5))
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [("SIGINT",), ("destroy", "destroy"), ("raise", "exit"), ("os._exit", "end"), ("full", "end")],
+    ids=",".join,
+)
+def test_the_last_save_is_completed_or_the_process_fails(ways, tmp_path):
+    check(tmp_path, ways)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("way", CODES)
+def test_every_way_to_end_many_times(way, world_size, tmp_path):
+    """All ranks end so, or one of them, at any time while the checkpoint is written."""
+    for number, others in zip(range(10), itertools.cycle((way, "destroy")), strict=False):
+        ways = [others] * world_size
+        ways[number % world_size] = way
+        check(tmp_path / str(number), ways, delay_s=random.choice((0, 0.01, 0.1)))

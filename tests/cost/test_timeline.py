@@ -1,0 +1,198 @@
+"""A program's predicted seconds: compute and the link side by side, what is late exposed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from tests.kit.programs import mlp_step, rewritten, rewritten_by_rank
+from zerofx.cost.program import flops, seconds
+from zerofx.cost.timeline import LANES, Timeline, predict
+from zerofx.hardware import Figures
+from zerofx.ir import ops
+from zerofx.ir.graph import InputRole, set_input_role
+from zerofx.ir.parameters import ParameterTable
+
+aten = torch.ops.aten
+NONE = ParameterTable(())
+
+# Values are of 1 KiB: an operator of one operand takes a second, and so does a gather on 2 ranks.
+FIGURES = Figures(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
+READ_LATE = Figures(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0, overlaps=False)
+
+
+def predicted(program: str, figures: Figures = FIGURES, world_size: int = 2) -> Timeline:
+    """Of statements: ``compute``, or ``start`` and ``wait`` of a gather with a name."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_input_role(x, InputRole("other"))
+    x.meta["val"] = torch.empty(256)
+    started: dict[str, fx.Node] = {}
+    for statement in program.split(";"):
+        what, *name = statement.split()
+        if what == "compute":
+            node = graph.call_function(aten.relu.default, (x,))
+        elif what == "start":
+            node = started[name[0]] = graph.call_function(ops.all_gather_start, (x, world_size))
+        else:
+            node = graph.call_function(ops.wait, (started[name[0]],))
+        node.meta["val"] = torch.empty(256)
+    graph.output(())
+    return predict(graph, figures, NONE, world_size)
+
+
+def exposed(timeline: Timeline) -> list[float]:
+    return [transfer.exposed_s for transfer in timeline.transfers.values()]
+
+
+def test_what_is_waited_for_at_once_is_exposed():
+    timeline = predicted("start a; wait a; compute")
+    assert (timeline.compute_s, timeline.transfer_s, timeline.exposed_s) == (1.0, 1.0, 1.0)
+
+
+def test_compute_in_between_hides_as_much_as_it_takes():
+    assert predicted("start a; compute; wait a").exposed_s == 0.0
+    assert predicted("start a; compute; compute; wait a").exposed_s == 0.0
+    slow = Figures(latency_s=0.5, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
+    assert exposed(predicted("start a; compute; wait a", slow)) == [0.5]
+
+
+def test_the_link_carries_one_after_the_other():
+    timeline = predicted("start a; start b; compute; wait a; wait b; compute")
+    assert exposed(timeline) == [0.0, 1.0]
+    # A wait for the second is one for both: its own second is what it is charged with.
+    timeline = predicted("start a; start b; wait b; wait a")
+    assert exposed(timeline) == [0.0, 1.0] and timeline.exposed_s == 2.0
+
+
+def test_time_spent_waiting_hides_the_next():
+    assert exposed(predicted("start a; wait a; start b; compute; wait b")) == [1.0, 0.0]
+    assert exposed(predicted("start a; start b; wait a; compute; wait b")) == [1.0, 0.0]
+
+
+def test_without_overlap_everything_happens_at_the_wait():
+    timeline = predicted("start a; compute; compute; wait a", READ_LATE)
+    assert exposed(timeline) == [1.0]
+
+
+def test_alone_nothing_travels():
+    timeline = predicted("start a; wait a; compute", world_size=1)
+    assert (timeline.transfer_s, timeline.exposed_s, timeline.compute_s) == (0.0, 0.0, 1.0)
+
+
+def test_it_is_said_in_words():
+    assert str(predicted("start a; wait a; compute")) == (
+        "1e+03 ms of compute, 1e+03 ms of transfers, 1e+03 ms of them exposed"
+    )
+    (hidden,) = predicted("start a; compute; wait a").transfers.values()
+    assert str(hidden) == "1e+03 ms of transfer, hidden behind compute"
+
+
+def test_lanes_say_what_each_has_to_do_and_which_has_most():
+    timeline = predicted("start a; start b; start c; compute; wait a; compute; wait b; wait c")
+    assert (timeline.lanes["compute"], timeline.lanes["link"]) == (2.0, 3.0)
+    assert timeline.busiest == "link" and timeline.step_s == 3.0
+    assert set(timeline.lanes) == set(LANES)
+
+
+def test_no_schedule_beats_the_bound():
+    # What is gathered is all read from the start, and nothing follows from it.
+    assert predicted("start a; start b; compute; wait a; wait b").bound_s == 2.0
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_input_role(x, InputRole("other"))
+    before = graph.call_function(aten.relu.default, (x,))
+    starts = [graph.call_function(ops.all_gather_start, (before, 2)) for _ in range(3)]
+    waits = [graph.call_function(ops.wait, (start,)) for start in starts]
+    after = [graph.call_function(aten.relu.default, (wait,)) for wait in waits]
+    graph.output(after)
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(256)
+    timeline = predict(graph, FIGURES, NONE, 2)
+    # A second until the link can begin, three there, and one for what the last has brought.
+    assert (timeline.bound_s, timeline.lanes["link"], timeline.lanes["compute"]) == (5.0, 3.0, 4.0)
+    assert timeline.step_s >= timeline.bound_s
+
+
+# Seconds of a node
+
+
+def call(target, *operands, result=None) -> fx.Node:
+    graph = fx.Graph()
+
+    def placeholder(operand):
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        node = graph.placeholder("x")
+        set_input_role(node, InputRole("other"))
+        node.meta["val"] = operand
+        return node
+
+    node = graph.call_function(target, tuple(map(placeholder, operands)))
+    node.meta["val"] = target(*operands) if result is None else result
+    return node
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_product_takes_its_arithmetic_or_its_memory():
+    node = call(aten.mm.default, meta(8, 16), meta(16, 4))
+    assert flops(node) == 2 * 8 * 16 * 4
+    nbytes = 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    slow_at_arithmetic = Figures(0.0, 1.0, flops_per_s=1.0)
+    slow_at_memory = Figures(0.0, 1.0, memory_bytes_per_s=1.0)
+    assert seconds(node, slow_at_arithmetic, NONE) == 2 * 8 * 16 * 4
+    assert seconds(node, slow_at_memory, NONE) == nbytes
+
+
+def test_attention_on_a_cpu_is_counted_whatever_torch_counts():
+    q = torch.empty(2, 3, 5, 8)
+    node = call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q)
+    assert flops(node) == 2 * 2 * (2 * 3) * 5 * 5 * 8
+
+
+def test_a_convolutions_gradients_are_counted_though_one_is_not_wanted():
+    dy, x, w = torch.empty(2, 5, 4, 4), torch.empty(2, 3, 6, 6), torch.empty(5, 3, 3, 3)
+    sizes = ([5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    node = call(aten.convolution_backward.default, dy, x, w, *sizes, [False, True, True])
+    assert node.meta["val"][0] is None
+    assert flops(node) == 2 * (2 * 5 * 4 * 4) * (3 * 3 * 3)
+
+
+def test_attention_with_fewer_heads_of_keys_counts_by_its_memory():
+    q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 5, 8)
+    node = call(
+        aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, k,
+        result=(torch.empty_like(q), torch.empty(2, 4, 5)),
+    )  # fmt: skip
+    assert seconds(node, FIGURES, NONE) >= 4 * (2 * q.numel() + 2 * k.numel()) / 2048.0
+
+
+def test_views_take_no_time():
+    node = call(aten.view.default, meta(8, 4), [32])
+    assert seconds(node, FIGURES, NONE) == 0.0
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("clip", (False, True))
+def test_ranks_predict_alike_though_their_shards_differ(stage, clip):
+    ranks = rewritten_by_rank(mlp_step(3, clip=clip), stage=stage, update_in_backward=True)
+    shards = [[info.shard_numel for info in program.table] for program in ranks]
+    assert shards[0] != shards[1]
+    every = [
+        [seconds(node, FIGURES, program.table) for node in program.graph.nodes] for program in ranks
+    ]
+    assert every[0] == every[1] and sum(every[0]) > 0
+
+
+def test_an_update_counts_the_share_of_a_rank():
+    alone = rewritten(mlp_step(3), stage=0)
+    shared = rewritten(mlp_step(3), stage=2)
+    times = [
+        sum(seconds(n, FIGURES, p.table) for n in p.graph.nodes if n.target is ops.update)
+        for p in (alone, shared)
+    ]
+    assert times[0] == pytest.approx(2 * times[1]) and times[1] > 0

@@ -1,0 +1,89 @@
+"""Dumps of captured steps, as the backend writes them, without ranks or a process group."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tests.kit.programs import Captured, clone, run_passes
+from zerofx.capture import substitutes
+from zerofx.ir import ops
+from zerofx.ir.graph import copied
+from zerofx.ir.parameters import ParameterTable
+from zerofx.replay.reference import Reference, Updates
+from zerofx.report.folder import DumpFolder
+from zerofx.report.optimizers import describe
+from zerofx.report.write import ProgramDump
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One program as it is in memory when its dump is written."""
+
+    name: str
+    gm: fx.GraphModule
+    table: ParameterTable
+    captured: Captured = field(repr=False)
+
+    def run(self, rank: int, exchange: Callable, inputs: list[Any]) -> Any:
+        """Run the graph itself with the kernels that dumped programs run with."""
+        reference = Reference(self.table, rank, exchange, Updates(self.table, self._optimizer))
+        graph = copied(self.gm.graph)
+        for node in graph.nodes:
+            if ops.is_ours(node.target):
+                node.target = getattr(reference, node.target._schema.name.split("::")[1])
+        with torch.no_grad():
+            return fx.GraphModule(self.gm, graph)(*inputs)
+
+    def _optimizer(self, handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
+        replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
+        return copy.deepcopy(substitutes.optimizer_of(handle), replaced)
+
+
+def write_dump(
+    captured: Captured,
+    folder: Path | str,
+    rank: int = 0,
+    function: str = "step0_0",
+    watched: list[Watched] | None = None,
+    stage: int = 3,
+    **options: object,
+) -> Path:
+    """Dump every program of a captured step; return the folder they are in.
+
+    ``watched`` is given a copy of every program as it is in memory.
+    """
+    program = clone(captured)
+    names = {id(t): info.name for t, info in zip(captured.tensors, program.table, strict=True)}
+    writer = ProgramDump(
+        DumpFolder(folder),
+        rank,
+        function,
+        program.table,
+        world_size=captured.world_size,
+        stage=stage,
+        optimizers={h: describe(substitutes.optimizer_of(h), names) for h in captured.optimizers},
+    )
+
+    def on_program(name: str, gm: fx.GraphModule, report: Any) -> None:
+        writer.write(name, gm, report)
+        if watched is not None:
+            table = ParameterTable(tuple(map(dataclasses.replace, program.table)))
+            copy_of = fx.GraphModule(gm, copied(gm.graph))
+            watched.append(Watched(name, copy_of, table, captured))
+
+    reports = run_passes(program, rank=rank, stage=stage, on_program=on_program, **options)
+    writer.write_summary(list(reports.values()))
+    return Path(folder) / f"rank{rank}" / function
+
+
+def programs_in(folder: Path) -> list[Path]:
+    """The dumped programs of one function, in the order of the passes."""
+    return sorted(path for path in folder.glob("[0-9][0-9]*_*.py"))

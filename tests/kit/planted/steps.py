@@ -1,0 +1,63 @@
+"""The steps that bugs are planted in: between them every pass has nodes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tests.kit.programs import Captured, mlp_step
+from tests.replay.test_dumped_programs import EVERYTHING, language_step, two_optimizers_step
+from zerofx.passes.offload import offload_activations
+
+SLOW = "latency_s=1e-4 bytes_per_s=1e9 flops_per_s=1e6 memory_bytes_per_s=1e6 copy_bytes_per_s=1e8"
+"""Compute so slow that all copies of a small step hide behind it."""
+
+FILES = {"offload_tier": "nvme", "offload_dir": "scratch", "prefetch_across_steps": False}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A captured step and the options of its passes."""
+
+    step: Any
+    options: Mapping[str, Any]
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Captured]:
+        """The step, while activations are offloaded however small."""
+        with mock.patch.object(offload_activations, "SMALLEST_BYTES", 1):
+            yield self.step()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**EVERYTHING, "bucket": True, **self.options}
+
+
+def _clipped() -> Captured:
+    return mlp_step(2, clip=True)
+
+
+FORMS = {
+    "layers, everything in files": Form(
+        _clipped,
+        {
+            **FILES,
+            "offload": "optimizer,params,activations",
+            "recompute": False,
+            "bucket_bytes": 200,
+            "hardware": SLOW,
+        },
+    ),
+    "convolutions, two optimizers": Form(two_optimizers_step, {"bucket_bytes": 500}),
+    "language, checkpointed": Form(lambda: language_step(layers=1), {"bucket_bytes": 20_000}),
+    **{
+        f"layers, stage {stage}": Form(_clipped, {"stage": stage, "bucket_bytes": 200})
+        for stage in range(3)
+    },
+    "layers, states on the host": Form(
+        _clipped, {"stage": 2, "offload": "optimizer", "bucket_bytes": 200}
+    ),
+}

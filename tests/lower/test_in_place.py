@@ -1,0 +1,130 @@
+"""Which buckets may be written before the program's last copies, and which must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from tests.kit.programs import Captured, capture, mlp_step, nodes_of, rewritten
+from zerofx.ir import ops
+from zerofx.ir.graph import Builder, input_role, placeholders
+from zerofx.lower.in_place import buckets_updated_in_place
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(params=[1, 2])
+def program(request):
+    return rewritten(mlp_step(), stage=request.param, bucket=True, update_in_backward=True)
+
+
+def found_in(program: Captured) -> set[frozenset[int]]:
+    buckets = buckets_updated_in_place(program.graph, program.table)
+    return {frozenset(bucket.parameters) for bucket in buckets}
+
+
+def all_buckets(program: Captured) -> set[frozenset[int]]:
+    numbers = {info.place.bucket for info in program.table}
+    return {frozenset(i.index for i in program.table if i.place.bucket == n) for n in numbers}
+
+
+def value_of(program: Captured, parameter: int) -> fx.Node:
+    values = placeholders(program.graph, "parameter")
+    return next(node for node in values if input_role(node).parameter == parameter)
+
+
+def update_of(program: Captured, parameter: int) -> fx.Node:
+    return next(node for node in nodes_of(program, ops.update) if node.args[3] == parameter)
+
+
+def return_too(program: Captured, node: fx.Node) -> None:
+    output = program.graph.output_node()
+    output.args = ((*output.args[0], node),)
+
+
+def test_every_bucket_of_an_ordinary_step_is_found(program):
+    assert found_in(program) == all_buckets(program)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stages_without_whole_parameters_and_shards_have_none(stage):
+    assert not found_in(rewritten(mlp_step(), stage=stage, bucket=True))
+
+
+def test_clipping_by_the_norm_of_all_gradients_does_not_matter():
+    program = rewritten(mlp_step(clip=True), stage=2, bucket=True, update_in_backward=True)
+    assert found_in(program) == all_buckets(program)
+
+
+@pytest.mark.parametrize("through", ["the value", "a view", "another cut"])
+def test_who_reads_the_old_value_after_the_update_keeps_its_bucket_out(program, through):
+    builder = Builder(program.gm, "test", program.table)
+    seen, update = value_of(program, 0), update_of(program, 0)
+    with program.graph.inserting_before(update):
+        if through == "a view":
+            seen = builder.call(aten.alias.default, seen, role="test")
+        elif through == "another cut":
+            numel = program.table[0].shard_numel
+            seen = builder.call(ops.take_shard, seen, 0, numel, role="test")
+    with program.graph.inserting_after(update):
+        return_too(program, builder.call(aten.neg.default, seen, role="test"))
+    assert found_in(program) == {b for b in all_buckets(program) if 0 not in b}
+
+
+def test_who_reads_the_old_value_before_the_update_does_not_matter(program):
+    builder = Builder(program.gm, "test", program.table)
+    with program.graph.inserting_before(update_of(program, 0)):
+        return_too(program, builder.call(aten.neg.default, value_of(program, 0), role="test"))
+    assert found_in(program) == all_buckets(program)
+
+
+def test_a_gathered_value_that_leaves_the_program_keeps_its_bucket_out(program):
+    bucket = buckets_updated_in_place(program.graph, program.table)[0]
+    return_too(program, bucket.writes[0].args[1])
+    assert found_in(program) == all_buckets(program) - {frozenset(bucket.parameters)}
+
+
+def test_a_write_to_a_gathered_value_keeps_its_bucket_out(program):
+    bucket = buckets_updated_in_place(program.graph, program.table)[0]
+    builder = Builder(program.gm, "test", program.table)
+    with program.graph.inserting_after(bucket.writes[-1]):
+        builder.call(aten.mul_.Tensor, bucket.writes[0].args[1], 2, role="test")
+    assert found_in(program) == all_buckets(program) - {frozenset(bucket.parameters)}
+
+
+def test_a_part_of_a_bucket_is_none():
+    """Of a layer whose weight and bias have optimizers of their own, each is gathered alone."""
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    weights = torch.optim.SGD([layer.weight], lr=0.1)
+    biases = torch.optim.SGD([layer.bias], lr=0.1)
+
+    def step(x):
+        loss = layer(x).pow(2).mean()
+        loss.backward()
+        weights.step()
+        half = layer(x).pow(2).mean()
+        biases.step()
+        return loss, half
+
+    program = rewritten(capture(step, torch.randn(4, 5), world_size=2), stage=2, bucket=True)
+    assert {info.place.bucket for info in program.table} == {0}
+    assert not found_in(program)
+
+
+def test_two_updates_of_a_parameter_keep_its_bucket_out():
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = layer(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    program = rewritten(capture(step, torch.randn(4, 5), world_size=2), stage=2, bucket=True)
+    assert len(nodes_of(program, ops.update)) == 4 and not found_in(program)

@@ -1,0 +1,243 @@
+"""Neighbouring shards updated in one kernel: as each by itself, for whatever lies next to what."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.kit.covering import each_value
+from tests.runtime.optimizer.test_update import CASES, DecayMatrices, layout
+from zerofx import compat
+from zerofx.codegen import kernel
+from zerofx.runtime.memory.flat import adjoin, join
+from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer.joined import joined_state
+from zerofx.runtime.optimizer.update import OptimizerRunner
+
+SHAPES = ((40, 3), (7,), (0, 5), (64, 2), (2,), (33,))
+
+
+# One divides by the length of its parameters, the other has whole states before its first step.
+NOT_HERE = {"decay_matrices", "adagrad"}
+
+
+class Bucket:
+    """One rank's shards of some parameters, one after the other in one buffer."""
+
+    def __init__(self, make, together: bool, order=None, shapes=SHAPES):
+        torch.manual_seed(0)
+        self.together = together
+        self.order = list(order or range(len(shapes)))
+        self.parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.optimizer = make(self.parameters)
+        table = {i: (p, layout(p, 1, i)) for i, p in enumerate(self.parameters)}
+        self.runner = OptimizerRunner(self.optimizer, table, rank=0, sharded=True)
+        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        self.data = self.cut(flat)
+
+    def cut(self, flat):
+        return list(flat.split([p.numel() for p in self.parameters]))
+
+    def step(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(p.numel() for p in self.parameters)
+        grads = self.cut(torch.randn(total, generator=generator))
+        self.runner.begin()
+        if self.together:
+            data, given = ([items[i] for i in self.order] for items in (self.data, grads))
+            self.runner.run_together(data, given, self.order)
+        else:
+            for i, (data, grad) in enumerate(zip(self.data, grads, strict=True)):
+                self.runner.run(data, grad, i)
+        self.runner.end()
+
+    @property
+    def states(self):
+        return [self.optimizer.state.get(p, {}) for p in self.parameters]
+
+
+def assert_alike(one: Bucket, other: Bucket):
+    for mine, its in zip(one.data, other.data, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+    for mine, its in zip(one.states, other.states, strict=True):
+        assert mine.keys() == its.keys()
+        for name in mine:
+            torch.testing.assert_close(mine[name], its[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def join_whatever_the_size(monkeypatch):
+    monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 1)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """The kernel's graph as it is: what is compiled is tested apart."""
+    monkeypatch.setattr(compat, "compile_for_any_length", lambda gm: gm)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """How often a kernel ran."""
+    calls = itertools.count()
+    run = kernel.UpdateKernel.__call__
+
+    def counted(self, *values):
+        next(calls)
+        return run(self, *values)
+
+    monkeypatch.setattr(kernel.UpdateKernel, "__call__", counted)
+    return lambda: next(calls)
+
+
+@pytest.mark.parametrize(
+    "name, shapes",
+    each_value(sorted(CASES.keys() - NOT_HERE), (SHAPES, ((1,), (40, 3), (5,), (1, 1)))),
+)
+def test_together_is_as_each_by_itself(name, shapes, uncompiled):
+    one = Bucket(CASES[name], together=True, shapes=shapes)
+    other = Bucket(CASES[name], together=False, shapes=shapes)
+    for seed in range(4):
+        one.step(seed)
+        other.step(seed)
+        assert_alike(one, other)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - NOT_HERE))
+def test_neighbours_take_one_kernel(name, uncompiled, kernels):
+    bucket = Bucket(CASES[name], together=True)
+    bucket.step(0)
+    bucket.step(1)
+    assert kernels() == 2
+
+
+class Unusual(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(torch.xlogy(p.grad, 1 + group["lr"]))
+
+
+def test_an_operator_that_the_kernel_does_not_know_runs_one_by_one(uncompiled, kernels):
+    one, other = (Bucket(Unusual, together=together) for together in (True, False))
+    for seed in range(2):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert kernels() == 0
+
+
+@pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (2, 0, 3, 1, 5, 4)])
+def test_the_order_of_updates_need_not_be_that_in_memory(order, uncompiled, kernels):
+    one = Bucket(CASES["adamw"], together=True, order=order)
+    other = Bucket(CASES["adamw"], together=False)
+    for seed in range(3):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert kernels() == 3
+
+
+def test_a_hole_in_memory_parts_neighbours(uncompiled, kernels):
+    one, other = Bucket(CASES["adamw"], together=True), Bucket(CASES["adamw"], together=False)
+    one.data[3] = one.data[3].clone()
+    one.step(0)
+    other.step(0)
+    assert_alike(one, other)
+    assert kernels() == 3
+
+
+def test_groups_part_neighbours(uncompiled, kernels):
+    def two_groups(parameters):
+        groups = [
+            {"params": parameters[:3], "weight_decay": 0.5},
+            {"params": parameters[3:], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    one, other = Bucket(two_groups, together=True), Bucket(two_groups, together=False)
+    for seed in range(3):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert kernels() == 6
+
+
+def test_an_update_that_depends_on_the_shape_runs_one_by_one(uncompiled, kernels):
+    shapes = ((40, 3), (7,), (64, 2))
+    one = Bucket(DecayMatrices, together=True, shapes=shapes)
+    other = Bucket(DecayMatrices, together=False, shapes=shapes)
+    one.step(0)
+    other.step(0)
+    assert_alike(one, other)
+    assert kernels() == 0
+
+
+def test_a_state_that_was_replaced_is_used(uncompiled):
+    one, other = Bucket(CASES["adamw"], together=True), Bucket(CASES["adamw"], together=False)
+    for seed in range(4):
+        for bucket in (one, other):
+            bucket.step(seed)
+            if seed == 1:
+                bucket.states[3]["exp_avg"] = torch.ones_like(bucket.states[3]["exp_avg"])
+            if seed == 2:
+                bucket.states[0]["exp_avg_sq"].mul_(2)
+    assert_alike(one, other)
+
+
+def test_a_step_count_of_ones_own_is_kept(uncompiled):
+    one, other = Bucket(CASES["adamw"], together=True), Bucket(CASES["adamw"], together=False)
+    for seed in range(3):
+        for bucket in (one, other):
+            bucket.step(seed)
+            if seed == 0:
+                bucket.states[1]["step"].fill_(40)
+    assert_alike(one, other)
+    assert one.states[1]["step"] == 42 and one.states[0]["step"] == 3
+
+
+def test_each_parameter_has_a_step_of_its_own(uncompiled):
+    bucket = Bucket(CASES["adamw"], together=True)
+    bucket.step(0)
+    bucket.step(1)
+    steps = [state["step"] for state in bucket.states]
+    assert all(one is not other for one, other in itertools.combinations(steps, 2))
+    steps[0].add_(1)
+    assert [step.item() for step in steps] == [3, 2, 2, 2, 2, 2]
+    assert all(state["exp_avg"]._base is None for state in bucket.states)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
+def test_the_compiled_kernel_is_as_the_optimizer(name, monkeypatch):
+    monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 8)
+    one, other = Bucket(CASES[name], together=True), Bucket(CASES[name], together=False)
+    for seed in range(3):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+
+
+def test_adjoin_and_join():
+    flat = torch.arange(10.0)
+    one, two, three = flat.split([3, 3, 4])
+    assert adjoin(one, two) and adjoin(two, three)
+    assert not adjoin(one, three) and not adjoin(two, one) and not adjoin(one, two.clone())
+    assert torch.equal(join([one, flat[:0], two]), flat[:6])
+
+
+def test_states_that_differ_in_kind_are_not_joined():
+    shard = torch.ones(2)
+    assert joined_state([{"a": shard}, {}], [2, 2]) is None
+    assert joined_state([{"a": 1}, {"a": 2}], [2, 2]) is None
+    assert joined_state([{"a": shard}, {"a": shard.double()}], [2, 2]) is None
+    assert joined_state([{"a": 1}, {"a": 1}], [2, 2]) == {"a": 1}
+
+
+def test_states_next_to_each_other_are_not_copied_again(uncompiled):
+    bucket = Bucket(CASES["adamw"], together=True)
+    bucket.step(0)
+    addresses = [state["exp_avg"].data_ptr() for state in bucket.states]
+    bucket.step(1)
+    assert [state["exp_avg"].data_ptr() for state in bucket.states] == addresses

@@ -1,0 +1,430 @@
+"""The host cache keeps what its bound allows, reads ahead and writes what changed."""
+
+import errno
+import os
+import time
+
+import pytest
+import torch
+
+from tests.kit.files import BLOCK, Failing, Slow, Watched, layout
+from zerofx.errors import FileTierError
+from zerofx.runtime.storage.disk import FileStore, HostCache
+
+NUMEL = BLOCK // 16
+SIZE = 4 * NUMEL
+
+
+class Recorded(FileStore):
+    """A store with a log of what it was asked for, in order; and how often for memory."""
+
+    def __init__(self, *arguments, **options):
+        self.log = []
+        self.num_allocated = 0
+        super().__init__(*arguments, block_bytes=BLOCK, depth=4, **options)
+
+    def start_read(self, bucket, into, **options):
+        self.log.append(f"read {bucket}")
+        return super().start_read(bucket, into, **options)
+
+    def start_write(self, bucket, source, **options):
+        self.log.append(f"write {bucket}")
+        return super().start_write(bucket, source, **options)
+
+    def empty(self, bucket):
+        self.num_allocated += 1
+        return super().empty(bucket)
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Open a store of buckets of these lengths, each full of its number."""
+    opened = []
+
+    def open_one(numels, system=None):
+        layouts = [layout(f"{index}", shard=numel) for index, numel in enumerate(numels)]
+        store = Recorded([tmp_path], layouts, system=system, checksums=True)
+        opened.append(store)
+        for index, each in enumerate(layouts):
+            values = {"shard": torch.full((each.fields[0].numel,), float(index))}
+            store.wait(store.start_write(each.bucket, values))
+        store.log.clear()
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def train(cache, order, *, steps=1, compute_s=0.0, is_dirty=lambda bucket: True):
+    """Use and change the buckets as steps do; check that each holds what it was left with."""
+    counts = {}
+    for _ in range(steps):
+        for bucket in order:
+            values = cache.use(bucket)["shard"]
+            assert (values == int(bucket) + counts.get(bucket, 0)).all()
+            assert cache.held_bytes <= cache.memory_bytes
+            time.sleep(compute_s)
+            if is_dirty(bucket):
+                values += 1
+                counts[bucket] = counts.get(bucket, 0) + 1
+            cache.release(bucket, dirty=is_dirty(bucket))
+    return counts
+
+
+def stored(store, bucket):
+    values = torch.empty(store.layout(bucket).fields[0].numel)
+    FileStore.wait(store, FileStore.start_read(store, bucket, {"shard": values}))
+    return values
+
+
+def test_it_reads_ahead_what_fits_and_evicts_the_coldest_first(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    assert store.log == ["read 0", "read 1"]  # before any is used
+    cache.use("0")
+    assert store.log[2:] == []  # 0 is in use and 1 is next: no room for 2
+    cache.release("0", dirty=True)
+    assert store.log[2:] == ["write 0", "read 2"]  # 0 is used last of all
+    cache.use("1")
+    cache.release("1", dirty=False)
+    assert store.log[4:] == ["read 3"]  # 1 was not changed
+    cache.use("2")
+    cache.release("2", dirty=True)
+    assert store.log[5:] == ["write 2", "read 0"]
+
+
+def test_buckets_used_again_soon_stay(open_store):
+    # Forward, then backward: what was used last is used first.
+    order = "01233210"
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, order, memory_bytes=3 * SIZE)
+    train(cache, order)
+    assert [entry for entry in store.log if entry.startswith("read")] == [
+        "read 0",
+        "read 1",
+        "read 2",
+        "read 3",  # in the place of 0, whose next use was then the farthest
+        "read 0",
+    ]
+
+
+@pytest.mark.parametrize("order", ["01234", "0123443210", "0121343"])
+@pytest.mark.parametrize("num_held", [1, 2, 3, 5])
+def test_values_survive_any_bound(open_store, order, num_held):
+    store = open_store([NUMEL] * 5)
+    cache = HostCache(store, order, memory_bytes=num_held * SIZE + 5)
+    counts = train(cache, order, steps=4, is_dirty=lambda bucket: bucket != "2")
+    cache.flush()
+    for bucket, count in counts.items():
+        assert (stored(store, bucket) == int(bucket) + count).all()
+    assert "write 2" not in store.log
+
+
+def test_what_fits_is_read_once_and_written_when_flushed(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "012", memory_bytes=3 * SIZE)
+    counts = train(cache, "012", steps=5)
+    assert store.log == ["read 0", "read 1", "read 2"]
+    cache.flush()
+    assert store.log[3:] == ["write 0", "write 1", "write 2"]
+    cache.flush()
+    assert len(store.log) == 6
+    assert (stored(store, "2") == 2 + counts["2"]).all()
+
+
+def test_buckets_of_one_size_allocate_nothing_after_the_first_round(open_store):
+    store = open_store([NUMEL] * 6)
+    cache = HostCache(store, "012345", memory_bytes=3 * SIZE)
+    train(cache, "012345", steps=5)
+    assert store.num_allocated == 3
+
+
+def test_buckets_of_many_sizes_stay_within_the_bound(open_store):
+    numels = [NUMEL, 3 * NUMEL, NUMEL // 2, 5 * NUMEL, NUMEL, 2 * NUMEL]
+    order = "012345543210"
+    store = open_store(numels)
+    for num_held in (5, 8):
+        cache = HostCache(store, order, memory_bytes=num_held * SIZE)
+        for bucket in order * 3:  # held_bytes is looked at inside too, by what the store allocates
+            values = cache.use(bucket)["shard"]
+            assert (values == int(bucket)).all()
+            held = sum(each.memory.nbytes for each in cache._resident.values())
+            held += sum(each.memory.nbytes for each in cache._free)
+            assert held == cache.held_bytes <= cache.memory_bytes
+            cache.release(bucket, dirty=True)
+        cache.close()
+        assert cache.held_bytes == 0
+
+
+def test_what_it_does_does_not_depend_on_the_disk(open_store):
+    logs = []
+    for system in (Watched(), Slow(0.01), Slow(0.01, kinds=["write"])):
+        store = open_store([NUMEL] * 6, system=system)
+        train(HostCache(store, "012345", memory_bytes=3 * SIZE), "012345", steps=3)
+        logs.append(store.log)
+    assert logs[0] == logs[1] == logs[2] and len(logs[0]) > 20
+
+
+def test_a_slow_disk_is_hidden_behind_the_work(open_store):
+    delay_s = 0.03
+    order = "01234567"
+    waited = {}
+    for num_held in (1, 4):
+        store = open_store([NUMEL] * 8, system=Slow(delay_s, kinds=["read"]))
+        cache = HostCache(store, order, memory_bytes=num_held * SIZE)
+        train(cache, order, steps=2, compute_s=2 * delay_s, is_dirty=lambda bucket: False)
+        waited[num_held] = cache.waited_s
+    assert waited[1] > 12 * delay_s  # with room for one, each of 16 uses waits for its read
+    assert waited[4] < waited[1] / 3
+
+
+def test_an_eviction_does_not_make_the_caller_wait(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache.use("0")
+    store.wait(cache._resident["1"].load)
+    slow = Slow(1.0, kinds=["write"])
+    store._transfers._system = slow
+    start_s = time.monotonic()
+    cache.release("0", dirty=True)  # written a second long, and 2 read into its memory after
+    cache.use("1")
+    assert time.monotonic() - start_s < 0.5
+    cache.release("1", dirty=False)
+    assert (cache.use("2")["shard"] == 2).all()
+    assert time.monotonic() - start_s >= 1.0
+
+
+def test_another_bucket_than_the_next_is_refused(open_store):
+    cache = HostCache(open_store([NUMEL] * 3), "012", memory_bytes=3 * SIZE)
+    cache.use("0")
+    with pytest.raises(ValueError, match="'2' is not next in the order: '1' is, at place 1 of 3"):
+        cache.use("2")
+    cache.use("1")
+
+
+def test_releasing_what_is_not_in_use_is_refused(open_store):
+    cache = HostCache(open_store([NUMEL] * 2), "0011", memory_bytes=2 * SIZE)
+    cache.use("0")
+    cache.use("0")
+    cache.release("0", dirty=False)
+    cache.release("0", dirty=False)
+    for bucket in ("0", "1", "unknown"):
+        with pytest.raises(ValueError, match=f"'{bucket}' is not in use"):
+            cache.release(bucket, dirty=False)
+
+
+def test_a_bucket_in_use_is_never_evicted(open_store):
+    cache = HostCache(open_store([NUMEL] * 4), "0123", memory_bytes=2 * SIZE)
+    zero, one = cache.use("0")["shard"], cache.use("1")["shard"]
+    with pytest.raises(ValueError, match="no room for bucket '2'.*in use are: 0, 1. Release"):
+        cache.use("2")
+    assert (zero == 0).all() and (one == 1).all()
+    cache.release("1", dirty=False)
+    assert (cache.use("2")["shard"] == 2).all() and (zero == 0).all()
+
+
+def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
+    store = open_store([NUMEL, 2 * NUMEL])
+    with pytest.raises(ValueError, match=f"'1' takes {2 * SIZE} bytes.*{2 * SIZE - 1}: raise"):
+        HostCache(store, "01", memory_bytes=2 * SIZE - 1)
+    with pytest.raises(ValueError, match="order of uses is empty"):
+        HostCache(store, "", memory_bytes=9 * SIZE)
+    with pytest.raises(ValueError, match="no bucket '7'"):
+        HostCache(store, "07", memory_bytes=9 * SIZE)
+
+
+def test_after_a_step_that_failed_the_order_begins_anew_and_changes_are_kept(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache.use("0")["shard"].fill_(70)
+    cache.release("0", dirty=True)
+    cache.use("1")["shard"].fill_(71)  # and the step ends here
+    cache.follow("0123")
+    for bucket, value in zip("0123", (70, 71, 2, 3), strict=True):
+        assert (cache.use(bucket)["shard"] == value).all()
+        cache.release(bucket, dirty=False)
+    cache.follow("31")  # another program
+    for bucket, value in zip("3131", (3, 71, 3, 71), strict=True):
+        assert (cache.use(bucket)["shard"] == value).all()
+        cache.release(bucket, dirty=False)
+
+
+def test_a_bucket_that_could_not_be_read_can_be_tried_again(open_store):
+    system = Failing()
+    store = open_store([NUMEL] * 3, system=system)
+    system.arm("read", errno.EIO)
+    cache = HostCache(store, "012", memory_bytes=SIZE)
+    with pytest.raises(FileTierError, match="reading bucket '0' failed"):
+        cache.use("0")
+    system.armed = None
+    cache.follow("012")
+    train(cache, "012", steps=2)
+
+
+def test_a_write_back_that_fails_is_an_error_at_a_later_use(open_store):
+    system = Failing()
+    store = open_store([NUMEL] * 3, system=system)
+    cache = HostCache(store, "012", memory_bytes=SIZE)
+    system.arm("write", errno.ENOSPC)
+    with pytest.raises(FileTierError, match="writing bucket '0' failed.*checkpoint"):
+        train(cache, "012", steps=2)
+    with pytest.raises(FileTierError):
+        cache.flush()
+
+
+def test_what_was_never_written_gets_memory_without_a_read_and_is_kept_from_then_on(tmp_path):
+    layouts = [layout(f"{index}", shard=NUMEL) for index in range(4)]
+    with Recorded([tmp_path], layouts, checksums=True) as store:
+        order = [each.bucket for each in layouts]
+        cache = HostCache(store, order, memory_bytes=2 * SIZE)
+        for bucket in order:
+            cache.use(bucket)["shard"].fill_(int(bucket))
+            cache.release(bucket, dirty=True)
+        assert not any(
+            entry.startswith("read") for entry in store.log[: store.log.index("write 0")]
+        )
+        train(cache, order, steps=3)
+        cache.close()
+
+
+def test_a_bucket_is_read_out_of_turn_as_it_is_now(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, list("0123"), memory_bytes=2 * SIZE)
+    counts = train(cache, list("0123"), steps=2)
+    held = cache.held_bytes
+    for bucket in "0123":
+        values = cache.read(bucket)["shard"]
+        assert (values == int(bucket) + counts[bucket]).all()
+        values.fill_(-1)  # nobody else's
+    assert cache.held_bytes == held
+    assert (cache.use("0")["shard"] == counts["0"]).all()
+
+
+def test_what_nobody_has_written_cannot_be_read_out_of_turn(tmp_path):
+    with Recorded([tmp_path], [layout("0", shard=NUMEL), layout("1", shard=NUMEL)]) as store:
+        cache = HostCache(store, ["0"], memory_bytes=2 * SIZE)
+        for bucket in "01":
+            with pytest.raises(FileTierError, match="was never written"):
+                cache.read(bucket)
+
+
+def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, list("012"), memory_bytes=2 * SIZE)
+    train(cache, list("012"))
+    path = os.path.join(store.folders[0], "bucket-1")
+    assert os.path.exists(path)
+    cache.drop("1")
+    store.remove("1")
+    assert not os.path.exists(path) and "1" not in store.layouts
+    with pytest.raises(ValueError, match="no bucket '1'"):
+        store.remove("1")
+    cache.begin(list("02"))
+    for bucket in "0202":
+        assert (cache.use(bucket)["shard"] == int(bucket) + 1).all()
+        cache.release(bucket, dirty=False)
+    assert cache.held_bytes <= 2 * SIZE
+    store.add([layout("1", shard=3)])  # another one of that name, in files of its own
+    assert not store.was_written("1")
+    assert sorted(os.listdir(store.folders[0])) == ["bucket-0", "bucket-2", "bucket-3", "lock"]
+
+
+def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):
+    store = open_store([NUMEL] * 3)
+    order = list("012")
+    cache = HostCache(store, order, memory_bytes=2 * SIZE)
+    train(cache, order)
+    store.log.clear()
+    cache.begin(order)
+    assert store.log == []
+    cache.use("0")
+    cache.begin(order)  # as after a step that failed: from its start, and 0 counts as changed
+    cache.use("0")
+    cache.release("0", dirty=False)
+    with pytest.raises(ValueError, match="not in use"):
+        cache.views("0")
+
+
+def use_all(cache, order):
+    for bucket in order:
+        cache.use(bucket)
+        cache.release(bucket, dirty=False)
+
+
+def test_what_is_void_is_neither_written_nor_read_until_it_is_made_anew(open_store):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    use_all(cache, "01")
+    cache.use("2")["shard"].fill_(12.0)
+    cache.release("2", dirty=True, void=True)
+    use_all(cache, "301")
+    assert "write 2" not in store.log and store.log.count("read 2") == 1
+    cache.use("2")["shard"].fill_(20.0)
+    cache.release("2", dirty=True)
+    assert store.log.count("read 2") == 1, "what it held was nobody's any more"
+    use_all(cache, "301")
+    assert (cache.use("2")["shard"] == 20).all()
+    assert (store.log.count("write 2"), store.log.count("read 2")) == (1, 2)
+
+
+def test_what_was_changed_and_then_is_void_is_not_written_either(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "0012", memory_bytes=2 * SIZE)
+    cache.use("0")["shard"].fill_(5.0)
+    cache.release("0", dirty=True)
+    cache.use("0")
+    cache.release("0", dirty=False, void=True)
+    use_all(cache, "12")
+    cache.flush()
+    assert not any(entry.startswith("write") for entry in store.log)
+    assert (stored(store, "0") == 0).all()
+
+
+def test_another_bucket_takes_ones_place_wherever_it_is_next(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "0121", memory_bytes=4 * SIZE)
+    use_all(cache, "0")
+    store.add([layout("larger", shard=2 * NUMEL)])
+    cache.replace("1", "larger")
+    with pytest.raises(ValueError, match="'1' is not next in the order: 'larger' is"):
+        cache.use("1")
+    assert "read larger" not in store.log
+    cache.use("larger")["shard"].fill_(8.0)
+    cache.release("larger", dirty=True)
+    use_all(cache, "2")
+    store.remove("1")
+    for bucket, value in (("larger", 8), ("0", 0), ("larger", 8), ("2", 2)):
+        assert (cache.use(bucket)["shard"] == value).all()
+        assert cache.held_bytes <= 4 * SIZE
+        cache.release(bucket, dirty=False)
+
+
+def test_what_is_in_use_keeps_its_place(open_store):
+    store = open_store([NUMEL] * 3)
+    cache = HostCache(store, "01", memory_bytes=2 * SIZE)
+    cache.use("0")
+    with pytest.raises(ValueError, match="'0' is in use: release it first"):
+        cache.replace("0", "2")
+    cache.release("0", dirty=False)
+    use_all(cache, "1")
+
+
+def test_who_is_interrupted_while_waiting_has_changed_nothing(open_store, monkeypatch):
+    store = open_store([NUMEL] * 4)
+    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    wait = store.wait
+
+    def interrupted(operation):
+        monkeypatch.setattr(store, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.use("0")
+    with pytest.raises(ValueError, match="not in use"):
+        cache.views("0")
+    train(cache, "123", is_dirty=lambda bucket: False)
+    cache.begin("0123")
+    train(cache, "0123", is_dirty=lambda bucket: False)
+    assert not any(entry.startswith("write") for entry in store.log)

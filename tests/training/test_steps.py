@@ -1,0 +1,389 @@
+"""Every form of a training step is, as a ZeRO program, the plain step on all ranks' batches.
+
+The forms are in ``tests/step_forms``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit import models
+from tests.kit.covering import exhaustive, first, only
+from tests.kit.models import Mlp, squared_loss
+from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.kit.step_forms.form import FORMS, STEPS, Training, adamw, simple, step_with
+from tests.kit.step_forms.objects import OPTIMIZERS
+from tests.kit.step_forms.training import (
+    STAGES,
+    assert_close,
+    assert_results,
+    assert_same,
+    assert_states,
+    assert_trains_alike,
+    built,
+    eager,
+    programs_compiled,
+    rank_and_world_size,
+    reference,
+    run,
+    state_of,
+    trained,
+    zero,
+)
+from zerofx.runtime.access import full_params, unshard
+
+SHARED = [name for name in FORMS if not FORMS[name].only_alone]
+QUICK = [name for name in FORMS if not FORMS[name].only_exhaustive]
+# One form for each way a stage changes a program: tied weights, gradients that outlive a call or
+# are never reduced in it, norms, writes between gradient and update.
+AT_EVERY_STAGE = (
+    "tied_weights",
+    "gradients_never_zeroed",
+    "accumulation_across_two_functions",
+    "accumulation_across_two_functions_local",
+    "scaler_with_unscaled_clipping",
+    "weights_decayed_by_hand",
+)
+# What is particular to these is outside the program, or is in another form's on two ranks.
+ALONE_SAYS_IT = {
+    "closure",
+    "zero_grad_last_to_zeros",
+    "model_zero_grad_last",
+    "model_zero_grad_first_to_zeros",
+    "gradients_zeroed_in_place",
+    "clip_by_norm_3_foreach_False",
+    "loss_detached_in_a_dict",
+    "scaler_disabled",
+    "scaler_without_unscale",
+    "tensor_lr",
+    "lr_schedulers",
+    "one_cycle_of_lr_and_momentum",
+    "double_precision",
+    "recurrent",
+    "batch_as_keywords",
+    "model_from_the_enclosing_scope",
+    "step_is_a_method",
+    *(f"optimizer_{name}" for name in OPTIMIZERS if name not in ("AdamW", "RMSprop_centered")),
+}
+assert set(QUICK) >= ALONE_SAYS_IT
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(ranks):  # noqa: F811
+    """``on_two_ranks(name, stage)``: what each of two ranks returned from ``trained``, once."""
+
+    @functools.cache
+    def train(name: str, stage: int) -> list[tuple]:
+        return ranks(2).run(trained, name, stage)
+
+    return train
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_alone_a_step_is_the_eager_one(name):
+    assert_trains_alike(name, 3, [trained(name, 3)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    only(
+        (
+            "tied_weights_autocast_and_clipping",
+            "accumulation_in_a_loop",
+            "gradients_never_zeroed",
+            "scaler_with_unscaled_clipping",
+            "parameters_read_after_the_update",
+            "plain",
+        ),
+        [exhaustive(name) if name in ALONE_SAYS_IT else name for name in QUICK if name in SHARED],
+    ),
+)
+def test_two_ranks_train_as_one_process_on_both_batches(name, on_two_ranks):
+    assert_trains_alike(name, 3, on_two_ranks(name, 3))
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("name", only(("weights_decayed_by_hand",), AT_EVERY_STAGE))
+def test_every_stage_trains_as_one_process(name, stage, on_two_ranks):
+    assert_trains_alike(name, stage, on_two_ranks(name, stage))
+
+
+@pytest.mark.parametrize(
+    "name",
+    only(
+        ("weights_decayed_by_hand",),
+        [name for name in AT_EVERY_STAGE if not FORMS[name].sums_over_shards],
+    ),
+)
+def test_stages_agree_bitwise_on_two_ranks(name, on_two_ranks):
+    for rank in range(2):
+        expected, expected_state, _ = on_two_ranks(name, 0)[rank]
+        for stage in (1, 2, 3):
+            results, state, _ = on_two_ranks(name, stage)[rank]
+            assert_results(name, [results], expected, exact=True)
+            assert_states([state], expected_state, exact=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", FORMS)
+def test_alone_every_form_is_the_eager_one_at_every_stage(name, stage):
+    assert_trains_alike(name, stage, [trained(name, stage)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", SHARED)
+def test_every_form_trains_at_every_stage_on_two_ranks(name, stage, on_two_ranks):
+    assert_trains_alike(name, stage, on_two_ranks(name, stage))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SHARED)
+def test_every_form_trains_on_three_ranks(name, ranks):  # noqa: F811
+    assert_trains_alike(name, 3, ranks(3).run(trained, name, 3))
+
+
+# Checkpointing.
+
+
+def calls(text: str, operator: str) -> int:
+    return text.count(f" = aten.{operator}(")
+
+
+@pytest.mark.nightly
+def test_checkpointed_blocks_are_computed_twice_and_others_once(tmp_path):
+    def programs(name, recompute):
+        folder = tmp_path / f"{name}_{recompute}"
+        results, _, _ = trained(name, 3, 2, {"dump": str(folder), "recompute": recompute})
+        (last,) = sorted(folder.glob("rank0/*"))
+        return sorted(last.glob("*.py"))[-1].read_text(), results
+
+    plain, _ = programs("uncheckpointed", True)
+    kept, kept_results = programs("checkpointed", False)
+    again, again_results = programs("checkpointed", True)
+    # Calls in one block.  The result of its last matrix product is what the checkpoint saves.
+    in_forward = {"gelu.default": 1, "native_layer_norm.default": 2, "addmm.default": 4}
+    repeated = {"gelu.default": 1, "native_layer_norm.default": 2, "addmm.default": 3}
+    for operator in in_forward:
+        once = calls(plain, operator)
+        assert once >= 2 * in_forward[operator] and calls(kept, operator) == once
+        assert calls(again, operator) == once + 2 * repeated[operator]
+    for one, other in zip(kept_results, again_results, strict=True):
+        assert_same(one[0], other[0], "loss")
+
+
+# State between steps.
+
+
+def checkpoint_of(name: str, stage: int, steps: int) -> tuple[dict, dict]:
+    """Train, then return the model's and the optimizer's state dict."""
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built(name, zero(stage), rank)
+    run(name, training, range(steps), world_size, rank)
+    return training.models[0].state_dict(), training.optimizers[0].state_dict()
+
+
+def load(training: Training, checkpoint: tuple[dict, dict]) -> None:
+    training.models[0].load_state_dict(checkpoint[0])
+    training.optimizers[0].load_state_dict(checkpoint[1])
+
+
+@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+@pytest.mark.parametrize("name", first(1, ("several_parameter_groups", "tied_weights")))
+def test_state_dicts_of_two_ranks_continue_in_an_eager_process(name, stage, ranks):  # noqa: F811
+    checkpoints = ranks(2).run(checkpoint_of, name, stage, 5)
+    expected, _ = reference(name, 2)
+    for checkpoint in checkpoints:
+        training = built(name, eager, rank=7)
+        load(training, checkpoint)
+        results = run(name, training, range(5, STEPS), 2, None)
+        assert_results(name, [results], expected[5:], exact=False)
+
+
+def continued(name: str, stage: int, checkpoint: tuple, bound_first: bool) -> tuple:
+    """Load a checkpoint and train from step 5, before or after a first step has sharded."""
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built(name, zero(stage), rank)
+    if bound_first:
+        run(name, training, range(1), world_size, rank)
+    before = programs_compiled()
+    load(training, checkpoint)
+    results = run(name, training, range(5, STEPS), world_size, rank)
+    return results, state_of(training), programs_compiled() - before
+
+
+@pytest.mark.parametrize("bound_first", only((True,), (False, True)))
+@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+def test_an_eager_checkpoint_continues_on_two_ranks(stage, bound_first, ranks):  # noqa: F811
+    name = "several_parameter_groups"
+    training = built(name, eager)
+    run(name, training, range(5), 2, None)
+    checkpoint = (training.models[0].state_dict(), training.optimizers[0].state_dict())
+    of_ranks = ranks(2).run(continued, name, stage, checkpoint, bound_first)
+    results, states, compiled = zip(*of_ranks, strict=True)
+    expected, expected_state = reference(name, 2)
+    assert_results(name, results, expected[5:], exact=False)
+    assert_states(states, expected_state, exact=False)
+    assert compiled == (0 if bound_first else 1,) * 2
+
+
+def in_full_params(stage: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built("plain", zero(stage), rank)
+    (model,) = training.models
+    run("plain", training, range(3), world_size, rank)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = models.features(0, 4)
+    with full_params(model):
+        inside = {name: value.clone() for name, value in model.state_dict().items()}
+        loss = squared_loss(model, *batch).item()
+        with torch.no_grad():
+            model.head.bias.fill_(2.0)
+            model.body.weight.mul_(0.5)
+    before = programs_compiled()
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    run("plain", training, range(3, 4), world_size, rank)
+    return {
+        "saved": saved, "inside": inside, "after": after, "loss": loss, "batch": batch,
+        "compiled": programs_compiled() - before,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", only((3,), (0, 3)))
+def test_full_params_shows_whole_values_and_keeps_what_is_written(stage, ranks):  # noqa: F811
+    for found in ranks(2).run(in_full_params, stage):
+        for name, value in found["saved"].items():
+            assert_same(found["inside"][name], value, name)
+        model = Mlp()
+        model.load_state_dict(found["saved"])
+        assert squared_loss(model, *found["batch"]).item() == found["loss"]
+        expected = dict(found["saved"])
+        expected["head.bias"] = torch.full_like(expected["head.bias"], 2.0)
+        expected["body.weight"] = expected["body.weight"] * 0.5
+        for name, value in expected.items():
+            assert_same(found["after"][name], value, name)
+        assert found["compiled"] == 0
+
+
+def unsharded_after_five_steps(name: str, stage: int) -> tuple:
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built(name, zero(stage), rank)
+    (model,), (optimizer,) = training.models, training.optimizers
+    run(name, training, range(5), world_size, rank)
+    unshard(model, optimizer)
+    eager_step = functools.partial(step_with(), model, optimizer)
+    continuing = Training(eager_step, [model], [optimizer])
+    return run(name, continuing, range(5, STEPS), world_size, None), state_of(continuing)
+
+
+@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+def test_after_unshard_training_continues_eagerly(stage, ranks):  # noqa: F811
+    name = "several_parameter_groups"
+    of_ranks = ranks(2).run(unsharded_after_five_steps, name, stage)
+    results, states = zip(*of_ranks, strict=True)
+    expected, expected_state = reference(name, 2)
+    for of_rank in results:
+        assert_results(name, [of_rank], expected[5:], exact=False)
+    assert_states(states, expected_state, exact=False)
+
+
+def gradients_between_calls(stage: int) -> dict:
+    """Two calls that leave their gradients, read from outside where the stage allows that."""
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built("gradients_never_zeroed", zero(stage), rank)
+    run("gradients_never_zeroed", training, range(2), world_size, rank)
+    return {name: p.grad.clone() for name, p in training.models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("stage", only((0,), (0, 1)))
+def test_gradients_between_calls_are_the_whole_average(stage, ranks):  # noqa: F811
+    training = built("gradients_never_zeroed", eager)
+    run("gradients_never_zeroed", training, range(2), 2, None)
+    for gradients in ranks(2).run(gradients_between_calls, stage):
+        for name, parameter in training.models[0].named_parameters():
+            assert_close(gradients[name], parameter.grad, name)
+
+
+@pytest.mark.parametrize("stage", only((3,), (2, 3)))
+def test_gradients_between_calls_are_refused_with_words(stage):
+    with pytest.raises(RuntimeError, match="gradient of parameter 'body.weight'") as caught:
+        gradients_between_calls(stage)
+    assert "inside the compiled step" in str(caught.value)
+
+
+def normalised_features(stage: int) -> torch.Tensor:
+    """The running mean after three of the rank's own batches."""
+    torch._dynamo.reset()
+    rank, _ = rank_and_world_size()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.BatchNorm1d(models.FEATURES), nn.Linear(models.FEATURES, 3))
+    model[0].running_mean.fill_(float(rank))
+    step = zero(stage)(step_with())
+    optimizer = adamw(model.parameters())
+    for number in range(3):
+        step(model, optimizer, *models.features(10 * rank + number, 4))
+    return model[0].running_mean
+
+
+def test_buffers_start_as_rank_0s_and_are_the_ranks_own_afterwards(ranks):  # noqa: F811
+    for rank, mean in enumerate(ranks(2).run(normalised_features, 3)):
+        norm = nn.BatchNorm1d(models.FEATURES)
+        for number in range(3):
+            norm(models.features(10 * rank + number, 4)[0])
+        assert_close(mean, norm.running_mean, f"running mean on rank {rank}")
+
+
+def lopsided(stage: int) -> tuple:
+    """Rank 1 gets fewer rows at the second step, and compiles for them alone."""
+    torch._dynamo.reset()
+    rank, _ = rank_and_world_size()
+    training = built("plain", zero(stage), rank)
+    before = programs_compiled()
+    for number in range(4):
+        rows = 3 if (rank, number) == (1, 1) else 4
+        training.step(*models.features(10 * rank + number, rows))
+    return state_of(training), programs_compiled() - before
+
+
+@pytest.mark.nightly
+def test_a_rank_may_retrace_alone_for_a_batch_of_its_own(ranks):  # noqa: F811
+    (state, alone), (other, retraced) = ranks(2).run(lopsided, 3)
+    assert (alone, retraced) == (1, 2)
+    assert_states([other], state, exact=True)
+    training = built("plain", eager)
+    (model,), (optimizer,) = training.models, training.optimizers
+    for number in range(4):
+        for rank in range(2):
+            rows = 3 if (rank, number) == (1, 1) else 4
+            (squared_loss(model, *models.features(10 * rank + number, rows)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_states([state], state_of(training), exact=False)
+
+
+def test_a_returned_parameter_is_the_parameter_itself():
+    torch._dynamo.reset()
+
+    def step(model, optimizer, *batch):
+        squared_loss(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model.head.weight
+
+    training = simple(zero(3), step)
+    for number in range(2):
+        returned = training.step(*models.features(number, 4))
+        assert returned is training.models[0].head.weight
