@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zerofx.backend import zero
-from zerofx.report.explanation import explanation
+from zerofx.report.explain import explanation
 
 
 def explain(step: Callable) -> str:

@@ -17,8 +17,8 @@ from torch import nn
 
 import zerofx.__main__ as command_line
 from tests.kit.ranks import Ranks
-from zerofx.cli.bisection import NEEDED, SWITCHED, passes_on
-from zerofx.cli.trials import Command, furthest
+from zerofx.cli.bisect import NEEDED
+from zerofx.cli.training_runs import SWITCHED, Command, Level, furthest
 from zerofx.compiler import program
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
@@ -263,10 +263,10 @@ def test_no_command_is_said(capsys):
     ("option", "value", "told"),
     (
         ("--metric", "(", "is no regular expression"),
-        ("--tolerance", "-1", "a number from 0 on"),
-        ("--tolerance", "nan", "a number from 0 on"),
-        ("--timeout", "0", "seconds, more than 0"),
-        ("--timeout", "soon", "is no number"),
+        ("--tolerance", "-1", "'-1' is no number from 0 on"),
+        ("--tolerance", "nan", "'nan' is no number from 0 on"),
+        ("--timeout", "0", "a time limit is more than 0 seconds"),
+        ("--timeout", "soon", "'soon' is no number from 0 on"),
     ),
 )
 def test_what_an_option_cannot_be_is_said(option, value, told, capsys):
@@ -284,9 +284,10 @@ def test_another_search_replaces_what_the_last_has_written(bisect, tmp_path):
 
 
 def test_what_is_on_is_said_shortly():
-    assert passes_on(()) == "all" and passes_on(SWITCHED) == "none"
-    assert passes_on(SWITCHED[1:]) == SWITCHED[0]
-    assert passes_on(SWITCHED[-1:]) == f"all but {SWITCHED[-1]}"
+    assert str(Level("x")) == "all" and str(Level("x", SWITCHED)) == "none"
+    assert str(Level("x", SWITCHED[1:])) == SWITCHED[0]
+    assert str(Level("x", SWITCHED[-1:])) == f"all but {SWITCHED[-1]}"
+    assert str(Level("x", SWITCHED, "bucket")) == "bucket and before"
 
 
 # A step with a faulty pass
@@ -365,22 +366,22 @@ def test_the_faulty_pass_of_a_step_is_found_and_shown(how, tmp_path, monkeypatch
     if how == "raises":
         assert "Behind update_in_backward the run begins to fail." in text
         assert "RuntimeError: planted" in text
-        assert "The first statement that update_in_backward has touched in step0_0:" in text
-        assert "Run both on random inputs" not in text  # which rejected ones need not do
+        assert re.search(r"zerofx diff \S+ \S+_update_in_backward\.rejected\.py\n", text)
         assert (tmp_path / "zerofx-bisect/dumps/rank0/step0_0/00_captured.py").exists()
         return
     assert "Behind update_in_backward the run prints other numbers." in text
     assert re.search(r"Validation \(run 9\): pass 'update_in_backward' has changed", text)
     assert "The first result that differs is that node 'addmm_1'" in text
-    assert "mul_tensor = aten.mul.Tensor(gelu, 2.0) of " in text
-    assert "+ aten.mul.Tensor: mul_tensor" in text
     paths = re.findall(r"python -m zerofx run (\S+) --random", text)
-    assert [Path(path).name[:7] for path in paths[:2]] == ["minimal", "minimal"]
-    least = text[text.index("The least that shows it, before") : text.index("The first statement")]
+    assert [Path(path).name[:7] for path in paths] == ["minimal", "minimal"]
+    least = text[text.index("The least that shows it, before") : text.index("What it changes")]
     assert least.count(" = ") == 5 and "aten.mul.Tensor(gelu, 2.0);  del gelu" not in least
-    for before, after in (paths[:2], paths[2:]):
+    ((before, after),) = re.findall(r"python -m zerofx diff (\S+) (\S+)", text)
+    assert command_line.main(["diff", before, after]) == 0
+    assert "+ aten.mul.Tensor: mul_tensor" in capsys.readouterr().out
+    for pair in (paths, (before, after)):
         checksums = []
-        for path in (before, after):
+        for path in pair:
             assert command_line.main(["run", path, "--random"]) == 0
             checksums.append(capsys.readouterr().out.split("what it returns:")[1])
         assert checksums[0] != checksums[1]

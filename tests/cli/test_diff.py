@@ -1,7 +1,5 @@
 """``diff`` says what a person would: planted edits of dumped programs, passes, ranks and runs."""
 
-import itertools
-import random
 import re
 import time
 from pathlib import Path
@@ -13,10 +11,8 @@ from torch import nn
 import zerofx.__main__ as command_line
 from tests.kit.dumps import programs_in, write_dump
 from tests.kit.programs import capture, mlp_step
-from zerofx.cli.compare import _longest_increasing, compare
-from zerofx.cli.diff import report
-from zerofx.report.read import read
-from zerofx.report.statements import statements
+from zerofx.cli.diff import Difference, compare, report
+from zerofx.report.read import read, statements
 from zerofx.report.text import FORMAT
 
 
@@ -70,8 +66,12 @@ def test_every_statement_is_read_with_what_is_said_of_it(program):
     assert sum(s.gradient_of == "4.weight" for s in found) >= 1
 
 
+def is_empty(found):
+    return found == Difference([], [], [], [], found.unchanged)
+
+
 def test_a_program_does_not_differ_from_itself(program, capsys):
-    assert difference(program, program).is_empty
+    assert is_empty(difference(program, program))
     assert command_line.main(["diff", str(program), str(program)]) == 0
     assert "0 inserted, 0 removed, 0 moved, 0 changed" in capsys.readouterr().out
 
@@ -81,29 +81,12 @@ def test_a_moved_statement_is_all_that_is_reported(program, tmp_path):
         line = lines.pop(line_of(lines, "gelu_1"))
         lines.insert(line_of(lines, "addmm"), line)
 
-    found = difference(program, edited(program, tmp_path, move))
+    copy = edited(program, tmp_path, move)
+    found = difference(program, copy)
     assert not (found.inserted or found.removed or found.changed)
-    (moved,) = found.moved
-    assert names(moved.statements) == ["gelu_1"]
-    assert moved.is_before.name == "addmm" and moved.by < 0
-    assert moved.was_before.name != "addmm"
-
-
-def test_neighbours_that_move_together_are_one_move(program, tmp_path):
-    def move(lines):
-        are_statements = [": " in line and not line.lstrip().startswith("#") for line in lines]
-        start = lines.index("def program(") + 20
-        # Behind another: comments that a pass has made belong to the statement below them.
-        at = next(i for i in range(start, len(lines)) if all(are_statements[i - 1 : i + 2]))
-        block = lines[at : at + 2]
-        del lines[at : at + 2]
-        end = next(i for i, line in enumerate(lines) if line.startswith("    return "))
-        lines[end:end] = block
-
-    found = difference(program, edited(program, tmp_path, move))
-    (moved,) = found.moved
-    assert len(moved.statements) == 2 and moved.by > 0
-    assert moved.is_before.name == "return"
+    ((moved, coming),) = found.moved
+    assert (moved.name, coming) == ("gelu_1", "addmm")
+    assert "> gelu_1 moved: now before addmm" in "\n".join(report(read(program), read(copy)))
 
 
 def test_what_is_inserted_and_removed_is_said(program, tmp_path):
@@ -132,23 +115,10 @@ def test_changed_arguments_are_told_from_replaced_operands(program, tmp_path):
 
     copy = edited(program, tmp_path, change)
     found = difference(program, copy)
-    operand, argument = sorted(found.changed, key=lambda change: not change.replaced)
-    assert operand.after.name == "gelu" and operand.replaced == {"addmm": "addmm_1"}
-    assert "world_size=2" in argument.before.call and "world_size=4" in argument.after.call
+    assert "gelu" in [new.name for _, new in found.changed] and len(found.changed) == 2
     text = "\n".join(report(read(program), read(copy)))
     assert "~ gelu reads addmm_1 instead of addmm" in text
     assert re.search(r"\+ zerofx.all_gather_start\(\w+, world_size=4\)", text)
-
-
-def test_renaming_is_no_difference(program, tmp_path):
-    """As a later version of torch may number operators otherwise."""
-
-    def rename(lines):
-        for position, line in enumerate(lines):
-            lines[position] = re.sub(r"\b(addmm|gelu|t)(_\d+)?\b(?!\.)", r"\1_of_mine\2", line)
-
-    found = difference(program, edited(program, tmp_path, rename))
-    assert found.is_empty
 
 
 @pytest.mark.parametrize(
@@ -163,8 +133,8 @@ def test_renaming_is_no_difference(program, tmp_path):
             ("shard_gradients", "shard_parameters"),
             r"bucket 0 \(0\.weight, 0\.bias\)\n(?:  .*\n)*?"
             r"  - aten\.copy_\.default: copy_, copy__1\n"
-            r"  > pack_bucket0_1, .* moved up .* is before addmm "
-            r"\(aten\.addmm\.default in model\.0\)\n"
+            r"  - free: free_bucket0  \(shard_optimizer\)\n"
+            r"  \+ pack: pack_bucket0_1.*  \(shard_parameters\)\n"
             r"(?:  .*\n)*?"
             r"  ~ input parameter_0_weight: f32\[4, 4\]cpu -> f32\[12\]cpu\n",
         ),
@@ -191,7 +161,7 @@ def test_ranks_of_an_even_cut_differ_in_nothing(tmp_path, capsys):
 
     captured = capture(step, torch.randn(2, 4), world_size=2)
     first, second = (programs_in(write_dump(captured, tmp_path, rank=rank))[-1] for rank in (0, 1))
-    assert difference(first, second).is_empty
+    assert is_empty(difference(first, second))
 
 
 def test_a_pass_that_is_turned_off_in_another_run_shows(dumped, tmp_path, capsys):
@@ -200,23 +170,7 @@ def test_a_pass_that_is_turned_off_in_another_run_shows(dumped, tmp_path, capsys
     assert command_line.main(["diff", str(without), str(with_it)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"0 inserted, 0 removed, [1-9]\d* moved, 0 changed", out)
-    assert re.search(r"> .*gather_start_bucket\d.* moved up", out)
-
-
-def test_the_longest_increasing_subsequence_is_one():
-    generator = random.Random(0)
-    for _ in range(200):
-        numbers = list(range(7))
-        generator.shuffle(numbers)
-        found = [numbers[index] for index in _longest_increasing(numbers)]
-        assert found == sorted(found)
-        best = max(
-            length
-            for length in range(8)
-            for chosen in itertools.combinations(numbers, length)
-            if list(chosen) == sorted(chosen)
-        )
-        assert len(found) == best
+    assert re.search(r"> .*gather_start_bucket\d.* moved: now before \w+", out)
 
 
 # Bad input
@@ -248,7 +202,7 @@ def test_another_torch_is_refused_by_run_and_not_by_diff(program, tmp_path, caps
 
     other = edited(program, tmp_path, age)
     assert "was dumped with torch 2.9" in failing(capsys, "run", other, "--random")
-    assert difference(program, other).is_empty
+    assert is_empty(difference(program, other))
 
 
 def test_what_is_no_dump_is_refused_with_words(program, dumped, tmp_path, capsys):
@@ -265,7 +219,7 @@ def test_what_is_no_dump_is_refused_with_words(program, dumped, tmp_path, capsys
 
 
 def test_wrong_folders_passes_and_functions_are_told_what_there_is(dumped, tmp_path, capsys):
-    assert "is no folder" in failing(capsys, "diff", tmp_path / "none", "0", "1")
+    assert "does not exist" in failing(capsys, "diff", tmp_path / "none", "0", "1")
     assert "no dump of rank 0" in failing(capsys, "diff", tmp_path, "0", "1")
     error = failing(capsys, "diff", dumped, "0", "no_such_pass")
     assert "has no program 'no_such_pass'; it has 00_captured, 01_recompute" in error
@@ -275,7 +229,7 @@ def test_wrong_folders_passes_and_functions_are_told_what_there_is(dumped, tmp_p
     error = failing(capsys, "diff", tmp_path, "0", "1")
     assert "step0_0, step1_0: name one with --function" in error
     assert command_line.main(["diff", str(tmp_path), "0", "1", "--function", "step1_0"]) == 0
-    assert "'step2_0' is none of them" in failing(
+    assert "no function 'step2_0'; there is step0_0, step1_0" in failing(
         capsys, "diff", tmp_path, "0", "1", "--function", "step2_0"
     )
 

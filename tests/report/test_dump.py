@@ -24,8 +24,7 @@ from zerofx.ir.graph import provenance
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.report.folder import MARKER
-from zerofx.report.read import read
-from zerofx.report.statements import statements
+from zerofx.report.read import read, statements
 from zerofx.report.text import FORMAT
 
 

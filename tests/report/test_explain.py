@@ -11,7 +11,7 @@ import zerofx.__main__ as command_line
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.cost.timeline import LANES, Timeline
 from zerofx.options import Options
-from zerofx.report.explanation import limit_text, why_not_fused
+from zerofx.report.explain import limit_text, why_not_fused
 from zerofx.report.write import EXPLANATION
 
 NUMEL = 8 * 8 + 8

@@ -6,7 +6,7 @@ import zerofx.__main__ as command_line
 from tests.kit.planted import training
 from tests.kit.planted.steps import FORMS
 from tests.kit.planted.verdicts import verdicts
-from zerofx.cli.trials import Command
+from zerofx.cli.training_runs import Command
 
 SOME = 12
 """By default one bug of so many is planted."""

@@ -1,29 +1,43 @@
-"""``python -m zerofx bisect -- command``: the pass that a training run fails of."""
+"""``python -m zerofx bisect -- COMMAND``: runs a training until one pass is left to blame.
+
+Source: Zeller 1999, "Yesterday, my program worked. Today, it does not. Why?".
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
+from zerofx.cli.training_runs import SWITCHED, Command, Level, Trial, furthest, interruptible
 from zerofx.errors import CommandError
+from zerofx.passes.pipeline import PIPELINE
+from zerofx.report.read import read
 
-if TYPE_CHECKING:
-    from zerofx.cli.bisection import Bisection, Culprit
-    from zerofx.cli.trials import Command, Trial
-    from zerofx.report.statements import Statement
-
-_LINES = 30
-"""Of what a pass has changed, as many lines are printed."""
+NEEDED = tuple(step.name for step in PIPELINE if not step.optional and step.name != "data_parallel")
+"""The passes that the stage and offloads call for; ``stop_after`` does without them."""
 
 _INTERRUPTED = 130
-"""The exit status of what Ctrl-C has ended, as shells have it."""
+"""The exit status after Ctrl-C, as shells have it."""
+
+LEVELS = (
+    Level("data_parallel", SWITCHED, "data_parallel"),
+    *(Level(name, SWITCHED, name) for name in NEEDED[:-1]),
+    Level(NEEDED[-1], SWITCHED),
+    *(Level(name, SWITCHED[n + 1 :]) for n, name in enumerate(SWITCHED)),
+)
+"""From data parallelism alone to everything, a pass at a time."""
+
+REFERENCE = len(NEEDED)
+"""The level with every optional pass off."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -45,7 +59,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=_number,
         default=1e-6,
         metavar="T",
         help="by how much they may, relative (default 1e-6)",
@@ -66,189 +80,26 @@ def add_to(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Search, and print the runs and what they show."""
-    from zerofx.cli.bisection import Bisection
-    from zerofx.cli.trials import Command, interruptible
-
     words = chosen.command[chosen.command[:1] == ["--"] :]
     if not words:
         raise CommandError("bisect runs a command: give it behind --, as you would type it")
     command = Command(words, chosen.out, chosen.metric, chosen.timeout)
-    dumps = chosen.out / "dumps"
-    bisection = Bisection(command, chosen.tolerance, {"ZEROFX_DUMP": str(dumps.absolute())})
+    search = Search(command, chosen.tolerance, chosen.out / "dumps", chosen.out / "validated")
     try:
         with interruptible():
-            culprit = bisection.search()
-            validated = _validated(command, culprit, chosen.out / "validated")
+            found = search.run()
     except KeyboardInterrupt:
-        print(f"{_table(bisection)}\n\nInterrupted: no pass is named.")
+        print(f"{search.table()}\n\nInterrupted: no pass is named.")
         return _INTERRUPTED
     except CommandError:
         if command.trials:
-            print(f"{_table(bisection)}\n")
+            print(f"{search.table()}\n")
             sys.stdout.flush()
         raise
-    print(f"{_table(bisection)}\n")
-    for line in _report(bisection, culprit, validated, chosen.out):
+    print(f"{search.table()}\n")
+    for line in found:
         print(line)
     return 0
-
-
-def _validated(command: Command, culprit: Culprit, dumps: Path) -> Trial:
-    behind = culprit.behind
-    variables = {"ZEROFX_VALIDATE": "1", "ZEROFX_DUMP": str(dumps.absolute())}
-    return command.run("and validated", behind.off, variables, stop_after=behind.stop_after)
-
-
-def _table(bisection: Bisection) -> str:
-    """A row for each run."""
-    from zerofx.cli.bisection import passes_on
-
-    has_metric = bisection.command.metric is not None
-    headers = ["run", "", "passes on", "ended", "seconds"]
-    headers += ["last number", "differs by"] if has_metric else []
-    rows = []
-    for trial in bisection.command.trials:
-        row = [str(trial.number), trial.why, passes_on(trial.off, trial.stop_after), trial.ending]
-        row.append(f"{trial.seconds:.1f}")
-        if has_metric:
-            row.append(f"{trial.metric[-1]:.9g}" if trial.metric else "none")
-            if trial.metric and bisection.reference is not None:
-                row.append(f"{bisection.difference(trial):.3g}")
-        rows.append(row)
-    return tabulate(rows, headers=headers, disable_numparse=True)
-
-
-def _report(bisection: Bisection, culprit: Culprit, validated: Trial, out: Path) -> Iterator[str]:
-    """The pass, how to see it again, and what it does to the program."""
-    command, name, behind = bisection.command, culprit.name, culprit.behind
-    changed = "begins to fail" if not behind.succeeded else "prints other numbers"
-    yield f"Behind {name} the run {changed}."
-    if error := behind.error():
-        yield f"It says: {error}"
-    named = re.search(r"in pass '(\w+)' of zerofx", behind.text())
-    if named and named[1] != name:
-        yield f"It is raised in another pass, {named[1]}, which stumbles on what {name} does."
-    if culprit.without is None:
-        yield f"{name} has no switch: a smaller stage, or no offload, does without it."
-    elif culprit.is_enough:
-        yield f"With {name} alone turned off it does not: go on with ZEROFX_{name.upper()}=0."
-    else:
-        yield (
-            f"With {name} alone turned off it does so too (run {culprit.without.number}): a later "
-            "pass has the same effect, or needs what it does."
-        )
-    yield ""
-    yield from _validation(culprit, validated)
-    yield from _minimal(out / "validated")
-    yield ""
-    yield from _rewrites(name, out / "dumps")
-    yield ""
-    yield "To see it again, without the pass and with it:"
-    yield f"  {command.line(culprit.before)}"
-    yield f"  {command.line(behind)}"
-    yield f"What every run has printed is in {command.folder}/run<number>.txt."
-
-
-def _validation(culprit: Culprit, validated: Trial) -> Iterator[str]:
-    """What ``ZEROFX_VALIDATE=1`` has said."""
-    found = re.search(r"ValidationError: (.*)", validated.text())
-    if found:
-        yield f"Validation (run {validated.number}): {found[1]}"
-        return
-    if not validated.succeeded and validated.error() != culprit.behind.error():
-        yield (
-            f"Validation did not come to an end (run {validated.number}, {validated.ending}): "
-            f"{validated.error() or 'see what it printed'}"
-        )
-        return
-    yield (
-        f"Validation (run {validated.number}) has nothing against any pass's program: on random "
-        "inputs it computes what it did before. The fault is in how it is lowered or run, or "
-        "shows with your data and states alone."
-    )
-
-
-def _minimal(dumps: Path) -> Iterator[str]:
-    """The least of the programs before and behind the pass that shows what is wrong with it."""
-    for before in sorted(dumps.glob("rank0/*/minimal_before.py")):
-        yield ""
-        yield "The least that shows it, before the pass and behind it:"
-        after = before.with_name("minimal_after.py")
-        for path in (before, after):
-            yield ""
-            yield f"  $ python -m zerofx run {path} --random"
-            yield from (f"    {line}" for line in _function(path) if line.strip())
-
-
-def _function(path: Path) -> Iterator[str]:
-    """The lines of a dumped program's function, without comments."""
-    from zerofx.report.read import read
-
-    for line in read(path).lines:
-        if line.startswith("if __name__"):
-            return
-        if not line.lstrip().startswith("#"):
-            yield line
-
-
-def _rewrites(name: str, dumps: Path) -> Iterator[str]:
-    """What the pass has changed in the programs of rank 0, also in one that was rejected."""
-    from zerofx.report.write import REJECTED
-
-    kept = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}.py"))
-    rejected = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}{REJECTED}.py"))
-    if not (kept or rejected):
-        yield (
-            f"{name} has left no program in {dumps}: it did not get that far, or has none of its "
-            "own. What was there before is in rank0."
-        )
-    for after in (*kept, *rejected):
-        before = max(path for path in after.parent.glob("[0-9]*_*.py") if path.name < after.name)
-        yield from _rewrite(name, before, after)
-        if after in kept:
-            yield "Run both on random inputs, with no training around them:"
-            for path in (before, after):
-                yield f"  python -m zerofx run {path} --random"
-
-
-def _rewrite(name: str, before: Path, after: Path) -> Iterator[str]:
-    """The first statement that a pass has touched, and what else it has changed."""
-    from zerofx.cli.diff import report
-    from zerofx.report.read import read
-
-    try:
-        programs = read(before), read(after)
-    except CommandError:
-        yield f"What {name} has left is no program: {after}."
-        return
-    first = _first_rewrite(*programs)
-    if first is None:
-        yield f"{name} has changed nothing in {after.parent.name}."
-        return
-    where = f" of {first.place}" if first.place else ""
-    yield f"The first statement that {name} has touched in {after.parent.name}:"
-    yield f"  {first.name} = {first.call}{where}"
-    if first.why:
-        yield f"  {first.by}: {first.why}"
-    lines = list(report(*programs))
-    yield from lines[:_LINES]
-    if len(lines) > _LINES:
-        yield f"... and {len(lines) - _LINES} lines more:"
-        yield f"  python -m zerofx diff {before} {after}"
-
-
-def _first_rewrite(before: Any, after: Any) -> Statement | None:
-    """The first statement that is new, moved or changed; one that is gone if that is all."""
-    from zerofx.cli.compare import compare
-    from zerofx.report.statements import statements
-
-    now = statements(after)
-    difference = compare(statements(before), now)
-    touched = {statement.name for statement in difference.inserted}
-    touched |= {change.after.name for change in difference.changed}
-    touched |= {statement.name for move in difference.moved for statement in move.statements}
-    first = next((statement for statement in now if statement.name in touched), None)
-    return first or next(iter(difference.removed), None)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -258,22 +109,200 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
 
 
-def _tolerance(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: a number from 0 on")
-    return value
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
 
 
 def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time limit: seconds, more than 0")
-    return value
+    if not (seconds := _number(text)):
+        raise argparse.ArgumentTypeError("a time limit is more than 0 seconds")
+    return seconds
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+class Search:
+    """Looks for the pass behind which a command fails, or prints other numbers.
+
+    With a metric, a run is bad if it fails, or if a number is further than ``tolerance`` (relative)
+    from the reference's: the run with every optional pass off.  If that is bad itself, or nothing
+    differs from it, the reference is the run with data parallelism alone, and the passes that have
+    no switch are searched.
+    """
+
+    def __init__(self, command: Command, tolerance: float, dumps: Path, validated: Path) -> None:
+        self.command, self.tolerance = command, tolerance
+        self.dumps, self.validated = dumps, validated
+        self.reference: Trial | None = None
+        self.at: dict[int, Trial] = {}
+
+    def difference(self, trial: Trial) -> float:
+        """How far a run's numbers are from the reference's, relative."""
+        assert self.reference is not None, "the reference runs before anything is compared with it"
+        return furthest(trial.numbers, self.reference.numbers)
+
+    def is_bad(self, trial: Trial) -> bool:
+        return not trial.succeeded or self.difference(trial) > self.tolerance
+
+    def run(self) -> Iterator[str]:
+        """Find the pass; return what there is to say of it.
+
+        Raises: CommandError if no pass can be named, which says why and what to try.
+        """
+        passed, failed = self._ends()
+        found = bisect_left(
+            range(failed), True, lo=passed + 1, key=lambda level: self.is_bad(self._trial(level))
+        )
+        name, before, behind = LEVELS[found].adds, self.at[found - 1], self.at[found]
+        self._again(before)
+        self._again(behind, ZEROFX_DUMP=str(self.dumps.absolute()))
+        without = None
+        if name in SWITCHED:
+            without = self.command.run(f"{name} alone off", Level(name, (name,)))
+        variables = {"ZEROFX_VALIDATE": "1", "ZEROFX_DUMP": str(self.validated.absolute())}
+        validated = self.command.run("and validated", behind.level, **variables)
+        return self._report(name, before, behind, without, validated)
+
+    def _trial(self, level: int) -> Trial:
+        if level not in self.at:
+            why = {0: "data_parallel alone", REFERENCE: "every pass off"}.get(level)
+            self.at[level] = self.command.run(why or f"up to {LEVELS[level].adds}", LEVELS[level])
+        return self.at[level]
+
+    def _ends(self) -> tuple[int, int]:
+        """A level that is good and a higher one that is bad."""
+        top = len(LEVELS) - 1
+        everything = self.at[top] = self.command.run("as it is", LEVELS[top])
+        if everything.succeeded and self.command.metric is None:
+            raise CommandError(
+                "the command succeeds as it is, so there is nothing to find. If what it prints is "
+                "wrong, say where with --metric, and how wrong with --tolerance."
+            )
+        needed = self._trial(REFERENCE)
+        if needed.succeeded:
+            self._refer_to(needed)
+            if self.is_bad(everything):
+                return REFERENCE, top
+        least = self._trial(0)
+        if not least.succeeded:
+            failed = least if needed.succeeded else needed
+            says = f"It says: {failed.error()}. " if failed.error() else ""
+            what = "data_parallel alone" if needed.succeeded else "every optional pass off"
+            raise CommandError(
+                f"the command fails ({failed.ending}) with {what} too: no pass can be named. "
+                f"{says}Try ZEROFX_VALIDATE=1, which says of any pass whether it computes "
+                "something else; then ZEROFX_LOWERING=eager and ZEROFX_PEER_MEMORY=0, one after "
+                "the other."
+            )
+        self._refer_to(least)
+        if self.is_bad(needed):
+            return 0, REFERENCE
+        raise CommandError(
+            "no run differs: with every optional pass off, and with data_parallel alone, the "
+            f"numbers are the same to {max(map(self.difference, (needed, everything))):.3g}, and "
+            f"--tolerance is {self.tolerance:g}."
+        )
+
+    def _refer_to(self, trial: Trial) -> None:
+        metric = self.command.metric
+        if metric is not None and not trial.numbers:
+            raise CommandError(
+                f"--metric {metric.pattern!r} finds nothing in what the command printed: "
+                f"{trial.output}."
+            )
+        self.reference = trial
+
+    def _again(self, trial: Trial, **variables: str) -> None:
+        again = self.command.run(f"run {trial.number} again", trial.level, **variables)
+        if self.is_bad(again) != self.is_bad(trial):
+            raise CommandError(
+                f"runs {trial.number} and {again.number} have the same passes on and do not end "
+                "alike: what the command does is not the same twice, and no pass can be named. "
+                "Make it deterministic (seeds, data order, ZEROFX_HARDWARE for the plans), or give "
+                "a larger --tolerance."
+            )
+
+    def table(self) -> str:
+        """A row for each run."""
+        has_metric = self.command.metric is not None
+        rows = []
+        for trial in self.command.trials:
+            row = [str(trial.number), trial.why, str(trial.level), trial.ending]
+            row.append(f"{trial.seconds:.1f}")
+            if has_metric:
+                row.append(f"{trial.numbers[-1]:.9g}" if trial.numbers else "none")
+                if trial.numbers and self.reference is not None:
+                    row.append(f"{self.difference(trial):.3g}")
+            rows.append(row)
+        headers = ["run", "", "passes on", "ended", "seconds"]
+        headers += ["last number", "differs by"] if has_metric else []
+        return tabulate(rows, headers=headers, disable_numparse=True)
+
+    def _report(
+        self, name: str, before: Trial, behind: Trial, without: Trial | None, validated: Trial
+    ) -> Iterator[str]:
+        """The pass, how to see it again, and what it does to the program."""
+        changed = "begins to fail" if not behind.succeeded else "prints other numbers"
+        yield f"Behind {name} the run {changed}."
+        if error := behind.error():
+            yield f"It says: {error}"
+        named = re.search(r"in pass '(\w+)' of zerofx", behind.text())
+        if named and named[1] != name:
+            yield f"It is raised in another pass, {named[1]}, which stumbles on what {name} does."
+        if without is None:
+            yield f"{name} has no switch: a smaller stage, or no offload, does without it."
+        elif not self.is_bad(without):
+            yield f"With {name} alone turned off it does not: go on with ZEROFX_{name.upper()}=0."
+        else:
+            yield (
+                f"With {name} alone turned off it does so too (run {without.number}): a later pass "
+                "has the same effect, or needs what it does."
+            )
+        yield from ("", _verdict(behind, validated), *_minimal(self.validated), "")
+        yield from _programs(name, self.dumps)
+        yield from ("", "To see it again, without the pass and with it:")
+        yield from (f"  {self.command.line(trial.level)}" for trial in (before, behind))
+        yield f"What every run has printed is in {self.command.folder}/run<number>.txt."
+
+
+def _verdict(behind: Trial, validated: Trial) -> str:
+    """What ``ZEROFX_VALIDATE=1`` has said."""
+    if found := re.search(r"ValidationError: (.*)", validated.text()):
+        return f"Validation (run {validated.number}): {found[1]}"
+    if not validated.succeeded and validated.error() != behind.error():
+        return (
+            f"Validation did not come to an end (run {validated.number}, {validated.ending}): "
+            f"{validated.error() or 'see what it printed'}"
+        )
+    return (
+        f"Validation (run {validated.number}) has nothing against any pass's program: on random "
+        "inputs it computes what it did before. The fault is in how it is lowered or run, or "
+        "shows with your data and states alone."
+    )
+
+
+def _minimal(dumps: Path) -> Iterator[str]:
+    """The least of the programs before and behind the pass that shows what is wrong with it."""
+    for before in sorted(dumps.glob("rank0/*/minimal_before.py")):
+        yield from ("", "The least that shows it, before the pass and behind it:")
+        for path in (before, before.with_name("minimal_after.py")):
+            yield from ("", f"  $ python -m zerofx run {path} --random")
+            lines = "\n".join(read(path).lines).split("\nif __name__")[0].splitlines()
+            shown = (line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+            yield from (f"    {line}" for line in shown)
+
+
+def _programs(name: str, dumps: Path) -> Iterator[str]:
+    """How to see what the pass has changed in rank 0's programs, also in a rejected one."""
+    found = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}.*py"))
+    if not found:
+        yield (
+            f"{name} has left no program in {dumps}: it did not get that far, or has none of its "
+            "own. What was there before is in rank0."
+        )
+        return
+    yield "What it changes in the program:"
+    for after in found:
+        before = max(path for path in after.parent.glob("[0-9]*_*.py") if path.name < after.name)
+        yield f"  python -m zerofx diff {before} {after}"

@@ -1,25 +1,29 @@
-"""``python -m zerofx diff``: what changed between two dumped programs, by parameter."""
+"""``python -m zerofx diff``: what changed between two dumped programs, by parameter.
+
+Statements are known by their names, which passes keep.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from zerofx.cli.compare import Change, Difference, Move, compare
 from zerofx.errors import CommandError
 from zerofx.report.python_text import quoted_name
-from zerofx.report.read import DumpedProgram, read
-from zerofx.report.statements import Statement, statements
+from zerofx.report.read import WORD, DumpedProgram, Statement, function_folders, read, statements
 from zerofx.report.write import REJECTED
 
 _SHOWN = 4
-"""Names of one kind that are listed; --full lists all."""
+"""How many names of one kind are listed without --full."""
 
 
 def add_to(subparsers: Any) -> None:
+    """Add the command ``diff``."""
     parser = subparsers.add_parser(
         "diff",
         help="say what changed between two dumped programs",
@@ -37,184 +41,197 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    paths = _paths(chosen)
-    before, after = (read(path) for path in paths)
+    """Print what changed."""
+    before, after = (read(path) for path in _paths(chosen))
     for line in report(before, after, chosen.full):
         print(line)
     return 0
 
 
-def report(before: DumpedProgram, after: DumpedProgram, full: bool = False) -> Iterable[str]:
-    """What changed, line by line."""
-    was, now = statements(before), statements(after)
-    difference = compare(was, now)
-    yield f"--- {before.path}"
-    yield f"+++ {after.path}"
-    yield ""
-    yield from _costs(before, after)
-    moved = sum(len(move.statements) for move in difference.moved)
-    yield (
-        f"{len(difference.inserted)} inserted, {len(difference.removed)} removed, {moved} moved, "
-        f"{len(difference.changed)} changed, {difference.unchanged} as they were"
+@dataclass(frozen=True)
+class Difference:
+    """What leads from one program to another; ``unchanged`` counts the rest, with inputs.
+
+    ``moved`` are statements in another order, as ``difflib`` matches names, by the name of the next
+    statement that stays; ``changed`` are those that read or call something else, or have another
+    shape.
+    """
+
+    inserted: list[Statement]
+    removed: list[Statement]
+    moved: list[tuple[Statement, str]]
+    changed: list[tuple[Statement, Statement]]
+    unchanged: int
+
+
+def compare(before: Sequence[Statement], after: Sequence[Statement]) -> Difference:
+    """Compare two programs by the names of their statements."""
+    old, new = ({one.name: one for one in of} for of in (before, after))
+    first, second = [n for n in old if n in new], [n for n in new if n in old]
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
+    stays = {second[at] for block in blocks for at in range(block.b, block.b + block.size)}
+    moved, coming = [], "the end"
+    for statement in reversed(after):
+        if statement.name in stays:
+            coming = statement.name
+        elif statement.name in old:
+            moved.append((statement, coming))
+    pairs = [(old[name], new[name]) for name in second]
+    changed = [(a, b) for a, b in pairs if (a.call, a.value) != (b.call, b.value)]
+    touched = {one.name for one, _ in moved} | {one.name for one, _ in changed}
+    return Difference(
+        inserted=[statement for statement in after if statement.name not in old],
+        removed=[statement for statement in before if statement.name not in new],
+        moved=moved[::-1],
+        changed=changed,
+        unchanged=len(pairs) - len(touched),
     )
-    groups = _Groups(before, after)
-    groups.add(difference, full)
-    for title, lines in groups.ordered():
-        yield ""
-        yield title
-        yield from (f"  {line}" for line in lines)
+
+
+def report(before: DumpedProgram, after: DumpedProgram, full: bool = False) -> Iterable[str]:
+    """Say what changed, line by line."""
+    found = compare(statements(before), statements(after))
+    yield from (f"--- {before.path}", f"+++ {after.path}", "", *_costs(before, after))
+    yield (
+        f"{len(found.inserted)} inserted, {len(found.removed)} removed, {len(found.moved)} moved, "
+        f"{len(found.changed)} changed, {found.unchanged} as they were"
+    )
+    groups = _Groups((before, after), found, full)
+    for title in groups.ordered():
+        yield from ("", title, *(f"  {line}" for line in groups.lines[title]))
 
 
 class _Groups:
-    """Lines by what they are about: a bucket, a parameter, or a module of the user's."""
+    """Lines by what they are about: a bucket, a parameter, a module of the user's or a line."""
 
-    def __init__(self, *programs: DumpedProgram):
-        self._bucket_of: dict[str, int] = {}
-        members: dict[int, list[str]] = {}
-        for program in programs:
-            members = {}
-            for name, of in program.facts["PARAMETERS"].items():
+    def __init__(
+        self, programs: tuple[DumpedProgram, DumpedProgram], found: Difference, full: bool
+    ):
+        self.facts = [program.facts for program in programs]
+        self.names = [quoted_name(name) for name in self.facts[1]["PARAMETERS"]]
+        self.bucket_of: dict[str, int] = {}
+        for facts in self.facts:  # the later program's are those to show
+            for name, of in facts["PARAMETERS"].items():
                 if "place" in of:
-                    members.setdefault(of["place"][0], []).append(quoted_name(name))
-                    self._bucket_of[quoted_name(name)] = of["place"][0]
-        self._members = members
-        self._lines: dict[str, list[str]] = {}
-        self._programs = programs
-        self._after = programs[-1]
+                    self.bucket_of[quoted_name(name)] = of["place"][0]
+        self.full = full
+        self.lines: dict[str, list[str]] = {}
+        self._add_statements("-", found.removed)
+        self._add_statements("+", found.inserted)
+        self._add_moved(found.moved)
+        self._add_changed(found.changed)
 
-    def add(self, difference: Difference, full: bool) -> None:
-        for sign, found in (("-", difference.removed), ("+", difference.inserted)):
-            self._add_statements(sign, found, full)
-        for move in difference.moved:
-            self._line(self._title(move.statements[0]), _moved(move, full))
-        self._add_changes(difference.changed, full)
+    def _add_statements(self, sign: str, found: Sequence[Statement]) -> None:
+        kinds: dict[tuple[str, str, str], list[Statement]] = {}
+        for one in found:
+            kind = f"{one.name} = {one.call}" if self.full else one.role or one.operator
+            kinds.setdefault((self._title(one), one.by, kind), []).append(one)
+        for (title, by, kind), members in kinds.items():
+            why = next((one.why for one in members if one.why), "")
+            note = "; ".join(filter(None, (by, why)))
+            what = kind if self.full else f"{kind}: {self._listed(members)}"
+            self._line(title, f"{sign} {what}{f'  ({note})' if note else ''}")
 
-    def _add_statements(self, sign: str, found: Sequence[Statement], full: bool) -> None:
-        kinds: dict[tuple[str, str, str, str], list[Statement]] = {}
-        for statement in found:
-            kind = "" if full else statement.role or statement.operator
-            key = (self._title(statement), statement.by, kind, statement.name if full else "")
-            kinds.setdefault(key, []).append(statement)
-        for (title, by, kind, _), members in kinds.items():
-            why = next((statement.why for statement in members if statement.why), "")
-            note = "; ".join(part for part in (by, why) if part)
-            note = f"  ({note})" if note else ""
-            if full:
-                self._line(title, f"{sign} {members[0].name} = {members[0].call}{note}")
+    def _add_moved(self, moved: Sequence[tuple[Statement, str]]) -> None:
+        together: dict[tuple[str, str], list[Statement]] = {}
+        for one, coming in moved:
+            together.setdefault((self._title(one), coming), []).append(one)
+        for (title, coming), members in together.items():
+            self._line(title, f"> {self._listed(members)} moved: now before {coming}")
+
+    def _add_changed(self, changed: Sequence[tuple[Statement, Statement]]) -> None:
+        alike: dict[tuple[str, str], list[Statement]] = {}
+        for old, new in changed:
+            title, replaced = self._title(new), _replaced(old, new)
+            if replaced and not self.full:
+                instead = ", ".join(f"{now} instead of {was}" for was, now in replaced.items())
+                alike.setdefault((title, instead), []).append(new)
+            elif old.role == "input":
+                self._line(title, f"~ input {new.name}: {old.value} -> {new.value}")
             else:
-                self._line(title, f"{sign} {kind}: {_listed(members)}{note}")
-
-    def _add_changes(self, changed: Sequence[Change], full: bool) -> None:
-        alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[Statement]] = {}
-        for change in changed:
-            title = self._title(change.after)
-            if change.replaced and not full:
-                key = (title, tuple(sorted(change.replaced.items())))
-                alike.setdefault(key, []).append(change.after)
-            elif change.before.role == "input":
-                was, now = change.before.value, change.after.value
-                self._line(title, f"~ input {change.after.name}: {was} -> {now}")
-            else:
-                self._line(title, f"~ {change.after.name}")
-                for sign, one in (("-", change.before), ("+", change.after)):
-                    self._line(title, f"    {sign} {_shortened(one.call, full)}  {one.value}")
-        for (title, replaced), readers in alike.items():
-            instead = ", ".join(f"{new} instead of {old}" for old, new in replaced)
+                self._line(title, f"~ {new.name}")
+                for sign, one in (("-", old), ("+", new)):
+                    long = len(one.call) > 120 and not self.full
+                    call = f"{one.call[:117]}..." if long else one.call
+                    self._line(title, f"    {sign} {call}  {one.value}")
+        for (title, instead), readers in alike.items():
             verb = "reads" if len(readers) == 1 else "read"
-            self._line(title, f"~ {_listed(readers)} {verb} {instead}")
+            self._line(title, f"~ {self._listed(readers)} {verb} {instead}")
 
     def _title(self, statement: Statement) -> str:
-        bucket = statement.bucket
-        if bucket < 0 and statement.names in self._bucket_of:
-            bucket = self._bucket_of[statement.names]
+        """``bucket 2 (a, b)``, a parameter, a module or a line: what a statement is about."""
+        names = statement.names or self._parameter_of(statement)
+        bucket = statement.bucket if statement.bucket >= 0 else self.bucket_of.get(names, -1)
         if bucket >= 0:
-            return f"bucket {bucket} ({', '.join(self._members.get(bucket, [])) or '?'})"
-        if statement.names:
-            return statement.names
+            members = [name for name in self.names if self.bucket_of.get(name) == bucket]
+            return f"bucket {bucket} ({', '.join(members) or '?'})"
+        if names or statement.role == "input":
+            return names or "inputs"
+        if statement.gradient_of or statement.module:
+            return statement.gradient_of or f"in {statement.module}"
+        return f"at {_short(statement.place)}" if statement.place else "elsewhere"
+
+    def _parameter_of(self, statement: Statement) -> str:
+        """The parameter that an input is, or that a statement of no module marks or writes to."""
         if statement.role == "input":
-            return self._title_of_input(statement)
-        if statement.gradient_of:
-            return statement.gradient_of
-        if statement.module:
-            return f"in {statement.module}"
-        return self._title_of_operand(statement)
-
-    def _title_of_operand(self, statement: Statement) -> str:
-        """For what is of no module: the parameter that it marks or writes to, or the line."""
-        name = self._marked(statement.call)
+            return self._parameter_of_input(statement.name)
+        if statement.role or statement.gradient_of or statement.module:
+            return ""
+        if marked := re.search(r"\bparameter=(\d+)", statement.call):
+            return dict(enumerate(self.names)).get(int(marked[1]), "")
         writes = statement.operator.endswith("copy_.default") and statement.reads
-        for program in self._programs if writes and not name else ():
-            of = program.facts["INPUTS"].get(statement.reads[0], {})
-            name = name or (quoted_name(of["parameter"]) if "parameter" in of else "")
-        if name:
-            return self._title(Statement(statement.name, "", "", names=name))
-        if not statement.place:
-            return "elsewhere"
-        return f"at {short_source(statement.place)}"
+        return self._parameter_of_input(statement.reads[0]) if writes else ""
 
-    def _marked(self, call: str) -> str:
-        match = re.search(r"\bparameter=(\d+)", call)
-        names = list(self._after.facts["PARAMETERS"]) if match else []
-        return quoted_name(names[int(match[1])]) if match and int(match[1]) < len(names) else ""
+    def _parameter_of_input(self, name: str) -> str:
+        found = [facts["INPUTS"].get(name, {}).get("parameter") for facts in self.facts]
+        return next((quoted_name(parameter) for parameter in found if parameter), "")
 
-    def _title_of_input(self, statement: Statement) -> str:
-        of = self._after.facts["INPUTS"].get(statement.name, {})
-        name = quoted_name(of["parameter"]) if "parameter" in of else ""
-        if not name:
-            return "inputs"
-        return self._title(Statement(statement.name, "", "", names=name))
+    def _listed(self, members: Sequence[Statement]) -> str:
+        names = [statement.name for statement in members]
+        if self.full or len(names) <= _SHOWN:
+            return ", ".join(names)
+        return f"{', '.join(names[: _SHOWN - 1])} and {len(names) - _SHOWN + 1} more"
 
     def _line(self, title: str, line: str) -> None:
-        self._lines.setdefault(title, []).append(line)
+        self.lines.setdefault(title, []).append(line)
 
-    def ordered(self) -> list[tuple[str, list[str]]]:
-        """Buckets and parameters as the program lists them, then modules, then the rest."""
-        names = [quoted_name(name) for name in self._after.facts["PARAMETERS"]]
-        place = {name: number for number, name in enumerate(names)}
+    def ordered(self) -> list[str]:
+        """Titles: buckets and parameters as the program lists them, then modules, then the rest."""
+        place = {name: number for number, name in enumerate(self.names)}
 
-        def key(item: tuple[str, list[str]]) -> tuple[int, int, str]:
-            title = item[0]
-            if match := re.match(r"bucket (\d+) \((.*?)[,)]", title):
-                return 0, place.get(match[2], len(names)), title
-            if title in place:
-                return 0, place[title], title
-            return 1 + (title.startswith("at ")) + 2 * (title == "elsewhere"), 0, title
+        def key(title: str) -> tuple[int, int, str]:
+            bucket = re.match(r"bucket \d+ \((.*?)[,)]", title)
+            name = bucket[1] if bucket else title
+            if bucket or name in place:
+                return 0, place.get(name, len(place)), title
+            return 1 + title.startswith("at ") + 2 * (title == "elsewhere"), 0, title
 
-        return sorted(self._lines.items(), key=key)
+        return sorted(self.lines, key=key)
 
 
-def _moved(move: Move, full: bool) -> str:
-    way = "up" if move.by < 0 else "down"
-    names = ", ".join(s.name for s in move.statements) if full else _listed(move.statements)
-    passed = f"{abs(move.by)} statement{'s' if abs(move.by) != 1 else ''}"
-    return (
-        f"> {names} moved {way} past {passed}: was before {_landmark(move.was_before)}, is before "
-        f"{_landmark(move.is_before)}"
-    )
+def _short(place: str) -> str:
+    """``train.py:12: loss.backward()``: a line of source with its file's name alone."""
+    found = re.match(r"(.*?:\d+)([: ].*|)$", place)
+    return f"{re.split(_SEPARATOR, found[1])[-1]}{found[2]}" if found else place
 
 
-def _landmark(statement: Statement | None) -> str:
-    if statement is None:
-        return "the end"
-    return statement.name if statement.name == "return" else f"{statement.name} ({statement.what})"
+_SEPARATOR = re.compile(r"[\\/]")
 
 
-def _listed(members: Sequence[Statement]) -> str:
-    names = [statement.name for statement in members]
-    if len(names) <= _SHOWN:
-        return ", ".join(names)
-    return f"{', '.join(names[: _SHOWN - 1])} and {len(names) - _SHOWN + 1} more"
-
-
-def _shortened(call: str, full: bool) -> str:
-    return call if full or len(call) <= 120 else f"{call[:117]}..."
+def _replaced(old: Statement, new: Statement) -> Mapping[str, str]:
+    """What a statement reads instead of what, if nothing else about it has changed."""
+    was, now = WORD.findall(old.call), WORD.findall(new.call)
+    replaced = {a: b for a, b in zip(was, now, strict=False) if a != b}
+    is_all = WORD.sub(lambda match: replaced.get(match[0], match[0]), old.call) == new.call
+    is_all = is_all and old.value == new.value and replaced.keys() <= set(old.reads)
+    return replaced if is_all else {}
 
 
 _COST = re.compile(r"# (allocated at most|sent|collectives|moved to the \w+) {2,}(.*)$")
 
 
 def _costs(before: DumpedProgram, after: DumpedProgram) -> list[str]:
-    """What of the costs in the two headers differs."""
+    """The costs in the two headers that differ."""
     costs = []
     for program in (before, after):
         matches = map(_COST.match, program.text[:4000].splitlines())
@@ -231,28 +248,15 @@ def _paths(chosen: argparse.Namespace) -> tuple[Path, Path]:
         return first, second
     if len(chosen.what) != 3:
         raise CommandError("diff takes a folder and two passes, or two files; see --help")
-    folder = _function_folder(Path(chosen.what[0]), chosen.rank, chosen.function)
+    folder = Path(chosen.what[0])
+    if not _programs(folder):
+        found = function_folders(folder, chosen.rank, chosen.function)
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise CommandError(f"{folder} holds the programs of {names}: name one with --function")
+        (folder,) = found
     first, second = (_program(folder, wanted) for wanted in chosen.what[1:])
     return first, second
-
-
-def _function_folder(folder: Path, rank: int, function: str | None) -> Path:
-    """The folder that holds one function's programs, in or below a dump's."""
-    if not folder.is_dir():
-        raise CommandError(f"{folder} is no folder")
-    if _programs(folder):
-        return folder
-    ranks = folder / f"rank{rank}"
-    if not ranks.is_dir():
-        raise CommandError(f"{folder} holds no dump of rank {rank}: there is no {ranks}")
-    found = sorted(path for path in ranks.iterdir() if path.is_dir() and _programs(path))
-    if function is not None:
-        found = [path for path in found if path.name == function]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(path.name for path in sorted(ranks.iterdir()) if path.is_dir())
-    which = "name one with --function" if function is None else f"{function!r} is none of them"
-    raise CommandError(f"{ranks} holds the programs of {names or 'no function'}: {which}")
 
 
 def _program(folder: Path, wanted: str) -> Path:
@@ -269,10 +273,3 @@ def _program(folder: Path, wanted: str) -> Path:
 def _programs(folder: Path) -> list[Path]:
     pattern = re.compile(rf"\d\d+_\w+({re.escape(REJECTED)})?\.py")
     return sorted(path for path in folder.glob("*.py") if pattern.fullmatch(path.name))
-
-
-def short_source(source: str) -> str:
-    """``train.py:12 loss.backward()``: a line of source with its file's name alone."""
-    place = re.match(r".*?:\d+(?=[: ]|$)", source)
-    end = place.end() if place else 0
-    return f"{source[:end].replace(chr(92), '/').rpartition('/')[2]}{source[end:]}"

@@ -31,7 +31,7 @@ from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.replay.validate import Validator
-from zerofx.report.explanation import explanation, first_words, peak_bytes
+from zerofx.report.explain import explanation, first_words, peak_bytes
 from zerofx.report.optimizers import describe
 from zerofx.report.timeline import TimelineDump
 from zerofx.report.write import ProgramDump

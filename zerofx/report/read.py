@@ -1,10 +1,10 @@
-"""Reads dumped programs: their facts without running anything, and their function to run it."""
+"""Reads dumped programs: their facts and statements as text, and their function to run it."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,17 @@ from zerofx.report.text import FORMAT
 
 _VERSIONS = re.compile(r"# zerofx dump (\d+), torch (\S+), zerofx (\S+)$")
 _TITLE = re.compile(r"# (\d+) (\w+), rank \d+ of \d+, stage \d$")
+_STATEMENT = re.compile(r'    (\w+): "((?:[^"\\]|\\.)*)" = (.*?)(?:;  del [\w, ]+)?$')
+_INPUT = re.compile(r'    (\w+): "((?:[^"\\]|\\.)*)",$')
+_NAME = r'(?:"(?:[^"\\]|\\.)*"|[^\s,;:()"]+)'
+_ORIGIN = re.compile(
+    rf"(?P<by>\w+): (?P<role>\w+)(?: (?P<names>{_NAME}(?:, {_NAME})*))?"
+    r"(?: \(bucket (?P<bucket>\d+)\))?(?:; (?P<why>.*))?$"
+)
+_SOURCE = re.compile(r"from (?P<place>.*?:\d+)(?: \((?P<module>[^:]*)\))?: (?P<text>.*)$")
+_GRADIENT = "this rank's gradient of "
+WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=])")
+"""A name in a call that may be a statement's: no attribute, and no keyword."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,38 @@ def read(path: str | Path) -> DumpedProgram:
     return parsed(path, text, versions[2], f"{title[1]} {title[2]}")
 
 
+def function_folders(folder: Path, rank: int, function: str | None = None) -> list[Path]:
+    """Find one rank's functions in a dump, in the order in which they were compiled.
+
+    ``folder`` may also be the rank's, or one function's; ``function`` asks for one by name.
+
+    Raises: CommandError if there are none.
+    """
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise CommandError(f"{folder} {what}: give the folder that was dumped to.")
+    for found in ([folder], sorted((folder / f"rank{rank}").glob("*")), sorted(folder.glob("*"))):
+        functions = [path for path in found if path.is_dir() and any(path.glob("00_captured.py"))]
+        if functions:
+            wanted = [path for path in functions if function in (None, path.name)]
+            if not wanted:
+                known = ", ".join(path.name for path in sorted(functions, key=_order))
+                raise CommandError(f"there is no function {function!r}; there is {known}")
+            return sorted(wanted, key=_order)
+    ranks = ", ".join(sorted(path.name for path in folder.glob("rank*")))
+    raise CommandError(
+        f"{folder} holds no dump of rank {rank}; it holds {ranks or 'no ranks'}. Run the training "
+        "with ZEROFX_DUMP set to a folder, and give that."
+    )
+
+
+def _order(folder: Path) -> tuple[int, int, str]:
+    """Order by function and program: ``step10_0`` is behind ``step2_1``."""
+    numbers = re.search(r"(\d+)_(\d+)$", folder.name)
+    function, program = map(int, numbers.groups()) if numbers else (0, 0)
+    return function, program, folder.name
+
+
 def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgram:
     """What ``text`` says of a program.  Raises: CommandError if it is not whole."""
     lines = text.splitlines()
@@ -134,3 +177,78 @@ def _literals(text: str) -> dict[str, Any]:
                 except ValueError:
                     continue
     return found
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One line of a program: ``name: annotation = call``, and what the comments say of it.
+
+    ``names`` are the parameters that it serves, as they are written, ``by`` the pass that inserted
+    it, ``place`` and ``module`` where the user wrote it; ``gradient_of`` are the parameters whose
+    local gradient it is.  ``reads`` are the statements and inputs in its call, each once.
+    """
+
+    name: str
+    value: str
+    call: str
+    reads: tuple[str, ...] = ()
+    by: str = ""
+    role: str = ""
+    names: str = ""
+    bucket: int = -1
+    why: str = ""
+    place: str = ""
+    module: str = ""
+    gradient_of: str = ""
+
+    @property
+    def operator(self) -> str:
+        """``zerofx.wait``, ``aten.mm.default`` or ``getitem``."""
+        head = self.call.split("(", 1)[0]
+        return head if head != self.call and "[" not in head else "getitem"
+
+
+def statements(program: DumpedProgram) -> list[Statement]:
+    """List a program's inputs and statements, in order; what it returns is called ``return``."""
+    found: list[Statement] = []
+    known: set[str] = set()
+    comments: list[str] = []
+    source: tuple[str, str] = ("", "")
+    for line in program.lines:
+        if line.startswith("    #     "):
+            comments[-1] += f" {line[10:]}"
+        elif line.startswith("    # "):
+            comments.append(line[6:])
+        elif match := _INPUT.match(line):
+            found.append(Statement(match[1], match[2], "", role="input"))
+            known.add(match[1])
+        elif match := _STATEMENT.match(line):
+            name, value, call = match.groups()
+            origin, source = _noted(comments, source)
+            reads = _reads(call, known)
+            place, module = source
+            found.append(Statement(name, value, call, reads, **origin, place=place, module=module))
+            known.add(name)
+            comments = []
+        elif line.startswith("    return "):
+            call = line.strip().removeprefix("return ")
+            found.append(Statement("return", "", call, _reads(call, known)))
+    return found
+
+
+def _noted(comments: Iterable[str], source: tuple[str, str]) -> tuple[dict, tuple[str, str]]:
+    origin: dict[str, object] = {}
+    for comment in comments:
+        if match := _SOURCE.match(comment):
+            source = f"{match['place']}: {match['text']}", match["module"] or ""
+        elif comment.startswith(_GRADIENT):
+            origin["gradient_of"] = comment.removeprefix(_GRADIENT)
+        elif match := _ORIGIN.match(comment):
+            fields = match.groupdict(default="")
+            origin |= {**fields, "bucket": int(fields["bucket"] or -1)}
+    return origin, source
+
+
+def _reads(call: str, known: set[str]) -> tuple[str, ...]:
+    words: Sequence[str] = WORD.findall(call)
+    return tuple(dict.fromkeys(word for word in words if word in known))

@@ -13,32 +13,52 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from zerofx.errors import CommandError
 from zerofx.options import environment, turned_off
+from zerofx.passes.pipeline import PIPELINE
+
+SWITCHED = (*(step.name for step in PIPELINE if step.optional), "fuse_optimizer")
+"""What is turned off from the end: the optional passes in their order, and what lowering does."""
 
 GRACE_S = 40.0
 """How long a command that was told to end may take: torchrun gives its workers 30 s."""
 
-_ERROR = re.compile(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.M)
+
+class Level(NamedTuple):
+    """How much of the compiler runs; ``adds`` is the pass that the level below has not."""
+
+    adds: str
+    off: tuple[str, ...] = ()
+    stop_after: str | None = None
+
+    def __str__(self) -> str:
+        on = [name for name in SWITCHED if name not in self.off]
+        if self.stop_after is not None:
+            return f"{self.stop_after} and before"
+        if not self.off:
+            return "all"
+        return (
+            f"all but {', '.join(self.off)}" if len(on) > len(self.off) else ", ".join(on) or "none"
+        )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the command, with the passes ``off``, and all behind ``stop_after``.
+    """One run of the command.
 
-    ``status`` is its exit status, None if the time limit ended it.  ``metric`` are the numbers
-    that it printed, in order; ``output`` the file with all that it printed.
+    ``status`` is its exit status, None if the time limit ended it; ``numbers`` are those that it
+    printed for the metric; ``output`` is the file with all that it printed.
     """
 
     number: int
     why: str
-    off: tuple[str, ...]
+    level: Level
     status: int | None
-    metric: tuple[float, ...]
+    numbers: tuple[float, ...]
     seconds: float
     output: Path
-    stop_after: str | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -49,9 +69,8 @@ class Trial:
         """``exit 1``, ``SIGSEGV``, or that it took too long."""
         if self.status is None:
             return "timed out"
-        if self.status < 0:
-            with contextlib.suppress(ValueError):
-                return signal.Signals(-self.status).name
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-self.status).name
         return f"exit {self.status}"
 
     def text(self) -> str:
@@ -59,15 +78,18 @@ class Trial:
 
     def error(self) -> str:
         """The first line of its output that names an exception; empty for none, and if it hung."""
-        match = _ERROR.search(self.text()) if self.status else None
-        return match[1] if match else ""
+        found = _ERROR.search(self.text()) if self.status else None
+        return found[1] if found else ""
+
+
+_ERROR = re.compile(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.M)
 
 
 class Command:
-    """A command and where its runs write: ``folder/run1.txt`` and so on.
+    """A command that is run again and again, and writes to ``folder/run1.txt`` and so on.
 
     ``metric`` finds numbers in what it prints, by its first group or else all of it;
-    ``timeout_s`` is for each run, None for no limit.  ``trials`` are the runs so far.
+    ``timeout_s`` is for each run, None for no limit.
     """
 
     def __init__(
@@ -77,41 +99,31 @@ class Command:
         metric: re.Pattern[str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self.words = tuple(words)
-        self.folder = folder
-        self.metric = metric
-        self.timeout_s = timeout_s
+        self.words, self.folder = tuple(words), folder
+        self.metric, self.timeout_s = metric, timeout_s
         self.trials: list[Trial] = []
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("run*.txt"):
             if re.fullmatch(r"run\d+\.txt", old.name):
                 old.unlink()
 
-    def run(
-        self,
-        why: str,
-        off: Sequence[str] = (),
-        extra: Mapping[str, str] | None = None,
-        *,
-        stop_after: str | None = None,
-    ) -> Trial:
-        """Run it once, and wait; ``extra`` is environment beside what turns passes off.
+    def run(self, why: str, level: Level, **variables: str) -> Trial:
+        """Run it once, and wait; ``variables`` are environment beside what turns passes off.
 
         Raises: CommandError if it cannot be started, or prints for a metric what is no number.
         """
         number = len(self.trials) + 1
         output = self.folder / f"run{number}.txt"
-        changed = {**turned_off(off, stop_after), **(extra or {})}
+        changed = {**turned_off(level.off, level.stop_after), **variables}
         began = time.monotonic()
         with output.open("ab") as file:
             status = self._status({**environment(), **changed}, file)
         seconds = time.monotonic() - began
-        numbers = self._numbers(output)
-        trial = Trial(number, why, tuple(off), status, numbers, seconds, output, stop_after)
+        trial = Trial(number, why, level, status, self._numbers(output), seconds, output)
         self.trials.append(trial)
         return trial
 
-    def _status(self, variables: Mapping[str, str], file) -> int | None:
+    def _status(self, variables: Mapping[str, str], file: Any) -> int | None:
         """The exit status; None if the time is up.  Nothing of the command is left running then."""
         try:
             process = subprocess.Popen(
@@ -148,28 +160,11 @@ class Command:
                 f"{found[:3]}. Let its first group hold the number alone: 'loss ([-+.\\w]+)'"
             ) from None
 
-    def line(self, trial: Trial) -> str:
+    def line(self, level: Level) -> str:
         """The same run, as one types it."""
-        variables = turned_off(trial.off, trial.stop_after)
+        variables = turned_off(level.off, level.stop_after)
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         return " ".join([*words, shlex.join(self.words)])
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """What ends this process ends the run that is under way too, as Ctrl-C does.
-
-    A run has a session of its own, which no terminal and no ``timeout`` would end.  What this
-    process ignores, as under ``nohup``, it goes on to ignore.
-    """
-    both = (signal.SIGTERM, signal.SIGHUP)
-    signals = [one for one in both if signal.getsignal(one) is not signal.SIG_IGN]
-    before = [signal.signal(one, signal.default_int_handler) for one in signals]
-    try:
-        yield
-    finally:
-        for one, handler in zip(signals, before, strict=True):
-            signal.signal(one, handler)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -185,6 +180,23 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let signals that end this process end the run under way too, as Ctrl-C does.
+
+    A run has a session of its own, which no terminal and no ``timeout`` would end.  Signals that
+    this process ignores, as under ``nohup``, stay ignored.
+    """
+    both = (signal.SIGTERM, signal.SIGHUP)
+    signals = [one for one in both if signal.getsignal(one) is not signal.SIG_IGN]
+    before = [signal.signal(one, signal.default_int_handler) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)
+
+
 def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:
     """The largest relative difference of two runs' numbers; infinite if one has more of them.
 
@@ -192,11 +204,8 @@ def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:
     """
     if len(numbers) != len(others):
         return math.inf
-    return max(map(_apart, _ordered(numbers), _ordered(others)), default=0.0)
-
-
-def _ordered(numbers: Sequence[float]) -> list[float]:
-    return sorted(numbers, key=lambda number: (math.isnan(number), number))
+    ordered = (sorted(of, key=lambda n: (math.isnan(n), n)) for of in (numbers, others))
+    return max(map(_apart, *ordered), default=0.0)
 
 
 def _apart(one: float, other: float) -> float:
