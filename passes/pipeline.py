@@ -8,7 +8,6 @@ from zerofx.passes.offload.offload_activations import offload_activations
 from zerofx.passes.offload.place_files import place_files
 from zerofx.passes.offload.place_offload import place_offload
 from zerofx.passes.schedule.prefetch import prefetch
-from zerofx.passes.schedule.prefetch_across_steps import prefetch_across_steps
 from zerofx.passes.schedule.update_in_backward import update_in_backward
 from zerofx.passes.zero.bucket import bucket
 from zerofx.passes.zero.data_parallel import data_parallel
@@ -91,13 +90,6 @@ PIPELINE = (
         requires=frozenset({"sharded_updates"}),
         optional=True,
         smallest_stage=1,
-    ),
-    Pass(
-        "prefetch_across_steps",
-        prefetch_across_steps,
-        requires=frozenset({"sharded_parameters"}),
-        optional=True,
-        smallest_stage=3,
     ),
     Pass(
         "place_files",

@@ -225,7 +225,6 @@ class CompiledFunction:
             yield
         except AgreementError as error:
             if error.divided:
-                REGISTRY.carried.step_failed(self.communicator, ())
                 self.communicator.abandon()
             raise
 

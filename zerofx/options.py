@@ -26,12 +26,14 @@ STOPS = (
     "place_offload",
     "offload_activations",
     "prefetch",
-    "prefetch_across_steps",
 )
 """Passes behind which a program runs without the later ones, as ``stop_after`` has it."""
 
 RENAMED = {"link": "hardware"}
 """Old names of options, and their names of today."""
+
+REMOVED = {"prefetch_across_steps": "no gain could be measured"}
+"""Options that are gone, and why."""
 
 # Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
 PLANNED = ("clip",)
@@ -302,7 +304,6 @@ class Options:
     bucket: bool = _pass(True)
     update_in_backward: bool = _pass(True)
     prefetch: bool = _pass(True)
-    prefetch_across_steps: bool = _pass(False)
     fuse_optimizer: bool = _switch(True)
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
     peer_memory: bool = _switch(True)
@@ -414,11 +415,6 @@ def _check_together(options: Options) -> None:
             f"offload='params' needs stage 3: stage {options.stage} keeps whole parameters on the"
             " device. Choose stage 3, or drop 'params'"
         )
-    if "params" in options.offload and options.prefetch_across_steps:
-        raise ValueError(
-            "prefetch_across_steps keeps parameters gathered on the device between steps, and"
-            " offload='params' keeps all of them off it. Choose one"
-        )
 
 
 def _check_auto(options: Options) -> None:
@@ -454,11 +450,6 @@ def _check_delayed(options: Options) -> None:
         raise ValueError(
             "delayed_update needs optimizer states in host memory and parameters on the device:"
             " drop offload_tier='nvme' and offload='params', or delayed_update"
-        )
-    if options.prefetch_across_steps:
-        raise ValueError(
-            "prefetch_across_steps gathers for the next call what delayed_update may still change"
-            " before it. Choose one"
         )
     if options.memory_budget is not None:
         raise ValueError(
@@ -539,6 +530,9 @@ def _bad_name(what: str, name: str, spelled: Callable[[str], str]) -> ValueError
     listed = f"Known: {', '.join(known)}"
     if name in renamed:
         return ValueError(f"{what} {name!r} is now called {renamed[name]!r}; rename it. {listed}")
+    removed = {spelled(old): why for old, why in REMOVED.items()}
+    if name in removed:
+        return ValueError(f"{what} {name!r} is gone: {removed[name]}; drop it. {listed}")
     if name in planned:
         return ValueError(f"{what} {name!r} is planned but not in this version; drop it. {listed}")
     # A cutoff of 0 names the nearest however far it is.

@@ -50,12 +50,9 @@ def keep_within_budget(
         sockets=not ctx.options.peer_memory,
         table=ctx.table,
     )
-    carried_from = None
-    if ctx.options.prefetch_across_steps:
-        carried_from = _end_of_reductions(graph, order)
     if ctx.offloads:
         alive = with_moves(graph, order, alive, ctx)
-        least = check_fits(_peak(planned, alive, False, carried_from), ctx)
+        least = check_fits(_peak(planned, alive, False), ctx)
         there = stay_on_device(graph, ctx, budget - least)
         set_resident(graph, there)
         alive = [nbytes + there.nbytes for nbytes in alive]
@@ -68,11 +65,11 @@ def keep_within_budget(
             unit: _merged(before[unit], cuts)
             for unit, cuts in zip(before, agreed.cuts, strict=True)
         }
-        if _peak(kept, alive, ahead, carried_from) <= budget:
+        if _peak(kept, alive, ahead) <= budget:
             planned.update(kept)
             set_kept_gathered(graph, agreed)
             return _count(before) - _count(planned)
-    if "activations" in ctx.options.offload and _peak(before, alive, False, carried_from) > budget:
+    if "activations" in ctx.options.offload and _peak(before, alive, False) > budget:
         # As little as can be: what is still too much, activations make room for, or are refused.
         cuts = tuple(_cuts(spans, spans) for spans in before.values())
         set_kept_gathered(graph, KeptGathered(gathers, cuts))
@@ -82,7 +79,7 @@ def keep_within_budget(
     def transfer_s(nbytes: int) -> float:
         return ctx.figures.transfer_s(nbytes, ranks)
 
-    keep_gathered(planned, alive, budget, ahead, carried_from, transfer_s)
+    keep_gathered(planned, alive, budget, ahead, transfer_s)
     cuts = tuple(_cuts(before[unit], planned[unit]) for unit in before)
     set_kept_gathered(graph, KeptGathered(gathers, cuts))
     return _count(before) - _count(planned)
@@ -162,14 +159,12 @@ def keep_gathered(
     alive: list[int],
     budget: int,
     ahead: bool,
-    carried_from: int | None = None,
     transfer_s: Callable[[int], float] = float,
 ) -> int:
     """Keep parameters from forward to backward as far as ``budget`` bytes go; return how many.
 
     ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
-    leaves room for each gather to start as early as the one before it.  From ``carried_from`` on,
-    the first gather is there for the next call, and it is from the program's start.  Merges the
+    leaves room for each gather to start as early as the one before it.  Merges the
     spans of ``planned`` in place, those first that hold fewest bytes, for the shortest time, for
     each second of ``transfer_s(bytes)`` that they save: what is small, and the last layers of
     forward.
@@ -177,7 +172,7 @@ def keep_gathered(
 
     Raises: BudgetError if the program does not fit with nothing kept.
     """
-    least = _peak(planned, alive, False, carried_from)
+    least = _peak(planned, alive, False)
     if least > budget:
         raise _does_not_fit(least, budget)
     gaps = [
@@ -192,7 +187,7 @@ def keep_gathered(
         for before, after in itertools.pairwise(spans):
             merged = _joined(before, after)
             trial = [merged if span is before else span for span in spans if span is not after]
-            if _peak({**planned, unit: trial}, alive, ahead, carried_from) <= budget:
+            if _peak({**planned, unit: trial}, alive, ahead) <= budget:
                 planned[unit] = trial
                 kept += 1
                 break
@@ -203,7 +198,6 @@ def _peak(
     planned: Planned,
     alive: list[int],
     ahead: bool,
-    carried_from: int | None,
 ) -> int:
     spans = sorted(
         ((span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans),
@@ -212,21 +206,5 @@ def _peak(
     for index, (first, last, nbytes) in enumerate(spans):
         changes[spans[index - 1][0] if ahead and index else first] += nbytes
         changes[last + 1] -= nbytes
-    if carried_from is not None and spans:
-        first = spans[0][0]
-        nbytes = max(nbytes for begin, _, nbytes in spans if begin == first)
-        changes[0] += nbytes
-        changes[first] -= nbytes
-        changes[carried_from] += nbytes
     gathered = itertools.accumulate(changes)
     return max(map(operator.add, alive, gathered))
-
-
-def _end_of_reductions(graph: fx.Graph, order: dict[fx.Node, int]) -> int | None:
-    """Return the place of the last wait: gathers for the next call start no earlier.
-
-    None if the program updates nothing.
-    """
-    if not any(node.target is ops.update for node in graph.nodes):
-        return None
-    return max((order[node] for node in graph.nodes if node.target is ops.wait), default=0)

@@ -102,7 +102,7 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     return Activation(node, hinted_bytes(node), leaves, first, late) if leaves < first else None
 
 
-_HOLDING = (ops.free, ops.carry)
+_HOLDING = (ops.free,)
 
 
 def _can_be_taken_again(view: fx.Node) -> bool:

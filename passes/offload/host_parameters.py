@@ -301,7 +301,7 @@ def _begins_gather(node: fx.Node) -> bool:
     """Whether a node takes shards from the host to be gathered: as a pack, a cast, or alone."""
     if not any(map(is_kept_on_host, node.all_input_nodes)):
         return False
-    if node.target in (ops.pack, ops.all_gather_start, ops.resume_gather):
+    if node.target in (ops.pack, ops.all_gather_start):
         return True
     return role(node) == "gather_cast"
 

@@ -168,15 +168,8 @@ def _alive(graph: fx.Graph, ctx: PassContext) -> list[int]:
     if not gathers or not updates or ctx.world_size == 1:
         return alive
     if ctx.options.stage < 3 and ctx.options.prefetch:  # new values, gathered behind each update
-        extra, stretches = 2 * max(map(value_bytes, gathers)), [range(updates[0], len(alive))]
-    elif ctx.options.stage == 3 and ctx.options.prefetch_across_steps:
-        reduced = max(at for at, node in enumerate(nodes) if node.target is ops.wait)
-        extra = value_bytes(gathers[0])
-        stretches = [range(nodes.index(gathers[0])), range(reduced, len(alive))]
-    else:
-        return alive
-    for stretch in stretches:
-        for position in stretch:
+        extra = 2 * max(map(value_bytes, gathers))
+        for position in range(updates[0], len(alive)):
             alive[position] += extra
     return alive
 

@@ -85,14 +85,9 @@ def start_within_budget(
 def _alive(
     graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node], fixed: list[fx.Node]
 ) -> list[int]:
-    """Bytes at each fixed node with every gather at its wait, and what is carried between steps."""
+    """Return the bytes at each fixed node with every gather at its wait."""
     alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
     order = program_order(graph)
-    if ctx.options.prefetch_across_steps and any(n.target is ops.update for n in graph.nodes):
-        first = waits[0].args[0]
-        reduced = max(order[node] for node in order if node.target is ops.wait)
-        for index in (*range(order[first]), *range(reduced, len(alive))):
-            alive[index] += value_bytes(first)
     return [alive[order[node]] for node in fixed]
 
 

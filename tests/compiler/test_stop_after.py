@@ -30,7 +30,7 @@ def test_there_is_a_stop_behind_every_pass_but_the_first_and_the_last():
 @pytest.mark.parametrize(
     ("name", "stage"),
     (("data_parallel", 0), ("bucket", 0), ("shard_optimizer", 1), ("shard_gradients", 2))
-    + (("shard_parameters", 3), ("prefetch_across_steps", 3)),
+    + (("shard_parameters", 3), ("prefetch", 3)),
 )
 def test_the_stage_is_what_the_passes_so_far_shard(name, stage):
     assert of(name).stage == stage
@@ -49,9 +49,9 @@ def test_what_later_passes_would_offload_stays():
 
 
 def test_later_optional_passes_are_off_and_earlier_ones_as_they_were():
-    options = of("bucket", prefetch_across_steps=True, hoist_casts=False)
+    options = of("bucket", hoist_casts=False)
     assert options.bucket and not options.hoist_casts
-    assert not (options.update_in_backward or options.prefetch or options.prefetch_across_steps)
+    assert not (options.update_in_backward or options.prefetch)
 
 
 def test_updates_are_not_delayed_that_run_on_the_device():
@@ -64,7 +64,7 @@ def test_updates_are_not_delayed_that_run_on_the_device():
 def test_without_a_stop_nothing_changes():
     options = resolve(EVERYTHING, {})
     assert stopped(options) is options
-    last = dataclasses.replace(of("prefetch_across_steps"), stop_after=None)
+    last = dataclasses.replace(of("prefetch"), stop_after=None)
     assert last == resolve({}, {})
 
 

@@ -51,7 +51,6 @@ def test_defaults_are_the_contracts():
         "bucket": True,
         "update_in_backward": True,
         "prefetch": True,
-        "prefetch_across_steps": False,
         "fuse_optimizer": True,
         "peer_memory": True,
         "master_weights": False,
@@ -364,7 +363,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = [field.name for field in dataclasses.fields(Options)]
-    assert len(known) == 29
+    assert len(known) == 28
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )
@@ -377,6 +376,13 @@ def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
         f" Known: {', '.join(known)}"
     )
+
+
+def test_an_option_that_is_gone_says_why():
+    words = words_of(ValueError, {"prefetch_across_steps": True})
+    assert words.startswith("option 'prefetch_across_steps' is gone: no gain could be measured")
+    words = words_of(ValueError, None, {"ZEROFX_PREFETCH_ACROSS_STEPS": "1"})
+    assert "'ZEROFX_PREFETCH_ACROSS_STEPS' is gone" in words
 
 
 def test_an_options_old_name_leads_to_the_new_one():
@@ -444,12 +450,12 @@ def test_the_users_dict_is_left_alone():
     assert options == {"stage": 1, "reduce_dtype": "bfloat16"}
 
 
-def test_every_optional_pass_is_a_field_and_one_of_them_is_off_by_default():
+def test_every_optional_pass_is_a_field_and_on_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
     others |= {"offload_checksums", "delayed_update", "validate"}
     assert switches == {*OPTIONAL_PASSES, *others}
-    assert [n for n in OPTIONAL_PASSES if not Options().enabled(n)] == ["prefetch_across_steps"]
+    assert all(map(Options().enabled, OPTIONAL_PASSES))
 
 
 def test_no_planned_option_exists_yet():

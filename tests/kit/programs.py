@@ -355,7 +355,7 @@ def gathered_bytes(captured: Captured) -> list[int]:
     """
     alive, timeline = 0, []
     for node in captured.graph.nodes:
-        if node.target in (ops.all_gather_start, ops.resume_gather):
+        if node.target is ops.all_gather_start:
             alive += _bytes_of(node)
         elif node.target is ops.free:
             alive -= _bytes_of(node.args[0])
@@ -490,7 +490,7 @@ def _moved(operand: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(operand) if isinstance(operand, list) else operand.clone()
 
 
-_WITHOUT_RESULT = (ops.free, ops.carry, ops.states_to_file, ops.shards_to_file, ops.drop_value)
+_WITHOUT_RESULT = (ops.free, ops.states_to_file, ops.shards_to_file, ops.drop_value)
 
 Row = tuple[fx.Node, ...]
 """One instruction: the node of every rank's program, by rank."""
@@ -507,7 +507,6 @@ class _Machine:
         self.rows = _in_lock_step(programs)
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
-        self.carried: list[Row] = []
         self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
         in_files = any(
             node.target is ops.states_from_file_start for node in programs[0].graph.nodes
@@ -553,10 +552,6 @@ class _Machine:
             elif row[0].op == "call_function":
                 for rank, value in enumerate(self._call(row)):
                     self.memory[rank][row[rank]] = value
-        for start in self.carried:
-            for rank, result in enumerate(self._collective(start)):
-                message = f"the input of {start[rank].name}, which is in flight, changed"
-                assert_bitwise(result, self.started[start][rank], message)
         return self._harvest(entries)
 
     def _file_shards(self) -> None:
@@ -607,7 +602,6 @@ class _Machine:
             ops.gradient: lambda row: self._same(_reduce(self._operands(row), "mean")),
             ops.wait: self._wait,
             ops.free: self._free,
-            ops.carry: self._carry,
             ops.take_shard: self._take_shard,
             ops.mask_padding: self._mask_padding,
             ops.pack: self._pack,
@@ -658,7 +652,7 @@ class _Machine:
     def _collective(self, start: Row) -> list[torch.Tensor]:
         values = self._operands(start)
         assert len({value.shape for value in values}) == 1, f"{start[0].name} of unequal sizes"
-        if start[0].target in (ops.all_gather_start, ops.resume_gather):
+        if start[0].target is ops.all_gather_start:
             pieces = [
                 self._packed(rank, *pair)
                 for rank, pair in enumerate(zip(start, values, strict=True))
@@ -694,11 +688,6 @@ class _Machine:
     def _free(self, row: Row) -> list[None]:
         for value in self._operands(row):
             value.fill_(_poison(value.dtype))
-        return [None for _ in self.ranks]
-
-    def _carry(self, row: Row) -> list[None]:
-        """Remember what is left in flight for the next call's ``resume_gather``."""
-        self.carried.append(tuple(node.args[0] for node in row))
         return [None for _ in self.ranks]
 
     def _take_shard(self, row: Row) -> list[torch.Tensor]:

@@ -119,14 +119,10 @@ def compute_ahead(captured: Captured, link: str) -> list[float]:
 
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
-@pytest.mark.parametrize(
-    "model, carried",
-    only([("MLP", True)], [*((model, False) for model in MODELS), ("MLP", True)]),
-    ids=[*MODELS, "carried"],
-)
-def test_no_budget_is_exceeded_and_ranks_choose_alike(model, link, carried):
+@pytest.mark.parametrize("model", only(["MLP"], MODELS))
+def test_no_budget_is_exceeded_and_ranks_choose_alike(model, link):
     captured = MODELS[model]()
-    options = {"prefetch_across_steps": carried, "bucket": True, "update_in_backward": True}
+    options = {"bucket": True, "update_in_backward": True}
     smallest = smallest_of(captured, hardware=link, **options)
     most = peak_of(by_rank(captured, PLENTY, link, **options)[0])
     draw = random.Random(f"{model} {link}")

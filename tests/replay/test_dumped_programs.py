@@ -78,7 +78,7 @@ FORMS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "states on the host": {"offload": "optimizer"},
     "states in files": {"offload": "optimizer", "offload_tier": "nvme", "offload_dir": "scratch"},
-    "parameters on the host": {"offload": "optimizer,params", "prefetch_across_steps": False},
+    "parameters on the host": {"offload": "optimizer,params"},
     "activations on the host": {"offload": "activations"},
 }
 

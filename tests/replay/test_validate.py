@@ -105,8 +105,6 @@ def validated(step, pipeline=PIPELINE, **options):
 
 def check_that_no_pass_changes(name, stage, offload, off, world_size):
     passes = {name: name not in OFF[off] for name in OPTIONAL_PASSES}
-    if "params" in OFFLOADS[offload].get("offload", ""):
-        passes["prefetch_across_steps"] = False
     options = {**passes, "stage": stage, **OFFLOADS[offload]}
     assert len(validated(clone(STEPS[name](), world_size), **options)) > 1
 

@@ -101,7 +101,6 @@ PROGRAMS = [
     pytest.param(lambda: rewritten(mlp_step(clip=True), stage=1), id="stage 1"),
     pytest.param(lambda: rewritten(mlp_step(clip=True), stage=2, bucket=True), id="stage 2"),
     pytest.param(lambda: rewritten(mlp_step(clip=True), bucket=True), id="stage 3"),
-    pytest.param(lambda: rewritten(mlp_step(), prefetch_across_steps=True), id="across steps"),
     pytest.param(lambda: rewritten(mlp_step(), **AWAY), id="offload"),
     pytest.param(lambda: rewritten(mlp_step(), **FILED), id="files"),
     pytest.param(lambda: mlp_step(), id="captured"),

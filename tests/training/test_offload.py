@@ -109,7 +109,6 @@ def test_every_form_of_a_step_is_bitwise_the_same(step, stage, ranks):
     [
         {"bucket": False},
         {"update_in_backward": False, "prefetch": False},
-        {"prefetch_across_steps": True},
         {"bucket_bytes": 256, "reduce_dtype": "bfloat16"},
         {"accumulate": "sharded"},
     ],

@@ -445,7 +445,6 @@ def test_the_options_are_read_from_the_code_and_the_environment():
     [
         *(({"stage": stage, **PARAMS}, f"stage {stage} keeps whole") for stage in (1, 2)),
         ({"stage": 0, **PARAMS}, "stage 0 keeps whole"),
-        ({"prefetch_across_steps": True, **ALL}, "gathered on the device between steps"),
     ],
 )
 def test_what_makes_no_sense_with_it_is_refused_with_words(options, words):

@@ -47,9 +47,8 @@ def named(bug, folder, monkeypatch, capsys):
 
 OF_A_PASS_WITH_A_SWITCH = [
     (name, kind, number)
-    for name in ("recompute", "hoist_casts", "prefetch_across_steps")
+    for name in ("recompute", "hoist_casts")
     for kind, number in (("delete", 0), ("swap", 1))
-    if (name, kind) != ("prefetch_across_steps", "swap")  # which has one of everything
 ]
 OF_A_PASS_WITHOUT = [
     (name, kind, number)

@@ -17,7 +17,6 @@ from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LateState, SavedState, standing_for
 from zerofx.runtime.parameters.parameter import BoundParameter
-from zerofx.runtime.parameters.registry import REGISTRY
 
 
 class Source(Protocol):
@@ -170,7 +169,6 @@ def into_shard(entry: str, bound: BoundParameter) -> Target:
     start, stop = info.owned_by(bound.communicator.rank)
 
     def end(values: torch.Tensor) -> None:
-        REGISTRY.carried.shard_changes(bound, by="zerofx.load()")
         bound.write_shard(_padded(values, info.shard_numel))
 
     def begin() -> torch.Tensor:

@@ -27,7 +27,7 @@ def attempts(options: Options, table: ParameterTable) -> list[Options]:
         replace(options, offload=targets, memory_budget=besides)
         for targets in (("optimizer",), ("optimizer", "activations"))
     ]
-    if options.stage == 3 and not options.prefetch_across_steps:
+    if options.stage == 3:
         found.append(replace(options, offload=("optimizer", "params", "activations")))
     return found
 

@@ -117,8 +117,7 @@ def _allocations(
         for root in roots[node]:
             last[root] = max(last.get(root, 0), death)
     for (node, part), nbytes in sizes.items():
-        begin = 0 if node.target is ops.resume_gather else order[node]
-        yield Allocation(node, part, begin, last.get((node, part), order[node]), nbytes)
+        yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
     for node in nodes:
         here = order[node]
         if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
@@ -155,8 +154,6 @@ def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
 
 def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
     """When a reader needs its operands no more: a collective reads them until its wait."""
-    if reader.target is ops.carry:
-        return len(order) - 1
     if reader.target in ops.STARTS or ops.is_move(reader.target):
         return max(_done_with(user, order) for user in reader.users)
     return order[reader]

@@ -96,8 +96,7 @@ class Work:
 def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
     """What one node takes by these figures.  What is waited for has been the start's to do."""
     if node.target in ops.STARTS:
-        is_new = node.target is not ops.resume_gather
-        return Work("link", transfer_s(node, figures, world_size) if is_new else 0.0)
+        return Work("link", transfer_s(node, figures, world_size))
     if ops.is_move(node.target):
         way = "to device" if node.target in ops.TO_DEVICE else "to host"
         return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
@@ -119,10 +118,9 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
     """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
-    at the wait.  What the call before has carried over has arrived, and what this one carries
-    over is waited for by the next.  Copies to and from the host have a lane of their own each way,
-    and so have updates on the host, and reads and writes of files together: states count as if
-    none stayed in host memory from step to step.
+    at the wait.  Copies to and from the host have a lane of their own each way, and so have updates
+    on the host, and reads and writes of files together: states count as if none stayed in host
+    memory from step to step.
     """
     compute_s = idle_s = 0.0
     free_s = dict.fromkeys(LANES, 0.0)
@@ -215,7 +213,7 @@ def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
 
 def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
     """How long a collective travels by itself, from the buffer that its ranks make of it."""
-    if start.target in (ops.all_gather_start, ops.resume_gather):
+    if start.target is ops.all_gather_start:
         return figures.transfer_s(value_bytes(start), world_size)
     nbytes = value_bytes(start.args[0])
     if start.target is ops.all_reduce_start and role(start) == "reduce_gradient":

@@ -40,7 +40,7 @@ def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
         if node.target is ops.on_owners:
             count += 2
             exchanges += 2 * owned_bytes(node, world_size) * (world_size - 1) // world_size
-        if node.target not in ops.STARTS or node.target is ops.resume_gather:
+        if node.target not in ops.STARTS:
             continue
         count += 1
         if node.target is ops.all_gather_start:
@@ -63,12 +63,9 @@ class GatheredPeak:
 
 
 def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
-    """Walk the program from start to free of every gathered buffer.  Units: bytes.
-
-    What a step carries to the next is alive from the start.
-    """
-    alive = {node: value_bytes(node) for node in gm.graph.nodes if node.target is ops.resume_gather}
-    peak = GatheredPeak(sum(alive.values()), tuple(served(start, table) for start in alive))
+    """Walk the program from start to free of every gathered buffer.  Units: bytes."""
+    alive: dict[fx.Node, int] = {}
+    peak = GatheredPeak(0, ())
     for node in gm.graph.nodes:
         if node.target is ops.all_gather_start:
             alive[node] = value_bytes(node)

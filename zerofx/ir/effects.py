@@ -44,15 +44,6 @@ def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
     return owned
 
 
-def written_shards(graph: fx.Graph) -> set[int]:
-    """The parameters whose shards the program writes to."""
-    return {
-        input_role(node).parameter
-        for node in placeholders(graph, "parameter")
-        if input_role(node).sharded and writers(node)
-    }
-
-
 def shards_changed_by_user(graph: fx.Graph) -> set[int]:
     """The parameters whose shards something writes to that is no update's part."""
     of_updates = (ops.update, ops.store_start, *ops.HOST_UPDATES)

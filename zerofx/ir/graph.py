@@ -328,7 +328,7 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     while pending:
         for user in pending.pop().users:
             sources = aliased_inputs(user)
-            if through_gathers and user.target in (ops.all_gather_start, ops.resume_gather):
+            if through_gathers and user.target is ops.all_gather_start:
                 sources = user.all_input_nodes
             if user not in found and any(source in found for source in sources):
                 found.add(user)
@@ -565,7 +565,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-_KEPT_UNREAD = (ops.free, ops.carry, ops.wait_move, ops.drop_value, *ops.TO_FILE)
+_KEPT_UNREAD = (ops.free, ops.wait_move, ops.drop_value, *ops.TO_FILE)
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:

@@ -60,21 +60,6 @@ def all_gather_start(shard, world_size):
     return shard.new_empty(shard.shape[0] * world_size)
 
 
-@_define("resume_gather(Tensor shard, int[] parameters, int world_size) -> Tensor")
-def resume_gather(shard, parameters, world_size):
-    """The gather of these parameters that the call before has carried over, or else a new one.
-
-    A ``*_start`` like ``all_gather_start``, whose result may have been alive since before the call.
-    """
-    return shard.new_empty(shard.shape[0] * world_size)
-
-
-@_define("carry(Tensor started, int[] parameters) -> ()")
-def carry(started, parameters):
-    """Leave a started gather of these parameters to the next call's ``resume_gather``."""
-    return None
-
-
 @_define("wait(Tensor started) -> Tensor")
 def wait(started):
     """The result of a ``*_start``, complete.  The same memory as its argument."""
@@ -323,7 +308,7 @@ TO_FILE = (states_to_file, shards_to_file, value_to_file)
 WAITS = (wait, wait_move, wait_store, wait_update, wait_file)
 """What waits for something that goes on beside the step."""
 
-STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start, resume_gather)
+STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start)
 
 
 def is_move(target) -> bool:

@@ -99,15 +99,6 @@ class Reference:
     def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
         return torch.cat(list(self.exchange(shard)))
 
-    def resume_gather(
-        self, shard: torch.Tensor, parameters: list[int], world_size: int
-    ) -> torch.Tensor:
-        """A new gather: no call has come before."""
-        return self.all_gather_start(shard, world_size)
-
-    def carry(self, started: torch.Tensor, parameters: list[int]) -> None:
-        """Nothing: no call comes after."""
-
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         return started
 

@@ -11,7 +11,7 @@ from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, placeholders, resident, served, updates, value_bytes
+from zerofx.ir.graph import input_role, placeholders, resident, updates
 from zerofx.options import Options
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
@@ -41,7 +41,6 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
             "most gathered at once",
             f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
         ),
-        ("gathered for the next step", _carried(program)),
         ("most allocated at once in a step", size_text(peak_bytes(program))),
         ("sent per rank and step: gathers", size_text(wire.gathers)),
         ("sent per rank and step: reductions", size_text(wire.reductions)),
@@ -215,13 +214,6 @@ def _files(program: Program) -> list[tuple[str, str]]:
 
 def _files_hold_shards(program: Program) -> bool:
     return any(node.target is ops.shards_from_file_start for node in program.gm.graph.nodes)
-
-
-def _carried(program: Program) -> str:
-    """What a rank holds gathered between steps, and whose it is."""
-    carried = [node.args[0] for node in program.gm.graph.nodes if node.target is ops.carry]
-    names = ", ".join(served(start, program.table) for start in carried)
-    return f"{size_text(sum(map(value_bytes, carried)))} ({names or 'none'})"
 
 
 def _counts(counts) -> str:

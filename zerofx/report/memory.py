@@ -190,7 +190,7 @@ class _Kinds:
         lying = self.lying.get((node, allocation.part), [node])
         if allocation.own:
             return "temporaries" if target is ops.update else "staging"
-        if target in (ops.all_gather_start, ops.resume_gather):
+        if target is ops.all_gather_start:
             return "gathered parameters"
         if target is ops.reload_start:
             return "activations"

@@ -263,7 +263,7 @@ class _Writer:
             return self.phases[node]
         if lane != "link":
             return lane
-        if node.target in (ops.all_gather_start, ops.resume_gather):
+        if node.target is ops.all_gather_start:
             return "gather"
         return "reduce" if role(node) == "reduce_gradient" else "other collectives"
 
@@ -277,7 +277,7 @@ class _Writer:
             return 0
         if node.target is ops.on_owners:
             return owned_bytes(node, self.world_size, self.table)
-        is_gather = node.target in (ops.all_gather_start, ops.resume_gather)
+        is_gather = node.target is ops.all_gather_start
         return value_bytes(node if is_gather else node.args[0])
 
 

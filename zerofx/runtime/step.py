@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
-from zerofx.runtime.parameters.cross_step_gathers import Key
 from zerofx.runtime.parameters.first_values import read_by_all
 from zerofx.runtime.parameters.parameter import BoundParameter
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -73,13 +72,6 @@ class StepRuntime:
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
         self._read_interface(graph)
-        self.resumes = [
-            (node.args[1], node.meta["val"].dtype)
-            for node in graph.nodes
-            if node.target is ops.resume_gather
-        ]
-        self.resumed: list[Key] = []
-        self._carried: list[tuple[Key, torch.Tensor]] = []
         self.communicates = any(node.target in ops.STARTS for node in graph.nodes)
         self.moves = effects.has_moves(graph)
         self.groups_on_host = effects.groups_on_host(graph)
@@ -145,7 +137,6 @@ class StepRuntime:
         self.renewed_gradients = dict(written_gradients(graph))
         self.sharded_results = frozenset(sharded_results(graph))
         self.changed_gradients = effects.changed_gradients(graph)
-        self.written = effects.written_shards(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
 
     def host_state_bytes(self) -> int:
@@ -180,13 +171,9 @@ class StepRuntime:
             sources,
         )
         self.buckets.bind(self.bound)
-        self.resumed = [self._key(parameters, dtype) for parameters, dtype in self.resumes]
         self.host_updates.bind(self.bound, self.groups_on_host)
         for optimizer in map(_alive, self.optimizers):
             attach_optimizer(optimizer, keeps_loaded_dtypes=not self.device.precision.is_plain)
-
-    def _key(self, parameters: Iterable[int], dtype: torch.dtype) -> Key:
-        return tuple(self.bound[index] for index in parameters), dtype
 
     def kernels(self) -> dict[object, Callable]:
         """The function that runs each ``zerofx::`` operator of the program."""
@@ -196,8 +183,6 @@ class StepRuntime:
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
             ops.all_gather_start: buckets.all_gather_start,
-            ops.resume_gather: self.resume_gather,
-            ops.carry: self.carry,
             ops.wait: communicator.wait,
             ops.free: communicator.free,
             ops.take_shard: buckets.take_shard,
@@ -305,12 +290,9 @@ class StepRuntime:
             REGISTRY.barrier.confirm_writes(self.bound)
         if self.changed_by_user:
             SNAPSHOTS.before_change(self.bound[i].parameter for i in self.changed_by_user)
-        REGISTRY.carried.enter_call(self.resumed, [self.bound[i] for i in self.written])
         with torch.no_grad():
             results = list(self.program(*values))
         self.steps.finish()
-        for key, gathering in self._carried:
-            REGISTRY.carried.put(key, self.communicator, gathering)
         if self.communicates:
             self.communicator.settle()
         if self.files is not None:
@@ -325,13 +307,11 @@ class StepRuntime:
             self.mover.abandon()
         if self.files is not None:  # what no update writes to any more
             self.files.failed(error, self._live_optimizers())
-        REGISTRY.carried.step_failed(self.communicator, self.resumed)
         if self.communicates:
             self.communicator.abandon()
 
     def _end_call(self) -> None:
         """Forget what was of this call alone."""
-        self._carried.clear()
         self.steps.end_call()
         self.host_updates.end_call()
         if self.files is not None:
@@ -374,22 +354,6 @@ class StepRuntime:
                 REGISTRY.gradients.store(bound, value, unreduced=is_whole)
             results[position] = bound.stub
         del results[len(results) - len(self.renewed_gradients) :]
-
-    def resume_gather(
-        self, shard: torch.Tensor, parameters: list[int], world_size: int
-    ) -> torch.Tensor:
-        key = self._key(parameters, shard.dtype)
-        carried = REGISTRY.carried.take(key)
-        if carried is not None:
-            if carried.gathering is not None:
-                return carried.gathering
-            if carried.unsure_since:
-                name = f"{carried.unsure_since} before a step that prefetches across steps"
-                REGISTRY.barrier.wait(key[0], name)
-        return self.communicator.all_gather_start(shard, world_size)
-
-    def carry(self, gathering: torch.Tensor, parameters: list[int]) -> None:
-        self._carried.append((self._key(parameters, gathering.dtype), gathering))
 
     def to_host_start(
         self, pieces: list[torch.Tensor], parameters: list[int], slot: int

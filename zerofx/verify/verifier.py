@@ -5,7 +5,6 @@ A program that breaks one would corrupt training in silence, or hang a cluster.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -29,7 +28,6 @@ from zerofx.ir.graph import (
     role,
     shard_of,
     updates,
-    writers,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.verify.broken import broken
@@ -68,7 +66,6 @@ def verify(
     order = program_order(gm.graph)
     verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
-    _what_is_carried_is_resumed(gm.graph, order)
     verify_offload(gm.graph, table, order)
     verify_files(gm.graph, table, order)
     _nothing_reads_freed_memory(gm.graph, order)
@@ -86,8 +83,6 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in ops.STARTS:
             waits = [user for user in node.users if user.target is ops.wait]
-            if [user.target for user in node.users] == [ops.carry]:
-                continue  # the next call's to wait for
             if len(waits) != 1 or len(node.users) != 1:
                 raise broken(
                     node,
@@ -96,57 +91,6 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
                 )
         elif node.target is ops.wait and node.args[0].target not in ops.STARTS:
             raise broken(node, "waits for something that was never started.")
-
-
-def _what_is_carried_is_resumed(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    """What one call leaves in flight the next one takes, and nothing is written to it before."""
-    resumed = Counter(map(_of, (n for n in graph.nodes if n.target is ops.resume_gather)))
-    carried = Counter(map(_of, (n for n in graph.nodes if n.target is ops.carry)))
-    for node in graph.nodes:
-        if node.target is ops.carry:
-            if node.args[0].target is not ops.all_gather_start:
-                raise broken(node, "carries over what is no gather.")
-            _nothing_is_written_later(graph, node, order)
-        elif node.target is ops.resume_gather:
-            if any(part.op != "placeholder" for part in _gathered_shards(node)):
-                raise broken(node, "resumes a gather of what only this call computes.")
-        else:
-            continue
-        if list(map(shard_of, _gathered_shards(node))) != list(node.args[1]):
-            raise broken(node, "does not gather the parameters that it names.")
-        if (resumed[_of(node)], carried[_of(node)]) != (1, 1):
-            raise broken(
-                node,
-                "what a program carries over it must resume, once: it carries this gather "
-                f"{carried[_of(node)]} times and resumes it {resumed[_of(node)]} times.",
-            )
-
-
-def _of(node: fx.Node) -> tuple:
-    """What a ``carry`` and its ``resume_gather`` have in common."""
-    value = (node.args[0] if node.target is ops.carry else node).meta["val"]
-    return tuple(node.args[1]), value.dtype, value.shape
-
-
-def _gathered_shards(node: fx.Node) -> list[fx.Node]:
-    """The shards that a gather puts together, or the gather that is carried over."""
-    sent = node.args[0].args[0] if node.target is ops.carry else node.args[0]
-    if role(sent) == "gather_cast":
-        sent = sent.args[0]
-    return list(sent.args[0]) if sent.target is ops.pack else [sent]
-
-
-def _nothing_is_written_later(graph: fx.Graph, carry: fx.Node, order: dict[fx.Node, int]) -> None:
-    """What is gathered for the next call is what this one leaves behind."""
-    started = order[carry.args[0]]
-    for parameter in placeholders(graph, "parameter"):
-        if input_role(parameter).parameter not in carry.args[1]:
-            continue
-        for writer in writers(parameter):
-            if order[writer] > started:
-                raise broken(
-                    writer, f"overwrites {parameter.name}, which {carry.name} carries over."
-                )
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:

@@ -41,7 +41,7 @@ def why_equivalent(bug: Bug, graph: fx.Graph, table: ParameterTable) -> str | No
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node does nothing but compute a result, or name a part of one."""
     effects = (*ops.STARTS, *ops.WAITS, *ops.TO_FILE, *ops.FROM_FILE, *ops.HOST_UPDATES)
-    others = (ops.free, ops.carry, ops.drop_value, ops.update, ops.on_owners, ops.optimizer_step)
+    others = (ops.free, ops.drop_value, ops.update, ops.on_owners, ops.optimizer_step)
     acts = node.target in (*effects, *others) or ops.is_move(node.target)
     return not (acts or mutated_inputs(node) or is_random(node))
 

@@ -15,7 +15,7 @@ from zerofx.passes.offload import offload_activations
 SLOW = "latency_s=1e-4 bytes_per_s=1e9 flops_per_s=1e6 memory_bytes_per_s=1e6 copy_bytes_per_s=1e8"
 """Compute so slow that all copies of a small step hide behind it."""
 
-FILES = {"offload_tier": "nvme", "offload_dir": "scratch", "prefetch_across_steps": False}
+FILES = {"offload_tier": "nvme", "offload_dir": "scratch"}
 
 
 @dataclass(frozen=True)

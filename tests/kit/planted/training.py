@@ -32,8 +32,8 @@ OFFLOADED = {
     "bucket_bytes": 200,
     "hardware": SLOW,
 }
-GATHERED = {"bucket_bytes": 20_000, "prefetch_across_steps": True}
-OF_PASS = {"recompute": GATHERED, "hoist_casts": GATHERED, "prefetch_across_steps": GATHERED}
+GATHERED = {"bucket_bytes": 20_000}
+OF_PASS = {"recompute": GATHERED, "hoist_casts": GATHERED}
 """The options of a training for a bug of these passes; all others have ``OFFLOADED``."""
 
 

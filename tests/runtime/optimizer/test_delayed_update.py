@@ -557,7 +557,6 @@ def test_accumulation_across_calls_is_refused():
         ({"stage": 1}, "needs stage 3"),
         ({"offload": "optimizer,params"}, "parameters on the device"),
         ({"offload_tier": "nvme", "offload_dir": "x"}, "states in host memory"),
-        ({"prefetch_across_steps": True}, "Choose one"),
         ({"memory_budget": 9}, "Choose one"),
     ],
 )

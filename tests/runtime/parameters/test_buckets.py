@@ -366,7 +366,6 @@ def test_every_rank_keeps_the_same_number_of_bytes(world):
             "parameters": 4 * elements,
             "gradients": 0,
             "optimizer_states": 2 * 4 * elements + steps,
-            "carried": 0,
         }
 
 

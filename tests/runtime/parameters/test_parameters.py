@@ -582,7 +582,6 @@ def test_persistent_bytes_are_the_formulas(world):
                 "parameters": 4 * parameters,
                 "gradients": 4 * gradients,
                 "optimizer_states": 2 * 4 * n + steps,
-                "carried": 0,
             }
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from zerofx import compat
 from zerofx.runtime.comm.agreement import rendezvous
-from zerofx.runtime.parameters.cross_step_gathers import CarriedGathers
 from zerofx.runtime.parameters.parameter import BoundParameter
 
 
@@ -22,23 +21,17 @@ class Barrier:
     the other ranks, with the names of the functions that did so.
     """
 
-    def __init__(
-        self, carried: CarriedGathers, join_timeout_s: float, load_timeout_s: float
-    ) -> None:
+    def __init__(self, join_timeout_s: float, load_timeout_s: float) -> None:
         self.join_timeout_s = join_timeout_s
         self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
         self.written: dict[BoundParameter, set[str]] = {}
-        self._carried = carried
         self._last_destination: tuple[weakref.ref[Any], int] | None = None
 
     def wait(self, bounds: Iterable[BoundParameter], name: str) -> None:
         """Return once every rank that holds shards of ``bounds`` is in ``name`` too.
 
-        Everything that a step has left in flight has arrived then.
-
         Raises: RuntimeError on the ranks that came, if one does not.
         """
-        self._carried.drain()
         groups = {id(bound.communicator.group): bound.communicator for bound in bounds}
         for communicator in groups.values():
             self.confirm_writes([b for b in self.written if b.communicator is communicator])

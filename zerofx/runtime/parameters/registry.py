@@ -27,7 +27,6 @@ from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
 from zerofx.runtime.memory.pages import prefer_huge_pages
 from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
-from zerofx.runtime.parameters.cross_step_gathers import CarriedGathers
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
 from zerofx.runtime.parameters.gradients import GradientRegistry
 from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardable, guarded_class
@@ -59,8 +58,7 @@ class ParameterRegistry:
     def __init__(self, join_timeout_s: float = 30.0, load_timeout_s: float = 300.0) -> None:
         self.epoch = 0  # moves at every compiled call: values may have changed
         self.attached: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.carried = CarriedGathers()
-        self.barrier = Barrier(self.carried, join_timeout_s, load_timeout_s)
+        self.barrier = Barrier(join_timeout_s, load_timeout_s)
         self.host = HostMemory()
         self.files = FileTiers(self.host)
         self.delayed: set[Delayed] = set()
@@ -125,8 +123,6 @@ class ParameterRegistry:
                     self._claim_storage(parameter, info.name)
                     new[id(parameter)] = (parameter, info)
             new_buffers = self._unseen(buffers)
-            if new or new_buffers:
-                self.carried.drain()
             make_equal(new_buffers, communicator)
             members: dict[int, list[Member]] = {}
             for parameter, info in new.values():
@@ -252,7 +248,6 @@ class ParameterRegistry:
         self.barrier.written.pop(bound, None)
         self.gradients.forget(bound)
         self._guarded = None
-        self.carried.forget(bound)
         bound.retire()
         for delayed in list(self.delayed):
             delayed.drop_retired()
@@ -363,7 +358,6 @@ class ParameterRegistry:
             except ValueError:
                 self.retire(bound)
                 raise
-            self.carried.shard_changes(bound)
             bound.free()
             self._guard_again(bound)
 
@@ -372,7 +366,6 @@ class ParameterRegistry:
         with self._lock:
             self.settle([bound])
             how = "load_state_dict() or copy_()"
-            self.carried.shard_changes(bound, by=how)
             bound.write(whole)
             self.barrier.note_write(bound, how)
 
@@ -422,8 +415,7 @@ class ParameterRegistry:
     def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps, padding included, by kind.
 
-        ``carried`` is what the last step has gathered for the next.  States that are in files do
-        not count, nor what host memory caches of them.
+        States that are in files do not count, nor what host memory caches of them.
         """
         parameters = gradients = 0
         memories: set[BucketMemory] = set()
@@ -451,7 +443,6 @@ class ParameterRegistry:
             "parameters": parameters,
             "gradients": gradients,
             "optimizer_states": states,
-            "carried": self.carried.nbytes,
         }
 
 
