@@ -137,7 +137,7 @@ def _slowed(
     runtime, ranks = program.runtime, program.function.communicator.world_size
     assert runtime is not None
     for node in program.gm.graph.nodes:
-        is_wait = node.target in ops.WAITS
+        is_wait = ops.is_wait(node)
         node.meta[_WORK] = "wait" if is_wait else work_of(node, figures, program.table, ranks)
     in_place = []
     if program.options.bucket:

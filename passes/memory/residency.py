@@ -8,8 +8,9 @@ from collections import Counter
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import bucket_of, parameter_of, program_order, role
+from zerofx.ir.graph import program_order
 from zerofx.ir.parameters import Resident
+from zerofx.ir.roles import bucket_of, parameter_of, role
 from zerofx.passes.base import PassContext
 
 
@@ -49,7 +50,7 @@ def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:
     """Return the place in the program where each bucket's last gradient is reduced."""
     places: dict[int, int] = {}
     for node, place in program_order(graph).items():
-        if node.target in ops.STARTS and role(node) == "reduce_gradient":
+        if ops.is_collective(node) and role(node) == "reduce_gradient":
             bucket = bucket_of(node)
             if bucket < 0:
                 bucket = ctx.table[parameter_of(node)].place.bucket

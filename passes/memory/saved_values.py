@@ -13,13 +13,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliased_inputs,
-    input_role,
-    is_backward,
-    mutated_inputs,
-    program_order,
-)
+from zerofx.ir.graph import aliased_inputs, input_role, is_backward, mutated_inputs, program_order
 
 aten = torch.ops.aten
 

@@ -16,13 +16,14 @@ from zerofx.ir import ops
 from zerofx.ir.graph import (
     aliased_inputs,
     aliases,
-    hinted_bytes,
+    done_with,
     input_role,
     is_backward,
     memory_of,
     mutated_inputs,
     program_order,
 )
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.saved_values import is_fused
 
@@ -94,7 +95,7 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     first = next((order[reader] for reader in readers if is_backward(reader)), None)
     if first is None:
         return None
-    before = [_done_with(reader, order) for reader in readers if order[reader] < first]
+    before = [done_with(reader, order) for reader in readers if order[reader] < first]
     if node.target is operator.getitem:  # the tuple of all results holds them too
         before += [order[part] for part in node.args[0].users]
     leaves = max([order[node], *before]) + 1
@@ -111,13 +112,6 @@ def _can_be_taken_again(view: fx.Node) -> bool:
         return False
     tensors = [s for s in view.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
     return len(tensors) <= 1 and view.target is not aten.as_strided.default
-
-
-def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
-    """When a reader needs its operands no more: what is started reads them until its wait."""
-    if reader.target in ops.STARTS or ops.is_move(reader.target):
-        return max(_done_with(user, order) for user in reader.users)
-    return order[reader]
 
 
 def clock(graph: fx.Graph, ctx: PassContext) -> list[float]:

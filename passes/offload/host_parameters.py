@@ -18,12 +18,13 @@ from zerofx.ir.graph import (
     is_kept_on_host,
     mutated_inputs,
     placeholders,
-    role,
     set_input_role,
     shard_of,
     source_line,
+    updated_by,
     writers,
 )
+from zerofx.ir.roles import role
 from zerofx.passes.base import Counts, PassContext
 
 aten = torch.ops.aten
@@ -55,12 +56,12 @@ def place_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     After::
 
-        up = zerofx.wait_move(zerofx.to_device_start([p, q], [0, 1], "cuda"))
+        up = zerofx.wait(zerofx.copy_start([p, q], [0, 1], "cuda"))
         w = zerofx.wait(zerofx.all_gather_start(zerofx.pack([up[0:k], up[k:n]], [0, 1], n), 2))
         ...
-        again = zerofx.wait_move(zerofx.to_device_start([p, q], [0, 1], "cuda"))
+        again = zerofx.wait(zerofx.copy_start([p, q], [0, 1], "cuda"))
         s = zerofx.update(again[0:k], g, 1, 0);  t = zerofx.update(again[k:n], h, 1, 1)
-        zerofx.wait_store(zerofx.store_start([s, t], [0, 1], [p, q]))
+        zerofx.wait(zerofx.copy_start([s, t], [0, 1], shards=[p, q]))
 
     Nothing of a shard stays on the device: each gather brings it again, in one move of all that it
     puts together.  An update that runs on the host writes to the shard there, and nothing moves.
@@ -141,7 +142,7 @@ class _Placing:
         count = 0
         for node in list(self.graph.nodes):
             written = [target for target in mutated_inputs(node) if is_kept_on_host(target)]
-            if not written or node.target in (ops.update, ops.store_start, *ops.HOST_UPDATES):
+            if not written or updated_by(node) or ops.is_move(node):
                 continue
             if node.target is not aten.copy_.default:
                 name = self.table[shard_of(written[0])].name if shard_of(written[0]) >= 0 else "?"
@@ -172,9 +173,9 @@ class _Placing:
         """Copy new values to the host, behind ``after``; who read these then reads the shards."""
         with self.graph.inserting_before(after.next):
             start = self.builder.call(
-                ops.store_start, values, indices, shards, role="store", **origin
+                ops.copy_start_shards, values, indices, shards, role="store", **origin
             )
-            stored = self.builder.call(ops.wait_store, start, role="store", **origin)
+            stored = self.builder.call(ops.wait_shards, start, role="store", **origin)
             for position, index in enumerate(indices):
                 renewed = self.builder.call(
                     operator.getitem, stored, position, role="stored", parameter=index, like=after
@@ -221,7 +222,7 @@ class _Placing:
 
     def wait_for_stores(self) -> None:
         """Wait for each store where the next one begins, or where somebody reads the shards."""
-        starts = [node for node in self.graph.nodes if node.target is ops.store_start]
+        starts = [node for node in self.graph.nodes if node.target is ops.copy_start_shards]
         output = self.graph.output_node()
         for start, following in zip(starts, [*starts, output][1:], strict=True):
             (wait,) = start.users
@@ -234,11 +235,9 @@ class _Placing:
     def _start(
         self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: str, origin: dict
     ) -> fx.Node:
-        device = self.table[indices[0]].device
+        device = str(self.table[indices[0]].device)
         with self.graph.inserting_before(here):
-            return self.builder.call(
-                ops.to_device_start, shards, indices, device, role=role, **origin
-            )
+            return self.builder.call(ops.copy_start, shards, indices, device, role=role, **origin)
 
     def _arrived(
         self, start: fx.Node, here: fx.Node, role: str, origin: dict
@@ -246,7 +245,7 @@ class _Placing:
         """Wait for a move, and take apart what has arrived."""
         position, pieces = 0, []
         with self.graph.inserting_before(here):
-            wait = self.builder.call(ops.wait_move, start, role=role, **origin)
+            wait = self.builder.call(ops.wait, start, role=role, **origin)
             for index in start.args[1]:
                 stop = position + self.table[index].shard_numel
                 pieces.append(
@@ -269,9 +268,10 @@ class _Placing:
 def _latest(shard: fx.Node, before: fx.Node) -> fx.Node:
     """The result of the last node that writes to a shard before another one does, or the shard."""
     last = max([writer for writer in writers(shard) if writer < before], default=None)
-    if last is None or last.target not in (ops.store_start, ops.update_kept_start):
+    waits = [user for user in last.users if user.target is ops.wait_shards] if last else []
+    if last is None or not waits:
         return last or shard
-    (wait,) = last.users
+    (wait,) = waits
     return next(stored for stored in wait.users if shard_of(stored) == shard_of(shard))
 
 
@@ -280,7 +280,7 @@ def _reduction_of(update: fx.Node) -> fx.Node | None:
     source = update.args[1]
     while source.target in (aten.slice.Tensor, ops.wait):
         source = source.args[0]
-    return source if source.target in ops.STARTS else None
+    return source if ops.is_collective(source) else None
 
 
 def _may_wait(run: list[fx.Node], update: fx.Node) -> bool:
@@ -301,16 +301,10 @@ def _begins_gather(node: fx.Node) -> bool:
     """Whether a node takes shards from the host to be gathered: as a pack, a cast, or alone."""
     if not any(map(is_kept_on_host, node.all_input_nodes)):
         return False
-    if node.target in (ops.pack, ops.all_gather_start):
-        return True
-    return role(node) == "gather_cast"
+    return node.target is ops.pack or ops.rules(node).gathers or role(node) == "gather_cast"
 
 
 def _reads_host(node: fx.Node) -> bool:
     """Whether a node may have a shard that is in host memory for an operand."""
-    if node.op == "output" or node.target in (ops.to_device_start, ops.store_start, *_PASSED_ON):
-        return True
-    return node.target is ops.update_kept_start
-
-
-_PASSED_ON = (ops.wait_store, operator.getitem)
+    passes_on = node.op == "output" or node.target in (ops.wait_shards, operator.getitem)
+    return passes_on or ops.is_move(node) or ops.updates_on_host(node)

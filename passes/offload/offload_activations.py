@@ -16,16 +16,14 @@ from zerofx.ir.graph import (
     aliased_inputs,
     aliases,
     erase_unused,
-    hinted_bytes,
     mark_kept,
     program_order,
-    provenance,
     resident,
-    slot_of,
-    staged_until,
-    value_bytes,
     why_kept,
 )
+from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged, slot_of
+from zerofx.ir.roles import provenance
+from zerofx.ir.sizes import hinted_bytes, value_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.offload.activations import (
     Activation,
@@ -50,14 +48,14 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     After::
 
-        h = mm(x, w);  y = gelu(h);  h_to_host = zerofx.offload_start(h, 0);  ...
-        z = mm(...);  h_on_host = zerofx.wait_move(h_to_host);  ...
-        dz = ...;  h_to_device = zerofx.reload_start(h_on_host, "cuda");  ...
-        h_1 = zerofx.wait_move(h_to_device);  dh = gelu_backward(dy, h_1)
+        h = mm(x, w);  y = gelu(h);  h_to_host = zerofx.copy_start([h], [], "host", slot=0);  ...
+        z = mm(...);  h_on_host = zerofx.wait(h_to_host);  ...
+        dz = ...;  h_to_device = zerofx.copy_start([h_on_host], [], "cuda");  ...
+        h_1 = zerofx.wait(h_to_device);  dh = gelu_backward(dy, h_1)
 
-    With ``wait_move`` the value's memory on the device is free.  Each way is a lane that carries
-    one copy at a time, and each copy is given ``MARGIN`` times the time that it takes: it is
-    waited for where it is predicted to be done.  Without a ``memory_budget`` all leave that have
+    With the first ``wait`` the value's memory on the device is free.  Each way is a lane that
+    carries one copy at a time, and each copy is given ``MARGIN`` times the time that it takes: it
+    is waited for where it is predicted to be done.  Without a ``memory_budget`` all leave that have
     at least ``SMALLEST_BYTES`` and travel hidden behind compute; with one as many as it takes,
     those first that lie idle longest.  What is computed again in backward is not saved, and no
     candidate: ``recompute`` chooses first.  Views of a value are taken again of what comes back.
@@ -124,7 +122,7 @@ def _planned(
     arriving = [
         (order[wait], hinted_bytes(start))
         for start in nodes
-        if start.target is ops.to_device_start
+        if copies_to_device(start)
         for wait in start.users
     ]
     lanes = Lanes(times, cuts, copy_s, arriving)
@@ -193,15 +191,15 @@ def _place(
             if leg == 0:
                 why = f"{activation.nbytes / 1e6:.3g} MB"
                 node = builder.call(
-                    ops.offload_start, last, -1, role="to_host", like=value, reason=why
+                    ops.copy_start, [last], [], ops.HOST, -1, role="to_host", like=value, reason=why
                 )
             elif leg == 1:
-                node = builder.call(ops.wait_move, last, role="on_host", like=value)
+                node = builder.call(ops.wait, last, role="on_host", like=value)
             elif leg == 2:
-                device = value.meta["val"].device
-                node = builder.call(ops.reload_start, last, device, role="to_device", like=late)
+                device = str(value.meta["val"].device)
+                node = builder.call(ops.copy_start, [last], [], device, role="to_device", like=late)
             else:
-                node = builder.call(ops.wait_move, last, role="reloaded", like=late)
+                node = builder.call(ops.wait, last, role="reloaded", like=late)
         node._rename(f"{value.name}_{_NAMES[leg]}")
         moved[number] = node
     for number, trip in enumerate(trips):
@@ -245,30 +243,19 @@ def _assign_slots(graph: fx.Graph, of_one_size: bool) -> int:
     values of equal sizes share one, which is written to a file and read as a whole.  Return how
     many.
     """
-    order = program_order(graph)
-    starts = [node for node in graph.nodes if node.target in ops.TO_HOST]
-    first = max((slot_of(start) for start in starts), default=-1) + 1
-    free_from: list[int] = []
-    sizes: list[int] = []
-    for start in starts:
-        if start.target is not ops.offload_start:
-            continue
-        begins, ends, nbytes = order[start], staged_until(start, order), hinted_bytes(start)
-        free = [slot for slot, position in enumerate(free_from) if position < begins]
+    starts = list(filter(is_staged, graph.nodes))
+    first = max(map(slot_of, starts), default=-1) + 1
+
+    def choose(start: fx.Node, free: list[int], sizes: list[int]) -> int | None:
+        nbytes = hinted_bytes(start)
         if of_one_size:
-            free = [slot for slot in free if sizes[slot] == nbytes]
-        if free:
-            fitting = [slot for slot in free if sizes[slot] >= nbytes]
-            slot = (
-                min(fitting, key=sizes.__getitem__) if fitting else max(free, key=sizes.__getitem__)
-            )
-            free_from[slot], sizes[slot] = ends, max(sizes[slot], nbytes)
-        else:
-            slot = len(free_from)
-            free_from.append(ends)
-            sizes.append(nbytes)
-        start.update_arg(1, first + slot)
-    return len(free_from)
+            return next((slot for slot in free if sizes[slot] == nbytes), None)
+        fitting = [slot for slot in free if sizes[slot] >= nbytes]
+        if fitting:
+            return min(fitting, key=sizes.__getitem__)
+        return max(free, key=sizes.__getitem__, default=None)
+
+    return assign_slots(list(filter(copies_activation, starts)), choose, first)
 
 
 def _explain(graph: fx.Graph, ctx: PassContext) -> None:
@@ -276,6 +263,6 @@ def _explain(graph: fx.Graph, ctx: PassContext) -> None:
     transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
     for start, transfer in transfers.items():
         origin = provenance(start)
-        if start.target in ops.ACTIVATION_MOVES and origin is not None:
+        if copies_activation(start) and origin is not None:
             reason = "; ".join(filter(None, [origin.reason, str(transfer)]))
             start.meta["zerofx"] = replace(origin, reason=reason)

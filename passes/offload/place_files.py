@@ -12,17 +12,17 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir import ops
 from zerofx.ir.graph import (
     Builder,
-    bucket_of,
-    hinted_bytes,
     is_kept_on_host,
     memory_of,
+    mutated_inputs,
     placeholders,
     program_order,
-    released_at,
     shard_of,
-    uses_of_files,
 )
+from zerofx.ir.offload import copies_activation, copies_to_device, released_at, uses_of_files
 from zerofx.ir.parameters import ParameterInfo, shard_numel
+from zerofx.ir.roles import bucket_of
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
 
 MOMENTS = 2
@@ -37,37 +37,37 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     Before::
 
-        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
+        h_to_host = zerofx.copy_start([h], [], "host", slot=7)
+        h_on_host = zerofx.wait(h_to_host)
         ...
-        h_to_device = zerofx.reload_start(h_on_host, "cuda");  h_1 = zerofx.wait_move(h_to_device)
+        h_to_device = zerofx.copy_start([h_on_host], [], "cuda");  h_1 = zerofx.wait(h_to_device)
         ...
-        up = zerofx.to_device_start([p, q], [0, 1], "cuda")   # of shards that are on the host
-        w = zerofx.wait_move(up)
+        up = zerofx.copy_start([p, q], [0, 1], "cuda")   # of shards that are on the host
+        w = zerofx.wait(up)
         ...
-        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
-        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        values = zerofx.copy_start([r], [2], "host", 0);  grads = zerofx.copy_start([g], ...)
+        update = zerofx.update_start(values, grads, 1, [2])
         ...
-        s = zerofx.wait_update(update)
+        s = zerofx.wait(update)
 
     After::
 
-        h_to_host = zerofx.offload_start(h, 7);  h_on_host = zerofx.wait_move(h_to_host)
-        h_in_file = zerofx.value_to_file(h_on_host)
+        h_to_host = zerofx.copy_start([h], [], "host", slot=7)
+        h_on_host = zerofx.wait(h_to_host);  h_in_file = zerofx.evict(h_on_host, "value")
         ...
-        h_there = zerofx.wait_file(zerofx.value_from_file_start(h_in_file))
-        h_to_device = zerofx.reload_start(h_there, "cuda");  h_1 = zerofx.wait_move(h_to_device)
-        zerofx.drop_value(h_there)
+        h_there = zerofx.wait(zerofx.fetch_start(h_in_file, "value"))
+        h_to_device = zerofx.copy_start([h_there], [], "cuda");  h_1 = zerofx.wait(h_to_device)
+        zerofx.evict(h_there, "value", changed=False)
         ...
-        there = zerofx.wait_file(zerofx.shards_from_file_start([0, 1], 4096))
-        up = zerofx.to_device_start([p, q], [0, 1], "cuda")
-        w = zerofx.wait_move(up);  zerofx.shards_to_file(there, [0, 1], False)
+        there = zerofx.wait(zerofx.fetch_start(None, "shards", [0, 1], nbytes=4096))
+        up = zerofx.copy_start([p, q], [0, 1], "cuda")
+        w = zerofx.wait(up);  zerofx.evict(there, "shards", [0, 1], changed=False)
         ...
-        states = zerofx.states_from_file_start(1, [2], 8192)
-        values = zerofx.to_host_start([r], [2], 0);  grads = zerofx.to_host_start([g], [2], 1)
-        there = zerofx.wait_file(states)
-        update = zerofx.update_on_host_start(values, grads, 1, [2])
+        states = zerofx.fetch_start(None, "states", [2], optimizer=1, nbytes=8192)
+        values = zerofx.copy_start([r], [2], "host", 0);  grads = zerofx.copy_start([g], ...)
+        there = zerofx.wait(states);  update = zerofx.update_start(values, grads, 1, [2])
         ...
-        s = zerofx.wait_update(update);  zerofx.states_to_file(there, 1, [2])
+        s = zerofx.wait(update);  zerofx.evict(there, "states", [2], optimizer=1)
 
     Reads start in the order of their waits, each as soon as what is used up to it fits
     ``offload_cache_bytes`` (or ``BUCKETS_AHEAD`` of the largest), and what is written to the same
@@ -94,26 +94,27 @@ class _Filing:
 
     def file_states(self) -> int:
         """Read states for each group of updates on the host; count the groups."""
-        updates = [node for node in self.graph.nodes if node.target in ops.HOST_UPDATES]
+        updates = list(filter(ops.updates_on_host, self.graph.nodes))
         for update in updates:
             _, _, optimizer, indices, *_ = update.args
             nbytes = sum(assumed_state_bytes(self.table[i], self.precision) for i in indices)
             origin = self._origin(update, indices)
             with self.graph.inserting_before(update):
                 start = self.builder.call(
-                    ops.states_from_file_start,
-                    optimizer,
+                    ops.fetch_start,
+                    None,
+                    "states",
                     indices,
+                    optimizer,
                     nbytes,
                     role="states_from_file",
                     **origin,
                 )
-                there = self.builder.call(ops.wait_file, start, role="states", **origin)
+                there = self.builder.call(ops.wait, start, role="states", **origin)
             (wait,) = update.users
             with self.graph.inserting_after(wait):
-                self.builder.call(
-                    ops.states_to_file, there, optimizer, indices, role="states_to_file", **origin
-                )
+                of = ("states", indices, optimizer)
+                self.builder.call(ops.evict, there, *of, role="states_to_file", **origin)
         return len(updates)
 
     def file_shards(self) -> int:
@@ -124,34 +125,35 @@ class _Filing:
             nbytes = sum(_shared_bytes(self.table[index]) for index in indices)
             origin = self._origin(use, indices)
             with self.graph.inserting_before(use):
+                of = ("shards", indices, None)
                 start = self.builder.call(
-                    ops.shards_from_file_start, indices, nbytes, role="shards_from_file", **origin
+                    ops.fetch_start, None, *of, nbytes, role="shards_from_file", **origin
                 )
-                there = self.builder.call(ops.wait_file, start, role="shards", **origin)
-            changes = use.target in (ops.store_start, *ops.HOST_UPDATES)
+                there = self.builder.call(ops.wait, start, role="shards", **origin)
+            changed = bool(mutated_inputs(use))
             (wait,) = use.users
             with self.graph.inserting_after(wait):
-                self.builder.call(
-                    ops.shards_to_file, there, indices, changes, role="shards_to_file", **origin
-                )
+                self.builder.call(ops.evict, there, *of, changed, role="shards_to_file", **origin)
         return len(uses)
 
     def file_values(self) -> int:
         """Let go of each activation on the host, and read it before it returns; count them."""
-        reloads = [node for node in self.graph.nodes if node.target is ops.reload_start]
+        reloads = [n for n in self.graph.nodes if copies_activation(n) and copies_to_device(n)]
         for reload in reloads:
-            on_host = reload.args[0]
+            (on_host,) = reload.args[0]
             with self.graph.inserting_after(on_host):
-                filed = self.builder.call(ops.value_to_file, on_host, role="to_file", like=on_host)
+                filed = self.builder.call(ops.evict, on_host, "value", role="to_file", like=on_host)
             with self.graph.inserting_before(reload):
                 start = self.builder.call(
-                    ops.value_from_file_start, filed, role="from_file", like=reload
+                    ops.fetch_start, filed, "value", role="from_file", like=reload
                 )
-                there = self.builder.call(ops.wait_file, start, role="value", like=reload)
-            reload.args = (there, *reload.args[1:])
+                there = self.builder.call(ops.wait, start, role="value", like=reload)
+            reload.args = ([there], *reload.args[1:])
             (wait,) = reload.users
             with self.graph.inserting_after(wait):
-                self.builder.call(ops.drop_value, there, role="drop_value", like=reload)
+                self.builder.call(
+                    ops.evict, there, "value", changed=False, role="drop_value", like=reload
+                )
         return len(reloads)
 
     def start_ahead(self, cache_bytes: int | None) -> None:
@@ -171,7 +173,7 @@ class _Filing:
                 held -= sizes[num_gone]
                 insort(gone, order[released_at(uses[num_gone])])
                 num_gone += 1
-            if use.target is ops.wait_file:
+            if ops.is_wait(use):
                 (start,) = use.args
                 earlier = bisect_left(gone, order[use])
                 needs = [nodes[gone[earlier - 1]]] if earlier else []
@@ -194,16 +196,13 @@ class _Filing:
 
 def _parts_of(start: fx.Node) -> list[object]:
     """What a read is of, that an earlier use may have changed."""
-    if start.target is ops.shards_from_file_start:
-        return list(start.args[0])
-    if start.target is ops.states_from_file_start:
-        return [(start.args[0], index) for index in start.args[1]]
-    return []
+    optimizer = ops.argument(start, "optimizer")
+    return [(optimizer, index) for index in ops.argument(start, "parameters")]
 
 
 def _uses_filed_shards(node: fx.Node, filed: frozenset[int]) -> bool:
     """Whether a node reads or writes shards on the host that are in files else."""
-    if not (node.target in ops.MOVES or node.target in ops.HOST_UPDATES):
+    if not (ops.is_move(node) or ops.updates_on_host(node)):
         return False
     return not filed.isdisjoint(_parameters_of(node))
 

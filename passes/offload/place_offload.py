@@ -21,9 +21,9 @@ from zerofx.ir.graph import (
     program_order,
     resident,
     set_resident,
-    staged_until,
     writers,
 )
+from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.parameters import Resident
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory.budget import check_fits, with_moves
@@ -47,16 +47,16 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     After::
 
-        values = zerofx.to_host_start([p, q], [0, 1], 0)
-        grads = zerofx.to_host_start([g, h], [0, 1], 1)
-        update = zerofx.update_on_host_start(values, grads, 1, [0, 1])
+        values = zerofx.copy_start([p, q], [0, 1], "host", slot=0)
+        grads = zerofx.copy_start([g, h], [0, 1], "host", slot=1)
+        update = zerofx.update_start(values, grads, 1, [0, 1])
         dx = mm(dy, w);  ...
         ...                                                      # the next one starts
-        zerofx.wait_move(values);  zerofx.wait_move(grads)
+        zerofx.wait(values);  zerofx.wait(grads)
         ...
-        back = zerofx.to_device_start([zerofx.wait_update(update)], [0, 1], "cuda")
+        back = zerofx.copy_start([zerofx.wait(update)], [0, 1], "cuda")
         ...
-        new = zerofx.wait_move(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
+        new = zerofx.wait(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
 
     A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
     host memory too, where one kernel takes them.  It is updated when it has arrived, beside
@@ -67,8 +67,8 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     parameters are kept on the host too, values neither leave nor come back: what moves then,
     ``place_parameters`` says.  Staging buffers in host memory are numbered, and used again once
     what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
-    With ``delayed_update`` the program is the same: at run time ``wait_update`` gives what the call
-    before has made, and this call's update goes on into the next one.
+    With ``delayed_update`` the program is the same: at run time the update's ``wait`` gives what
+    the call before has made, and this call's update goes on into the next one.
     With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
     Source: ZeRO-Offload, Ren et al. 2021.
 
@@ -107,9 +107,10 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         moving.settle_before(following)
     for group in groups:
         gm.graph.erase_node(group.ready)
-    num_slots = _assign_slots(gm.graph)
+    staged = list(filter(is_staged, gm.graph.nodes))
+    num_slots = assign_slots(staged, lambda start, free, sizes: min(free, default=None))
     brought = place_parameters(gm, ctx)
-    moves = len([node for node in gm.graph.nodes if node.target in ops.MOVES])
+    moves = sum(map(ops.is_move, gm.graph.nodes))
     return {"moves": moves, "updates": len(updates), "staging buffers": num_slots, **brought}
 
 
@@ -225,7 +226,7 @@ class _Moving:
             _, _, optimizer, _, *found_inf = group.updates[0].args
             is_kept = group.values is None
             group.updating = self.builder.call(
-                ops.update_kept_start if is_kept else ops.update_on_host_start,
+                ops.update_start_shards if is_kept else ops.update_start,
                 group.targets if is_kept else group.values,
                 group.gradients,
                 optimizer,
@@ -244,7 +245,7 @@ class _Moving:
     def _to_host(self, group: _Group, pieces: list[fx.Node], role: str) -> fx.Node:
         unassigned = -1
         return self.builder.call(
-            ops.to_host_start, pieces, group.indices, unassigned, role=role, **group.origin
+            ops.copy_start, pieces, group.indices, ops.HOST, unassigned, role=role, **group.origin
         )
 
     def settle_before(self, here: fx.Node | None) -> None:
@@ -263,8 +264,8 @@ class _Moving:
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
             if group.values is not None:
-                self._wait(ops.wait_move, group.values, group, "values_on_host")
-            self._wait(ops.wait_move, group.gradients, group, "gradients_on_host")
+                self._wait(ops.wait, group.values, group, "values_on_host")
+            self._wait(ops.wait, group.gradients, group, "gradients_on_host")
 
     def _send_back(self, here: fx.Node) -> None:
         """Wait for the oldest update; land what has come back, then send its new values back."""
@@ -275,15 +276,15 @@ class _Moving:
             self._keep(group, here)
             return
         with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait_update, group.updating, group, "updated_on_host")
+            updated = self._wait(ops.wait, group.updating, group, "updated_on_host")
         while self.returning:
             self._land(here)
         with self.graph.inserting_before(here):
             group.back = self.builder.call(
-                ops.to_device_start,
+                ops.copy_start,
                 [updated],
                 group.indices,
-                self.table[group.indices[0]].device,
+                str(self.table[group.indices[0]].device),
                 role="values_to_device",
                 **group.origin,
             )
@@ -296,7 +297,7 @@ class _Moving:
         """
         group = self.returning.pop(0)
         with self.graph.inserting_before(here):
-            arrived = self._wait(ops.wait_move, group.back, group, "updated_value")
+            arrived = self._wait(ops.wait, group.back, group, "updated_value")
             pieces = self._pieces(arrived, group, "updated_value")
             for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
                 renewed = piece
@@ -318,7 +319,7 @@ class _Moving:
     def _keep(self, group: _Group, here: fx.Node) -> None:
         """Wait for an update of shards that are kept on the host: who reads them now reads it."""
         with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait_store, group.updating, group, "updated_on_host")
+            updated = self._wait(ops.wait_shards, group.updating, group, "updated_on_host")
             for position, update in enumerate(group.updates):
                 renewed = self.builder.call(
                     operator.getitem,
@@ -355,17 +356,3 @@ class _Moving:
             pieces.append(piece)
             position += length
         return pieces
-
-
-def _assign_slots(graph: fx.Graph) -> int:
-    """Number the staging buffers: none is written to before it has been read.  Count them."""
-    order = program_order(graph)
-    free_from: list[int] = []
-    for start in graph.nodes:
-        if start.target is ops.to_host_start:
-            begins, ends = order[start], staged_until(start, order)
-            free = [slot for slot, position in enumerate(free_from) if position < begins]
-            slot = free[0] if free else len(free_from)
-            free_from[slot : slot + 1] = [ends]
-            start.update_arg(2, slot)
-    return len(free_from)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.cost.program import live_bytes, seconds
-from zerofx.cost.timeline import shared_bytes
 from zerofx.ir import ops
-from zerofx.ir.graph import program_order, value_bytes
+from zerofx.ir.graph import program_order
+from zerofx.ir.offload import copies_to_device
+from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
 from zerofx.passes.schedule.start_times import MARGIN, chain_of
 
@@ -22,9 +23,9 @@ def start_moves_ahead(graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node
     one after it is copied from the host::
 
         start = zerofx.all_gather_start(...)
-        move = zerofx.to_device_start([q], [1], "cuda")
+        move = zerofx.copy_start([q], [1], "cuda")
         y = mm(x, w)
-        w = zerofx.wait(start);  start_1 = zerofx.all_gather_start(zerofx.wait_move(move)[0:n], 2)
+        w = zerofx.wait(start);  start_1 = zerofx.all_gather_start(zerofx.wait(move)[0:n], 2)
 
     With a ``memory_budget`` it starts when the compute until its wait takes ``MARGIN`` times as
     long as copies that are under way, or where the budget allows.  What one rank copies when is
@@ -47,7 +48,7 @@ def _move_of(waits) -> fx.Node | None:
     """The move that brings what a gather puts together; None if it is on the device."""
     (wait,) = waits
     first = chain_of(wait)[-1]
-    return first if first.target is ops.to_device_start else None
+    return first if copies_to_device(first) else None
 
 
 def _start_within_budget(graph: fx.Graph, ctx: PassContext, moves: list[fx.Node]) -> None:
@@ -61,7 +62,10 @@ def _start_within_budget(graph: fx.Graph, ctx: PassContext, moves: list[fx.Node]
     position = {node: index for index, node in enumerate(fixed)}
     alive = [everything[order[node]] for node in fixed]
     computes = [seconds(node, ctx.figures, ctx.table) for node in fixed]
-    copies = {move: shared_bytes(move, ctx.table) / ctx.figures.copy_bytes_per_s for move in moves}
+    copies = {
+        move: ops.rules(move).carries(move, ctx.table) / ctx.figures.copy_bytes_per_s
+        for move in moves
+    }
     last_input = max((position[n] for n in fixed if n.op == "placeholder"), default=0)
     before = last_input
     anchors: dict[int, fx.Node] = {}

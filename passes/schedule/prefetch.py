@@ -10,7 +10,8 @@ from torch import fx
 
 from zerofx.cost.timeline import predict
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, provenance
+from zerofx.ir.graph import aliases
+from zerofx.ir.roles import provenance
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.move_times import start_moves_ahead
 from zerofx.passes.schedule.start_times import ENOUGH, chain_of, start_within_budget
@@ -81,7 +82,7 @@ def _start_one_ahead(waits: list[fx.Node], world_size: int) -> int:
     moved = 0
     for previous, wait in itertools.pairwise(waits):
         chain = chain_of(wait)
-        if world_size == 1 and chain[-1].target in ops.MOVES:
+        if world_size == 1 and ops.is_move(chain[-1]):
             continue
         anchor = max(previous, *chain[-1].all_input_nodes)
         if not anchor < chain[-1]:
@@ -157,5 +158,5 @@ def _readers(parameter: fx.Node) -> list[fx.Node]:
         for user in alias.users
         if user.op != "output" and not (_writes_an_input(user) and user.args[0] in memory)
     }
-    waits = {user for reader in readers if reader.target in ops.STARTS for user in reader.users}
+    waits = {user for reader in readers if ops.is_collective(reader) for user in reader.users}
     return [*readers, *waits]

@@ -10,7 +10,9 @@ from torch import fx
 from zerofx.cost.program import live_bytes, seconds
 from zerofx.cost.timeline import transfer_s
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, bucket_of, parameter_of, program_order, role, value_bytes
+from zerofx.ir.graph import aliases, program_order
+from zerofx.ir.roles import bucket_of, parameter_of, role
+from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
 
 MARGIN = 2.0
@@ -120,7 +122,7 @@ def _earliest(
 def _communicates(node: fx.Node) -> bool:
     """Return whether ranks do something together here; an all-reduce may have a second half."""
     ends_all_reduce = node.target is ops.wait and node.args[0].target is ops.all_reduce_start
-    return node.target in ops.STARTS or ends_all_reduce
+    return ops.is_collective(node) or ends_all_reduce
 
 
 def _wanted(
@@ -134,7 +136,7 @@ def _wanted(
     figures, ranks = ctx.figures, ctx.world_size
     computes = [seconds(node, figures, ctx.table) for node in fixed]
     travels = [
-        transfer_s(node, figures, ranks) if node.target in ops.STARTS else 0.0 for node in fixed
+        transfer_s(node, figures, ranks) if ops.is_collective(node) else 0.0 for node in fixed
     ]
     wanted: dict[fx.Node, int] = {}
     following = len(fixed)

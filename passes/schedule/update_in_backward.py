@@ -48,15 +48,12 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     return {"moved": moved}
 
 
-_STAYING = (*ops.STARTS, ops.wait, ops.free, ops.update, ops.on_owners)
-
-
 def _hoist(node: fx.Node) -> None:
     """Move a node, and first what it is computed from, to just after the last of its operands.
 
     Communication, writes and random draws stay where they are, and what reads no tensor too.
     """
-    if node.op != "call_function" or node.target in _STAYING:
+    if node.op != "call_function" or _stays(node):
         return
     if mutated_inputs(node) or is_random(node) or not node.all_input_nodes:
         return
@@ -65,6 +62,10 @@ def _hoist(node: fx.Node) -> None:
     anchor = max(node.all_input_nodes)
     if anchor.op != "placeholder" and anchor.next is not node:
         anchor.append(node)
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.target is ops.on_owners or ops.starts(node) or ops.is_wait(node) or ops.acts(node)
 
 
 def _last_reader(update: fx.Node) -> list[fx.Node]:
@@ -92,7 +93,7 @@ def _last_reader(update: fx.Node) -> list[fx.Node]:
 
 def _holds(user: fx.Node, node: fx.Node) -> bool:
     """Return whether a reader's result is the old value: a view, a cast or a gathered copy."""
-    if user.target in (*ops.STARTS, ops.wait) or node in aliased_inputs(user):
+    if ops.starts(user) or ops.is_wait(user) or node in aliased_inputs(user):
         return True
     return user.meta.get("zerofx") is not None and user.meta["zerofx"].role in (
         "gather_cast",

@@ -10,16 +10,9 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    aliases,
-    bucket_of,
-    is_backward,
-    last_use,
-    parameter_of,
-    program_order,
-)
+from zerofx.ir.graph import Builder, aliases, is_backward, last_use, program_order
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.roles import bucket_of, parameter_of
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.budget import keep_within_budget
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, placeholders, role
+from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.roles import role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist, stagger_waits
 from zerofx.passes.zero.propagate import ShardPropagation

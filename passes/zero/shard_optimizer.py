@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import parameter_of, role
+from zerofx.ir.roles import parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import stagger_waits
 from zerofx.passes.zero.gathers import flatten

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, parameter_of, placeholders, role
+from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.roles import parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.propagate import ShardPropagation
 

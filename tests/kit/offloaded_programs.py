@@ -8,6 +8,14 @@ from torch import nn
 
 from tests.kit.programs import Captured, capture, mlp_step, smallest_step
 from zerofx import GraphError
+from zerofx.ir import ops
+from zerofx.ir.offload import (
+    changes_files,
+    copies_activation,
+    copies_to_device,
+    is_fetch,
+    is_staged,
+)
 from zerofx.verify.verifier import verify
 
 FACTS = frozenset({"averaged_gradients", "sharded_updates"})
@@ -65,3 +73,66 @@ def refused(program: Captured, match: str, facts: frozenset[str] = FACTS) -> Non
     program.gm.graph.lint()
     with pytest.raises(GraphError, match=match):
         verify(program.gm, program.table, facts)
+
+
+# Calls of the operators that offload shares, as ``nodes_of`` takes them.
+
+
+def bucket_to_host(node):
+    return is_staged(node) and not copies_activation(node)
+
+
+def bucket_to_device(node):
+    return copies_to_device(node) and not copies_activation(node)
+
+
+def value_to_host(node):
+    return is_staged(node) and copies_activation(node)
+
+
+def value_to_device(node):
+    return copies_to_device(node) and copies_activation(node)
+
+
+MOVES = (bucket_to_host, bucket_to_device, ops.copy_start_shards)
+ACTIVATION_MOVES = (value_to_host, value_to_device)
+
+
+def wait_of_copy(node):
+    return ops.waits_on(node) in ("to host", "to device") and node.target is ops.wait
+
+
+def wait_of_update(node):
+    return ops.waits_on(node) == "updates" and node.target is ops.wait
+
+
+def wait_of_fetch(node):
+    return ops.waits_on(node) == "files"
+
+
+def fetch_states(node):
+    return is_fetch(node, "states")
+
+
+def fetch_shards(node):
+    return is_fetch(node, "shards")
+
+
+def fetch_value(node):
+    return is_fetch(node, "value")
+
+
+def evict_states(node):
+    return node.target is ops.evict and node.args[1] == "states"
+
+
+def evict_shards(node):
+    return node.target is ops.evict and node.args[1] == "shards"
+
+
+def evict_value(node):
+    return node.target is ops.evict and node.args[1] == "value" and changes_files(node)
+
+
+def drop_value(node):
+    return node.target is ops.evict and node.args[1] == "value" and not changes_files(node)

@@ -30,8 +30,10 @@ from zerofx.compiler.program import state_bytes, whole_updates
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import gradient_outputs, input_role, placeholders, provenance, slot_of
+from zerofx.ir.graph import gradient_outputs, input_role, placeholders, updated_by
+from zerofx.ir.offload import changes_files, copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.roles import provenance
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
@@ -305,16 +307,14 @@ def listing(captured: Captured) -> str:
             lines.append(f"return {show(node.args[0])}")
         else:
             arguments = [show(argument) for argument in node.args]
-            if node.target in (ops.states_from_file_start, ops.states_to_file):
-                position = int(node.target is ops.states_to_file)
-                handle = node.args[position]
-                arguments[position] = type(substitutes.optimizer_of(handle)).__name__
-            if node.target in (*_UPDATES, ops.on_owners):
+            if node.target in (ops.fetch_start, ops.evict) and node.args[1] == "states":
+                arguments[3] = type(substitutes.optimizer_of(node.args[3])).__name__
+            if updated_by(node) or node.target is ops.on_owners:
                 arguments[2] = type(substitutes.optimizer_of(node.args[2])).__name__
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
-            if node.target in _WITHOUT_RESULT:
+            if node.target in _WITHOUT_RESULT or (node.target is ops.evict and not node.users):
                 lines.append(called)
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
@@ -331,8 +331,14 @@ def assert_program(captured: Captured, expected: str) -> None:
 
 
 def nodes_of(captured: Captured, *targets: object) -> list[fx.Node]:
-    """The program's calls of these operators, in order."""
-    return [node for node in captured.graph.nodes if node.target in targets]
+    """The program's calls of these operators, or of what these functions accept, in order."""
+    operators = [one for one in targets if isinstance(one, torch._ops.OpOverload)]
+    others: list[Any] = [one for one in targets if one not in operators]
+    return [
+        node
+        for node in captured.graph.nodes
+        if node.target in operators or any(accepts(node) for accepts in others)
+    ]
 
 
 def parameter_named(captured: Captured, name: str) -> ParameterInfo:
@@ -355,7 +361,7 @@ def gathered_bytes(captured: Captured) -> list[int]:
     """
     alive, timeline = 0, []
     for node in captured.graph.nodes:
-        if node.target is ops.all_gather_start:
+        if ops.rules(node).gathers:
             alive += _bytes_of(node)
         elif node.target is ops.free:
             alive -= _bytes_of(node.args[0])
@@ -475,9 +481,6 @@ def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total
 
 
-_UPDATES = (ops.optimizer_step, ops.update, *ops.HOST_UPDATES)
-
-
 def _poison(dtype: torch.dtype) -> float:
     """What memory holds that no correct program looks at: freed, or still in flight."""
     if dtype.is_floating_point:
@@ -485,12 +488,12 @@ def _poison(dtype: torch.dtype) -> float:
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _moved(operand: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-    """What arrives of a move's operand: a value as it lies in memory, or pieces on a line."""
-    return torch.cat(operand) if isinstance(operand, list) else operand.clone()
+def _moved(start: fx.Node, values: list[torch.Tensor]) -> torch.Tensor:
+    """What arrives of what a copy takes: a value as it lies in memory, or pieces on a line."""
+    return values[0].clone() if copies_activation(start) else torch.cat(values)
 
 
-_WITHOUT_RESULT = (ops.free, ops.states_to_file, ops.shards_to_file, ops.drop_value)
+_WITHOUT_RESULT = (ops.free,)
 
 Row = tuple[fx.Node, ...]
 """One instruction: the node of every rank's program, by rank."""
@@ -508,9 +511,7 @@ class _Machine:
         self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
         self.started: dict[Row, list[torch.Tensor]] = {}
         self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
-        in_files = any(
-            node.target is ops.states_from_file_start for node in programs[0].graph.nodes
-        )
+        in_files = any(is_fetch(node, "states") for node in programs[0].graph.nodes)
         self.states_there: set[tuple[int, int]] | None = set() if in_files else None
         # By parameter: the shard, its values while it is in a file, and how many use it now.
         self.filed_shards: list[dict[int, tuple[torch.Tensor, torch.Tensor, int]]] = [
@@ -534,7 +535,7 @@ class _Machine:
         }
 
     def _handles(self) -> set[int]:
-        return {node.args[2] for node in nodes_of(self.captured, *_UPDATES)}
+        return {node.args[2] for node in self.captured.graph.nodes if updated_by(node)}
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> Execution:
         entries = [row for row in self.rows if row[0].op == "placeholder"]
@@ -558,8 +559,9 @@ class _Machine:
         """Have poison in the shards that the program reads from files."""
         filed = {
             index
-            for node in nodes_of(self.captured, ops.shards_from_file_start)
-            for index in node.args[0]
+            for node in self.captured.graph.nodes
+            if is_fetch(node, "shards")
+            for index in node.args[2]
         }
         for rank in self.ranks:
             for node, value in self.memory[rank].items():
@@ -600,7 +602,6 @@ class _Machine:
         target = row[0].target
         special = {
             ops.gradient: lambda row: self._same(_reduce(self._operands(row), "mean")),
-            ops.wait: self._wait,
             ops.free: self._free,
             ops.take_shard: self._take_shard,
             ops.mask_padding: self._mask_padding,
@@ -609,28 +610,25 @@ class _Machine:
             ops.optimizer_step: self._optimizer_step,
             ops.on_owners: self._on_owners,
             ops.update: self._update,
-            ops.to_host_start: self._move_start,
-            ops.to_device_start: self._move_start,
-            ops.offload_start: self._move_start,
-            ops.reload_start: self._move_start,
-            ops.wait_move: self._wait_move,
-            ops.update_on_host_start: self._update_on_host_start,
-            ops.update_kept_start: self._update_kept_start,
-            ops.wait_update: self._wait_update,
-            ops.store_start: self._store_start,
-            ops.wait_store: self._wait_store,
-            ops.states_from_file_start: lambda row: [torch.empty(0) for _ in row],
-            ops.shards_from_file_start: lambda row: [torch.empty(0) for _ in row],
-            ops.value_from_file_start: self._value_from_file_start,
-            ops.wait_file: self._wait_file,
-            ops.states_to_file: self._states_to_file,
-            ops.shards_to_file: self._shards_to_file,
-            ops.value_to_file: self._value_to_file,
-            ops.drop_value: self._free,
+            ops.copy_start: self._move_start,
+            ops.update_start: self._update_on_host_start,
+            ops.update_start_shards: self._update_kept_start,
+            ops.copy_start_shards: self._store_start,
+            ops.fetch_start: self._fetch_start,
+            ops.evict: self._evict,
         }
+        waits = {
+            ops.copy_start: self._wait_move,
+            ops.update_start: self._wait_update,
+            ops.update_start_shards: self._wait_kept,
+            ops.copy_start_shards: self._wait_store,
+            ops.fetch_start: self._wait_file,
+        }
+        if ops.is_wait(row[0]):
+            return waits.get(row[0].args[0].target, self._wait)(row)
         if target in special:
             return special[target](row)
-        if target in ops.STARTS:
+        if ops.is_collective(row[0]):
             self.started[row] = self._collective(row)
             return [torch.full_like(result, _poison(result.dtype)) for result in self.started[row]]
         assert not ops.is_ours(target), f"nobody runs {target}"
@@ -652,7 +650,7 @@ class _Machine:
     def _collective(self, start: Row) -> list[torch.Tensor]:
         values = self._operands(start)
         assert len({value.shape for value in values}) == 1, f"{start[0].name} of unequal sizes"
-        if start[0].target is ops.all_gather_start:
+        if ops.rules(start[0]).gathers:
             pieces = [
                 self._packed(rank, *pair)
                 for rank, pair in enumerate(zip(start, values, strict=True))
@@ -749,9 +747,9 @@ class _Machine:
 
     def _move_start(self, row: Row) -> list[torch.Tensor]:
         """Poison until the wait, in a staging buffer that the program may give out again."""
-        values = [_moved(operand) for operand in self._operands(row)]
+        values = [_moved(*of) for of in zip(row, self._operands(row), strict=True)]
         self.started[row] = values
-        if row[0].target not in ops.TO_HOST:
+        if not is_staged(row[0]):
             return [torch.full_like(value, _poison(value.dtype)) for value in values]
         results = []
         for rank, (node, value) in enumerate(zip(row, values, strict=True)):
@@ -770,11 +768,12 @@ class _Machine:
         results = self._operands(row)
         for rank, operand in enumerate(self._operands(start)):
             message = f"a piece of {start[rank].name} changed before {row[rank].name}"
-            assert_bitwise(_moved(operand), self.started[start][rank], message)
-            if start[0].target is not ops.to_host_start:  # what is on its way there updates read
+            assert_bitwise(_moved(start[rank], operand), self.started[start][rank], message)
+            is_activation = copies_activation(start[0])
+            if is_activation or not is_staged(start[0]):  # what is on its way there updates read
                 results[rank].copy_(self.started[start][rank])
-            if start[0].target is ops.offload_start:
-                operand.fill_(_poison(operand.dtype))
+            if is_activation and is_staged(start[0]):
+                operand[0].fill_(_poison(operand[0].dtype))
         return results
 
     def _store_start(self, row: Row) -> list[list[torch.Tensor]]:
@@ -789,8 +788,6 @@ class _Machine:
     def _wait_store(self, row: Row) -> list[list[torch.Tensor]]:
         start = tuple(node.args[0] for node in row)
         results = self._operands(row)
-        if row[0].args[0].target is ops.update_kept_start:
-            return self._wait_kept(start, row)
         for rank, pieces in enumerate(self._operands(start)):
             for piece, stored, shard in zip(
                 pieces, self.started[start][rank], results[rank], strict=True
@@ -802,33 +799,48 @@ class _Machine:
     def _wait_file(self, row: Row) -> list[torch.Tensor]:
         """From here on updates of these parameters have their states, or moves their shards."""
         start = tuple(node.args[0] for node in row)
-        if start[0].target is ops.value_from_file_start:
+        if is_fetch(start[0], "value"):
             for rank, there in enumerate(self._operands(row)):
                 there.copy_(self.started[start][rank])
-        elif start[0].target is ops.shards_from_file_start:
+        elif is_fetch(start[0], "shards"):
             for rank, node in enumerate(start):
-                for index in node.args[0]:
+                for index in node.args[2]:
                     shard, values, num_uses = self.filed_shards[rank][index]
                     if not num_uses:
                         shard.copy_(values)
                     self.filed_shards[rank][index] = shard, values, num_uses + 1
         else:
             assert self.states_there is not None
-            optimizer, indices = start[0].args[:2]
+            indices, optimizer = start[0].args[2:4]
             self.states_there |= {(optimizer, index) for index in indices}
         return self._operands(row)
 
-    def _shards_to_file(self, row: Row) -> list[None]:
+    def _evict(self, row: Row) -> list[torch.Tensor]:
+        if row[0].args[1] == "states":
+            self._states_to_file(row)
+        elif row[0].args[1] == "shards":
+            self._shards_to_file(row)
+        elif changes_files(row[0]):
+            return self._value_to_file(row)
+        else:
+            self._free(row)
+        return self._operands(row)
+
+    def _fetch_start(self, row: Row) -> list[torch.Tensor]:
+        if row[0].args[1] == "value":
+            return self._value_from_file_start(row)
+        return [torch.empty(0) for _ in row]
+
+    def _shards_to_file(self, row: Row) -> None:
         """What is read of these shards is poison from here on, if nobody else uses them."""
         for rank, node in enumerate(row):
-            for index in node.args[1]:
+            for index in node.args[2]:
                 shard, values, num_uses = self.filed_shards[rank][index]
                 assert num_uses > 0, f"{node.name} lets go of what is not there"
                 if num_uses == 1:
                     values = shard.clone()
                     shard.fill_(_poison(shard.dtype))
                 self.filed_shards[rank][index] = shard, values, num_uses - 1
-        return [None for _ in row]
 
     def _value_to_file(self, row: Row) -> list[torch.Tensor]:
         """The value in a file; whoever reads the memory that it was in gets poison."""
@@ -841,13 +853,12 @@ class _Machine:
         self.started[row] = self._operands(row)
         return [torch.full_like(value, _poison(value.dtype)) for value in self.started[row]]
 
-    def _states_to_file(self, row: Row) -> list[None]:
+    def _states_to_file(self, row: Row) -> None:
         assert self.states_there is not None
-        _, optimizer, indices = row[0].args
+        indices, optimizer = row[0].args[2:4]
         there = {(optimizer, index) for index in indices}
         assert there <= self.states_there, f"{row[0].name} lets go of what is not there"
         self.states_there -= there
-        return [None for _ in row]
 
     def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
         updated = []
@@ -941,7 +952,8 @@ class _Machine:
             results[rank].copy_(self.started[start][rank])
         return results
 
-    def _wait_kept(self, start: Row, row: Row) -> list[list[torch.Tensor]]:
+    def _wait_kept(self, row: Row) -> list[list[torch.Tensor]]:
+        start = tuple(node.args[0] for node in row)
         self._check_states(start)
         results = self._operands(row)
         for rank in self.ranks:

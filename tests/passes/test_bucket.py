@@ -32,8 +32,9 @@ from zerofx import GraphError
 from zerofx.cost.traffic import wire_bytes
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import InputRole, aliases, program_order, role, set_input_role
+from zerofx.ir.graph import InputRole, aliases, program_order, set_input_role
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
+from zerofx.ir.roles import role
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import run_pipeline

@@ -22,7 +22,7 @@ from tests.kit.programs import (
 )
 from zerofx import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import Provenance
+from zerofx.ir.roles import Provenance
 
 
 def averaged(captured, **options):

@@ -24,7 +24,7 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import provenance, role
+from zerofx.ir.roles import provenance, role
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from tests.kit.covering import only
-from tests.kit.offloaded_programs import STEPS, refused
+from tests.kit.offloaded_programs import (
+    MOVES,
+    STEPS,
+    bucket_to_device,
+    bucket_to_host,
+    refused,
+    wait_of_copy,
+)
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -92,7 +99,7 @@ def test_computes_bitwise_what_it_did(name, world_size, variant):
     before = execute(rewritten_by_rank(step, world_size, stage=3, bucket=bucket))
     for options in (PLACED, WITH_STATES):
         after = rewritten_by_rank(step, world_size, stage=3, **{**options, **variant})
-        assert nodes_of(after[0], ops.to_device_start)
+        assert nodes_of(after[0], bucket_to_device)
         assert_same_numerics(before, execute(after))
 
 
@@ -103,24 +110,24 @@ def test_rewrites_the_smallest_program():
         """
         input: other [3, 4]
         w: shard of parameter [4]
-        to_device_start = zerofx.to_device_start([w], [0], device(type='cpu'))
-        wait_move = zerofx.wait_move(to_device_start)
-        slice = slice(wait_move, 0, 0, 4)
+        copy_start = zerofx.copy_start([w], [0], 'cpu')
+        wait = zerofx.wait(copy_start)
+        slice = slice(wait, 0, 0, 4)
         all_gather_start = zerofx.all_gather_start(slice, 2)
-        wait = zerofx.wait(all_gather_start)
-        view = view(wait, [4, 2])
+        wait_1 = zerofx.wait(all_gather_start)
+        view = view(wait_1, [4, 2])
         mm = mm(input, view)
-        zerofx.free(wait)
+        zerofx.free(wait_1)
         ...
         reduce_scatter_start = zerofx.reduce_scatter_start(view_1, 'mean', 2)
-        to_device_start_1 = zerofx.to_device_start([w], [0], device(type='cpu'))
-        wait_1 = zerofx.wait(reduce_scatter_start)
-        wait_move_1 = zerofx.wait_move(to_device_start_1)
-        slice_1 = slice(wait_move_1, 0, 0, 4)
-        update = zerofx.update(slice_1, wait_1, SGD, 0, None)
-        store_start = zerofx.store_start([update], [0], [w])
-        wait_store = zerofx.wait_store(store_start)
-        getitem = getitem(wait_store, 0)
+        copy_start_1 = zerofx.copy_start([w], [0], 'cpu')
+        wait_2 = zerofx.wait(reduce_scatter_start)
+        wait_3 = zerofx.wait(copy_start_1)
+        slice_1 = slice(wait_3, 0, 0, 4)
+        update = zerofx.update(slice_1, wait_2, SGD, 0, None)
+        copy_start_2 = zerofx.copy_start([update], [0], [w])
+        wait_4 = zerofx.wait(copy_start_2)
+        getitem = getitem(wait_4, 0)
         return []
         """,
     )
@@ -132,12 +139,12 @@ def test_an_update_on_the_host_moves_nothing_but_its_gradient():
         program,
         """
         ...
-        wait_1 = zerofx.wait(reduce_scatter_start)
-        to_host_start = zerofx.to_host_start([wait_1], [0], 0)
-        update_kept_start = zerofx.update_kept_start([w], to_host_start, SGD, [0], None)
-        wait_move_1 = zerofx.wait_move(to_host_start)
-        wait_store = zerofx.wait_store(update_kept_start)
-        getitem = getitem(wait_store, 0)
+        wait_2 = zerofx.wait(reduce_scatter_start)
+        copy_start_1 = zerofx.copy_start([wait_2], [0], 'host', 0)
+        update_start = zerofx.update_start([w], copy_start_1, SGD, [0], None)
+        wait_3 = zerofx.wait(copy_start_1)
+        wait_4 = zerofx.wait(update_start)
+        getitem = getitem(wait_4, 0)
         return []
         """,
     )
@@ -146,8 +153,8 @@ def test_an_update_on_the_host_moves_nothing_but_its_gradient():
 def test_an_evaluation_brings_each_bucket_once_and_stores_nothing():
     program = rewritten(evaluation(), stage=3, **PLACED)
     gathers = nodes_of(program, ops.all_gather_start)
-    assert len(nodes_of(program, ops.to_device_start)) == len(gathers) > 1
-    assert nodes_of(program, ops.store_start, ops.to_host_start) == []
+    assert len(nodes_of(program, bucket_to_device)) == len(gathers) > 1
+    assert nodes_of(program, ops.copy_start_shards, bucket_to_host) == []
 
 
 def test_without_parameters_on_the_host_nothing_is_brought():
@@ -212,9 +219,9 @@ def test_in_a_world_of_one_the_copy_alone_is_ahead():
 
 def test_without_prefetch_everything_is_where_it_is_used():
     program = rewritten(mlp_step(6), stage=3, **PLACED, prefetch=False)
-    for start in nodes_of(program, ops.to_device_start):
+    for start in nodes_of(program, bucket_to_device):
         if start.meta["zerofx"].role == "shard_to_device":
-            assert start.next.target is ops.wait_move
+            assert wait_of_copy(start.next)
 
 
 SLOW_COPIES = "latency_s=1e-6 bytes_per_s=1e12 copy_bytes_per_s=1e6"
@@ -249,7 +256,7 @@ def test_at_most_one_bucket_is_being_stored(options):
     order = program_order(program.graph)
     spans = [
         (order[start], order[wait])
-        for start in nodes_of(program, ops.store_start)
+        for start in nodes_of(program, ops.copy_start_shards)
         for wait in start.users
     ]
     assert all(done < begun for (_, done), (begun, _) in zip(spans, spans[1:], strict=False))
@@ -260,7 +267,7 @@ def test_at_most_one_bucket_is_being_stored(options):
 def test_the_timeline_has_the_moves(options):
     program = rewritten(mlp_step(), stage=3, **options)
     timeline = predict(program.graph, NOMINAL, program.table, 2)
-    assert all(timeline.transfers[move].seconds > 0 for move in nodes_of(program, *ops.MOVES))
+    assert all(timeline.transfers[move].seconds > 0 for move in nodes_of(program, *MOVES))
     slow = NOMINAL.__class__(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
     exposed = predict(program.graph, slow, program.table, 2).exposed_s
     nbytes = moved_bytes(program.gm)
@@ -285,14 +292,14 @@ def test_the_program_is_as_it_should_be(program):
 
 
 def test_a_deleted_wait_is_found(program):
-    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    (wait,) = nodes_of(program, bucket_to_device)[0].users
     wait.replace_all_uses_with(wait.args[0])
     program.graph.erase_node(wait)
     refused(program, "must have one wait and no other reader")
 
 
 def test_a_deleted_wait_for_a_store_is_found(placed):
-    (wait,) = nodes_of(placed, ops.store_start)[0].users
+    (wait,) = nodes_of(placed, ops.copy_start_shards)[0].users
     for stored in list(wait.users):
         placed.graph.erase_node(stored)
     placed.graph.erase_node(wait)
@@ -300,7 +307,7 @@ def test_a_deleted_wait_for_a_store_is_found(placed):
 
 
 def test_a_second_store_is_found(placed):
-    start = nodes_of(placed, ops.store_start)[0]
+    start = nodes_of(placed, ops.copy_start_shards)[0]
     (wait,) = start.users
     with placed.graph.inserting_after(wait):
         again = placed.graph.node_copy(start)
@@ -326,7 +333,7 @@ def test_an_update_of_a_shard_that_has_not_been_brought_is_found(placed):
 
 
 def test_an_update_that_is_not_stored_is_found(placed):
-    start = nodes_of(placed, ops.store_start)[0]
+    start = nodes_of(placed, ops.copy_start_shards)[0]
     (wait,) = start.users
     for node in (*wait.users, wait, start):
         placed.graph.erase_node(node)
@@ -341,7 +348,7 @@ def test_a_new_value_that_is_read_on_the_device_is_found(placed):
 
 
 def test_values_stored_in_each_others_place_are_found(placed):
-    start = nodes_of(placed, ops.store_start)[0]
+    start = nodes_of(placed, ops.copy_start_shards)[0]
     values, indices, shards = start.args
     start.args = (values, indices, shards[::-1])
     refused(placed, "as if it were of")
@@ -349,26 +356,24 @@ def test_values_stored_in_each_others_place_are_found(placed):
 
 @pytest.mark.parametrize("which", (0, -1))
 def test_a_swapped_order_of_pieces_is_found(program, which):
-    start = nodes_of(program, ops.to_device_start)[which]
+    start = nodes_of(program, bucket_to_device)[which]
     pieces, *rest = start.args
     start.args = (pieces[::-1], *rest)
     refused(program, "as if it were the shard of")
 
 
 def test_a_shard_of_another_bucket_is_found(program):
-    one, other, *_ = nodes_of(program, ops.to_device_start)
+    one, other, *_ = nodes_of(program, bucket_to_device)
     one.update_arg(0, other.args[0])
     refused(program, "as if it were the shard of|is recorded as")
 
 
 def test_a_store_while_the_shard_is_still_copied_is_found(placed):
     """The wait of a copy for the update has sunk behind the store."""
-    start = nodes_of(placed, ops.store_start)[0]
+    start = nodes_of(placed, ops.copy_start_shards)[0]
     shard = start.args[2][0]
     index = start.args[1][0]
-    builder_like = next(
-        n for n in nodes_of(placed, ops.to_device_start) if n.args[1] == start.args[1]
-    )
+    builder_like = next(n for n in nodes_of(placed, bucket_to_device) if n.args[1] == start.args[1])
     with placed.graph.inserting_before(start):
         late = placed.graph.node_copy(builder_like)
     (wait,) = builder_like.users
@@ -387,8 +392,8 @@ def test_a_store_while_the_shard_is_still_copied_is_found(placed):
 
 def test_reading_a_shard_after_it_has_been_stored_is_found(placed):
     """A copy for a gather stands behind the store of what the update has made."""
-    store = nodes_of(placed, ops.store_start)[-1]
-    late = next(n for n in nodes_of(placed, ops.to_device_start) if n.args[1] == store.args[1])
+    store = nodes_of(placed, ops.copy_start_shards)[-1]
+    late = next(n for n in nodes_of(placed, bucket_to_device) if n.args[1] == store.args[1])
     (wait,) = late.users
     chain = [late, wait, *wait.users]
     with placed.graph.inserting_before(placed.graph.output_node()):
@@ -412,7 +417,7 @@ def test_reading_gathered_memory_after_it_was_freed_is_found(program):
 
 def test_the_host_values_of_an_update_are_its_own(program):
     """An update of one parameter with the shard of another."""
-    kept = nodes_of(program, ops.update_kept_start)
+    kept = nodes_of(program, ops.update_start_shards)
     if kept:
         mine = list(kept[0].args[0])
         kept[0].update_arg(0, [mine[1], mine[0], *mine[2:]])

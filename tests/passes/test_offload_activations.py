@@ -11,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kit.covering import each_pair, first, only
 from tests.kit.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
-from tests.kit.offloaded_programs import FACTS, refused
+from tests.kit.offloaded_programs import (
+    ACTIVATION_MOVES,
+    FACTS,
+    MOVES,
+    bucket_to_host,
+    refused,
+    value_to_device,
+    value_to_host,
+    wait_of_copy,
+)
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -32,15 +41,10 @@ from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
 from zerofx.hardware import parse
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliases,
-    hinted_bytes,
-    is_backward,
-    program_order,
-    provenance,
-    slot_of,
-    why_kept,
-)
+from zerofx.ir.graph import aliases, is_backward, program_order, why_kept
+from zerofx.ir.offload import slot_of
+from zerofx.ir.roles import provenance
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.offload import offload_activations
 from zerofx.passes.offload.activations import Activation, saved_activations
 from zerofx.passes.offload.offload_schedule import MOST_LEAVING, Lanes, fit, worth_it
@@ -144,17 +148,17 @@ def test_rewrites_the_smallest_program():
         ...
         mm = mm(input, w)
         sin = sin(mm)
-        offload_start = zerofx.offload_start(mm, 0)
+        copy_start = zerofx.copy_start([mm], [], 'host', 0)
         mm_1 = mm(sin, v)
-        wait_move = zerofx.wait_move(offload_start)
+        wait = zerofx.wait(copy_start)
         ...
         mm_2 = mm(t, expand)
         ...
-        reload_start = zerofx.reload_start(wait_move, device(type='cpu'))
+        copy_start_1 = zerofx.copy_start([wait], [], 'cpu')
         mm_3 = mm(expand, t_1)
         ...
-        wait_move_1 = zerofx.wait_move(reload_start)
-        cos = cos(wait_move_1)
+        wait_1 = zerofx.wait(copy_start_1)
+        cos = cos(wait_1)
         ...
         """,
     )
@@ -162,16 +166,16 @@ def test_rewrites_the_smallest_program():
 
 def test_moves_are_named_after_what_they_move():
     program = rewritten(small_step(), stage=0, **OFFLOADED)
-    start = nodes_of(program, ops.offload_start)[0]
-    back = nodes_of(program, ops.reload_start)[-1]
+    start = nodes_of(program, value_to_host)[0]
+    back = nodes_of(program, value_to_device)[-1]
     assert (start.name, back.name) == ("mm_to_host", "mm_to_device")
     assert re.match(r"2.4e-05 MB; .* of transfer, hidden behind compute", provenance(start).reason)
 
 
 def test_without_the_option_nothing_is_moved():
-    assert nodes_of(rewritten(mlp_step(), stage=3), *ops.ACTIVATION_MOVES) == []
+    assert nodes_of(rewritten(mlp_step(), stage=3), *ACTIVATION_MOVES) == []
     program = rewritten(mlp_step(), stage=3, offload="optimizer")
-    assert nodes_of(program, *ops.ACTIVATION_MOVES) == [] != nodes_of(program, *ops.MOVES)
+    assert nodes_of(program, *ACTIVATION_MOVES) == [] != nodes_of(program, *MOVES)
 
 
 def test_leaves_a_program_without_backward_alone():
@@ -194,7 +198,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size):
     targets = ("activations", "optimizer,activations")[: 1 + (stage > 0)]
     for offload in targets:
         after = rewritten_by_rank(step, world_size, **options, offload=offload)
-        assert nodes_of(after[0], ops.offload_start)
+        assert nodes_of(after[0], value_to_host)
         assert_same_numerics(execute(before), execute(after))
 
 
@@ -203,7 +207,7 @@ def test_regions_may_be_parted_there(name):
     options = {"stage": 0, "hardware": SLOW, "lowering": "inductor"}
     step = STEPS[name]()
     after = rewritten_by_rank(step, 2, **options, offload="activations")
-    assert nodes_of(after[0], ops.offload_start)
+    assert nodes_of(after[0], value_to_host)
     assert_same_numerics(execute(rewritten_by_rank(step, 2, **options)), execute(after))
 
 
@@ -211,7 +215,7 @@ def test_regions_may_be_parted_there(name):
 
 
 def moved(program):
-    return [start.args[0] for start in nodes_of(program, ops.offload_start)]
+    return [start.args[0][0] for start in nodes_of(program, value_to_host)]
 
 
 def candidates(captured):
@@ -300,7 +304,7 @@ def test_several_views_move_once_and_are_taken_of_what_comes_back():
 
     program = rewritten(captured_forward(viewed), stage=0, **OFFLOADED)
     (value,) = moved(program)
-    (back,) = nodes_of(program, ops.reload_start)
+    (back,) = nodes_of(program, value_to_device)
     assert all(not is_backward(user) for view in aliases(value) for user in view.users)
     readers = {node.target for view in aliases(back) for node in view.users}
     assert aten.cos.default in readers
@@ -342,24 +346,24 @@ def test_what_cannot_be_hidden_stays():
 def test_nobody_waits_for_a_copy(stage, link, num_layers):
     program = rewritten(deep_step(num_layers), stage=stage, offload="activations", hardware=link)
     transfers = predict(program.graph, parse(link), program.table, 2).transfers
-    ways = [transfers[move] for move in nodes_of(program, *ops.ACTIVATION_MOVES)]
+    ways = [transfers[move] for move in nodes_of(program, *ACTIVATION_MOVES)]
     assert ways and all(way.is_hidden for way in ways)
 
 
 def test_a_value_starts_out_behind_its_last_reader_of_forward():
     program = rewritten(deep_step(), stage=0, **OFFLOADED)
-    for start in nodes_of(program, ops.offload_start):
-        readers = {user for view in aliases(start.args[0]) for user in view.users} - {start}
-        before = max([start.args[0], *(reader for reader in readers if reader < start)])
+    for start in nodes_of(program, value_to_host):
+        readers = {user for view in aliases(start.args[0][0]) for user in view.users} - {start}
+        before = max([*start.args[0], *(reader for reader in readers if reader < start)])
         while before.next is not start:
             before = before.next
-            assert before.target in (ops.wait_move, ops.offload_start)
+            assert wait_of_copy(before) or value_to_host(before)
 
 
 def test_it_comes_back_little_before_it_is_read():
     program = rewritten(deep_step(), stage=0, **OFFLOADED)
     order = program_order(program.graph)
-    spans = [(order[s], order[w]) for s in nodes_of(program, ops.reload_start) for w in s.users]
+    spans = [(order[s], order[w]) for s in nodes_of(program, value_to_device) for w in s.users]
     for _, wait in spans:
         assert sum(start < wait <= end for start, end in spans) <= 2
 
@@ -367,7 +371,7 @@ def test_it_comes_back_little_before_it_is_read():
 def test_few_are_leaving_at_once():
     program = rewritten(deep_step(), stage=0, offload="activations", hardware=NARROW)
     order = program_order(program.graph)
-    spans = [(order[s], order[w]) for s in nodes_of(program, ops.offload_start) for w in s.users]
+    spans = [(order[s], order[w]) for s in nodes_of(program, value_to_host) for w in s.users]
     assert spans
     for start, _ in spans:
         assert sum(begun <= start < end for begun, end in spans) <= MOST_LEAVING + 1
@@ -382,8 +386,8 @@ def test_staging_buffers_are_used_again_by_the_next_micro_batch():
 def test_they_are_others_than_the_optimizers():
     offload = {**OFFLOADED, "offload": "optimizer,activations"}
     program = rewritten(mlp_step(), stage=3, **offload)
-    of_values = {slot_of(start) for start in nodes_of(program, ops.offload_start)}
-    assert of_values.isdisjoint(slot_of(start) for start in nodes_of(program, ops.to_host_start))
+    of_values = {slot_of(start) for start in nodes_of(program, value_to_host)}
+    assert of_values.isdisjoint(slot_of(start) for start in nodes_of(program, bucket_to_host))
 
 
 @pytest.mark.parametrize("stage", (0, 3))
@@ -550,7 +554,7 @@ def test_the_program_is_as_it_should_be(program):
     verify(program.gm, program.table, FACTS)
 
 
-@pytest.mark.parametrize("target", ops.ACTIVATION_MOVES)
+@pytest.mark.parametrize("target", ACTIVATION_MOVES)
 def test_a_deleted_wait_is_found(program, target):
     (wait,) = nodes_of(program, target)[0].users
     wait.replace_all_uses_with(wait.args[0])
@@ -559,7 +563,7 @@ def test_a_deleted_wait_is_found(program, target):
 
 
 def test_reading_what_is_coming_is_found(program):
-    start = nodes_of(program, ops.reload_start)[0]
+    start = nodes_of(program, value_to_device)[0]
     with program.graph.inserting_after(start):
         program.graph.call_function(aten.neg.default, (start,)).meta["val"] = start.meta["val"]
     refused(program, "must have one wait")
@@ -567,9 +571,9 @@ def test_reading_what_is_coming_is_found(program):
 
 def test_a_reader_of_what_has_left_is_found(program):
     """A view that was taken before is read after: the memory stays on the device for it."""
-    start = nodes_of(program, ops.offload_start)[0]
-    (back,) = nodes_of(program, ops.reload_start)[-1].users
-    value = start.args[0]
+    start = nodes_of(program, value_to_host)[0]
+    (back,) = nodes_of(program, value_to_device)[-1].users
+    (value,) = start.args[0]
     with program.graph.inserting_after(value):
         view = program.graph.call_function(aten.alias.default, (value,))
         view.meta["val"] = value.meta["val"]
@@ -581,64 +585,63 @@ def test_a_reader_of_what_has_left_is_found(program):
 
 
 def test_a_view_that_is_moved_alone_is_found(program):
-    start = nodes_of(program, ops.offload_start)[0]
+    start = nodes_of(program, value_to_host)[0]
     with program.graph.inserting_before(start):
-        view = program.graph.call_function(aten.alias.default, (start.args[0],))
-        view.meta["val"] = start.args[0].meta["val"]
-    start.update_arg(0, view)
+        view = program.graph.call_function(aten.alias.default, (start.args[0][0],))
+        view.meta["val"] = start.args[0][0].meta["val"]
+    start.update_arg(0, [view])
     refused(program, "keeps its memory on the device")
 
 
 def test_an_input_that_is_moved_is_found(program):
-    start = nodes_of(program, ops.offload_start)[0]
+    start = nodes_of(program, value_to_host)[0]
     batch = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name.startswith("a"))
-    start.update_arg(0, batch)
+    start.update_arg(0, [batch])
     refused(program, "which the caller keeps|is recorded as")
 
 
 def test_a_staging_buffer_that_is_overwritten_before_it_is_read_is_found(program):
-    first, second = nodes_of(program, ops.offload_start)[:2]
-    second.update_arg(1, slot_of(first))
+    first, second = nodes_of(program, value_to_host)[:2]
+    second.update_arg(3, slot_of(first))
     refused(program, "which .* still uses")
 
 
 def test_a_value_that_is_never_brought_back_is_found(program):
-    start = nodes_of(program, ops.reload_start)[-1]
+    start = nodes_of(program, value_to_device)[-1]
     (again,) = start.users
-    again.replace_all_uses_with(start.args[0].args[0].args[0])
+    again.replace_all_uses_with(start.args[0][0].args[0].args[0][0])
     program.graph.erase_node(again)
     program.graph.erase_node(start)
     refused(program, "to be brought back to the device once; nobody reads it")
 
 
 def test_one_that_is_brought_back_twice_is_found(program):
-    start = nodes_of(program, ops.reload_start)[0]
+    start = nodes_of(program, value_to_device)[0]
     (again,) = start.users
     with program.graph.inserting_after(again):
         copy = program.graph.node_copy(start)
     with program.graph.inserting_after(copy):
-        copy_again = program.graph.call_function(ops.wait_move, (copy,))
+        copy_again = program.graph.call_function(ops.wait, (copy,))
         copy_again.meta["val"] = again.meta["val"]
     refused(program, "to be brought back to the device once")
 
 
 def test_a_reader_on_the_device_of_host_memory_is_found(program):
-    (wait,) = nodes_of(program, ops.offload_start)[0].users
+    (wait,) = nodes_of(program, value_to_host)[0].users
     with program.graph.inserting_after(wait):
         program.graph.call_function(aten.neg.default, (wait,)).meta["val"] = wait.meta["val"]
     refused(program, "to be brought back to the device once")
 
 
 def test_what_never_left_does_not_come_back(program):
-    start = nodes_of(program, ops.reload_start)[0]
-    value = start.args[0].args[0].args[0]
-    start.update_arg(0, value)
+    start = nodes_of(program, value_to_device)[0]
+    start.update_arg(0, start.args[0][0].args[0].args[0])
     refused(program, "which has not left the device|to be brought back")
 
 
 def test_a_write_under_a_move_is_found(program):
-    start = nodes_of(program, ops.offload_start)[0]
-    value = start.args[0]
+    start = nodes_of(program, value_to_host)[0]
+    (value,) = start.args[0]
     with program.graph.inserting_after(start):
         write = program.graph.call_function(aten.copy_.default, (value, value))
         write.meta["val"] = value.meta["val"]
@@ -666,9 +669,9 @@ def test_attention_keeps_its_strides():
     step = step_of(Attention(), lambda model, x: model(x).sum(), torch.randn(2, 4, 6))
     program = rewritten(step, stage=0, **OFFLOADED)
     for start, back in zip(
-        nodes_of(program, ops.offload_start), nodes_of(program, ops.reload_start)[::-1], strict=True
+        nodes_of(program, value_to_host), nodes_of(program, value_to_device)[::-1], strict=True
     ):
-        assert start.meta["val"].stride() == start.args[0].meta["val"].stride()
-        assert back.meta["val"].stride() == back.args[0].meta["val"].stride()
+        assert start.meta["val"].stride() == start.args[0][0].meta["val"].stride()
+        assert back.meta["val"].stride() == back.args[0][0].meta["val"].stride()
     assert any(not value.meta["val"].is_contiguous() for value in moved(program))
     assert_same_numerics(execute(rewritten(step, stage=0)), execute(program))

@@ -28,7 +28,7 @@ from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import provenance
+from zerofx.ir.roles import provenance
 from zerofx.lower.in_place import buckets_updated_in_place
 from zerofx.passes.zero.whole_tensor_update import balanced
 

@@ -5,7 +5,19 @@ import operator
 import pytest
 
 from tests.kit.covering import only
-from tests.kit.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
+from tests.kit.offloaded_programs import (
+    FACTS,
+    OFFLOADED,
+    STEPS,
+    bucket_to_device,
+    drop_value,
+    evict_shards,
+    fetch_shards,
+    fetch_value,
+    refused,
+    value_to_device,
+    wait_of_fetch,
+)
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -20,7 +32,8 @@ from tests.kit.programs import (
 )
 from tests.training.test_activations import SLOW
 from zerofx.ir import ops
-from zerofx.ir.graph import program_order, released_at, uses_of_files
+from zerofx.ir.graph import program_order
+from zerofx.ir.offload import changes_files, released_at, uses_of_files
 from zerofx.verify.verifier import verify
 
 FILES = {"offload_tier": "nvme", "offload_dir": "scratch"}
@@ -40,32 +53,31 @@ def small_values(monkeypatch):
 
 
 def test_shards_are_there_for_every_move_that_is_about_them():
-    start = "shards_from_file_start"
     assert_program(
         rewritten(smallest_step(), stage=3, **{**PARAMS, **FILES, "bucket": False}),
-        f"""
+        """
         input: other [3, 4]
         w: shard of parameter [4]
-        {start} = zerofx.{start}([0], 16)
-        wait_file = zerofx.wait_file({start})
-        to_device_start = zerofx.to_device_start([w], [0], device(type='cpu'))
-        wait_move = zerofx.wait_move(to_device_start)
-        zerofx.shards_to_file(wait_file, [0], False)
-        {start}_1 = zerofx.{start}([0], 16)
+        fetch_start = zerofx.fetch_start(None, 'shards', [0], None, 16)
+        wait = zerofx.wait(fetch_start)
+        copy_start = zerofx.copy_start([w], [0], 'cpu')
+        wait_1 = zerofx.wait(copy_start)
+        zerofx.evict(wait, 'shards', [0], None, False)
+        fetch_start_1 = zerofx.fetch_start(None, 'shards', [0], None, 16)
         ...
-        wait_file_1 = zerofx.wait_file({start}_1)
-        to_device_start_1 = zerofx.to_device_start([w], [0], device(type='cpu'))
+        wait_3 = zerofx.wait(fetch_start_1)
+        copy_start_1 = zerofx.copy_start([w], [0], 'cpu')
         ...
-        wait_move_1 = zerofx.wait_move(to_device_start_1)
-        zerofx.shards_to_file(wait_file_1, [0], False)
-        {start}_2 = zerofx.{start}([0], 16)
+        wait_5 = zerofx.wait(copy_start_1)
+        zerofx.evict(wait_3, 'shards', [0], None, False)
+        fetch_start_2 = zerofx.fetch_start(None, 'shards', [0], None, 16)
         ...
-        update = zerofx.update(slice_1, wait_1, SGD, 0, None)
-        wait_file_2 = zerofx.wait_file({start}_2)
-        store_start = zerofx.store_start([update], [0], [w])
-        wait_store = zerofx.wait_store(store_start)
-        zerofx.shards_to_file(wait_file_2, [0], True)
-        getitem = getitem(wait_store, 0)
+        update = zerofx.update(slice_1, wait_4, SGD, 0, None)
+        wait_6 = zerofx.wait(fetch_start_2)
+        copy_start_2 = zerofx.copy_start([update], [0], [w])
+        wait_7 = zerofx.wait(copy_start_2)
+        zerofx.evict(wait_6, 'shards', [0], None, True)
+        getitem = getitem(wait_7, 0)
         return []
         """,
     )
@@ -76,22 +88,22 @@ def test_an_update_has_its_shards_beside_its_states():
         rewritten(smallest_step(), stage=3, **WITH_STATES, **FILES),
         """
         ...
-        shards_from_file_start = zerofx.shards_from_file_start([0], 16)
-        states_from_file_start = zerofx.states_from_file_start(SGD, [0], 32)
+        fetch_start = zerofx.fetch_start(None, 'shards', [0], None, 16)
+        fetch_start_1 = zerofx.fetch_start(None, 'states', [0], SGD, 32)
         ...
-        zerofx.shards_to_file(wait_file, [0], False)
-        shards_from_file_start_1 = zerofx.shards_from_file_start([0], 16)
+        zerofx.evict(wait, 'shards', [0], None, False)
+        fetch_start_2 = zerofx.fetch_start(None, 'shards', [0], None, 16)
         ...
-        wait_1 = zerofx.wait(reduce_scatter_start)
-        to_host_start = zerofx.to_host_start([wait_1], [0], 0)
-        wait_file_1 = zerofx.wait_file(states_from_file_start)
-        wait_file_2 = zerofx.wait_file(shards_from_file_start_1)
-        update_kept_start = zerofx.update_kept_start([w], to_host_start, SGD, [0], None)
-        wait_move_1 = zerofx.wait_move(to_host_start)
-        wait_store = zerofx.wait_store(update_kept_start)
-        zerofx.shards_to_file(wait_file_2, [0], True)
-        zerofx.states_to_file(wait_file_1, SGD, [0])
-        getitem = getitem(wait_store, 0)
+        wait_3 = zerofx.wait(reduce_scatter_start)
+        copy_start_1 = zerofx.copy_start([wait_3], [0], 'host', 0)
+        wait_4 = zerofx.wait(fetch_start_1)
+        wait_5 = zerofx.wait(fetch_start_2)
+        update_start = zerofx.update_start([w], copy_start_1, SGD, [0], None)
+        wait_6 = zerofx.wait(copy_start_1)
+        wait_7 = zerofx.wait(update_start)
+        zerofx.evict(wait_5, 'shards', [0], None, True)
+        zerofx.evict(wait_4, 'states', [0], SGD)
+        getitem = getitem(wait_7, 0)
         return []
         """,
     )
@@ -103,22 +115,22 @@ def test_an_activation_is_in_a_file_between_its_two_moves():
         program,
         """
         ...
-        offload_start_2 = zerofx.offload_start(addmm_1, 2)
-        wait_move_1 = zerofx.wait_move(offload_start_1)
-        value_to_file_1 = zerofx.value_to_file(wait_move_1)
+        copy_start_2 = zerofx.copy_start([addmm_1], [], 'host', 2)
+        wait_1 = zerofx.wait(copy_start_1)
+        evict_1 = zerofx.evict(wait_1, 'value')
         mean = mean(pow)
-        wait_move_2 = zerofx.wait_move(offload_start_2)
-        value_to_file_2 = zerofx.value_to_file(wait_move_2)
-        value_from_file_start = zerofx.value_from_file_start(value_to_file_2)
-        value_from_file_start_1 = zerofx.value_from_file_start(value_to_file_1)
-        value_from_file_start_2 = zerofx.value_from_file_start(value_to_file)
+        wait_2 = zerofx.wait(copy_start_2)
+        evict_2 = zerofx.evict(wait_2, 'value')
+        fetch_start = zerofx.fetch_start(evict_2, 'value')
+        fetch_start_1 = zerofx.fetch_start(evict_1, 'value')
+        fetch_start_2 = zerofx.fetch_start(evict, 'value')
         ...
-        wait_file = zerofx.wait_file(value_from_file_start)
-        reload_start = zerofx.reload_start(wait_file, device(type='cpu'))
+        wait_3 = zerofx.wait(fetch_start)
+        copy_start_3 = zerofx.copy_start([wait_3], [], 'cpu')
         div = div(expand, 15)
-        wait_move_3 = zerofx.wait_move(reload_start)
-        zerofx.drop_value(wait_file)
-        pow_1 = pow(wait_move_3, 1.0)
+        wait_4 = zerofx.wait(copy_start_3)
+        zerofx.evict(wait_3, 'value', changed=False)
+        pow_1 = pow(wait_4, 1.0)
         ...
         """,
     )
@@ -126,14 +138,12 @@ def test_an_activation_is_in_a_file_between_its_two_moves():
 
 def test_an_evaluation_reads_shards_and_changes_none():
     program = rewritten(evaluation(), stage=3, **PARAMS, **FILES)
-    releases = nodes_of(program, ops.shards_to_file)
-    assert releases and not any(release.args[2] for release in releases)
+    releases = nodes_of(program, evict_shards)
+    assert releases and not any(map(changes_files, releases))
     without = rewritten(evaluation(), stage=3, **PARAMS)
-    about_files = ("shards_from_file", "wait_file", "shards_to_file")
-    rest = [
-        line for line in listing(program).splitlines() if not any(a in line for a in about_files)
-    ]
-    assert rest == listing(without).splitlines()
+    for node in reversed(nodes_of(program, fetch_shards, wait_of_fetch, evict_shards)):
+        program.graph.erase_node(node)
+    assert listing(program) == listing(without)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +151,14 @@ def test_an_evaluation_reads_shards_and_changes_none():
 )
 def test_in_host_memory_nothing_is_about_files(offload):
     program = rewritten(mlp_step(), stage=3, **offload)
-    about_files = (*ops.FROM_FILE, *ops.TO_FILE, ops.wait_file, ops.drop_value)
+    about_files = (ops.fetch_start, ops.evict, wait_of_fetch)
     assert not nodes_of(program, *about_files)
 
 
 def check_numerics(step, world_size, stage, options):
     before = rewritten_by_rank(step, world_size, stage=stage, **options)
     after = rewritten_by_rank(step, world_size, stage=stage, **options, **FILES)
-    assert nodes_of(after[0], ops.wait_file)
+    assert nodes_of(after[0], wait_of_fetch)
     assert_same_numerics(execute(before), execute(after))
 
 
@@ -171,7 +181,7 @@ def test_a_read_starts_when_what_may_have_changed_it_has_been_let_go_of(offload)
     """And in the order of the waits: the cache goes by that."""
     program = rewritten(mlp_step(), stage=3, **offload, **FILES)
     order = program_order(program.graph)
-    uses = [use for use in uses_of_files(program.graph) if use.target is ops.wait_file]
+    uses = [use for use in uses_of_files(program.graph) if wait_of_fetch(use)]
     assert len(uses) > 4
     starts = [order[use.args[0]] for use in uses]
     assert starts == sorted(starts)
@@ -179,8 +189,8 @@ def test_a_read_starts_when_what_may_have_changed_it_has_been_let_go_of(offload)
     for use in uses:
         (start,) = use.args
         assert order[start] < order[use] < order[released_at(use)]
-        if start.target is ops.shards_from_file_start:
-            for index in start.args[0]:
+        if fetch_shards(start):
+            for index in start.args[2]:
                 before = let_go.get(index, -1)
                 assert before < order[start] or before > order[use]  # or is in use still
                 let_go[index] = order[released_at(use)]
@@ -195,8 +205,8 @@ def first(program, target):
 
 
 def read_shards_nobody_uses(program):
-    start = first(program, ops.shards_from_file_start)
-    for node in (start, first(program, ops.shards_to_file)):
+    start = first(program, fetch_shards)
+    for node in (start, first(program, evict_shards)):
         position = node.args.index([index for index in node.args if isinstance(index, list)][0])
         arguments = list(node.args)
         arguments[position] = [*arguments[position], 5]
@@ -204,59 +214,59 @@ def read_shards_nobody_uses(program):
 
 
 def let_go_of_other_shards(program):
-    release = first(program, ops.shards_to_file)
-    release.args = (release.args[0], [release.args[1][0] + 1], release.args[2])
+    release = first(program, evict_shards)
+    release.update_arg(2, [release.args[2][0] + 1])
 
 
 def let_go_of_shards_early(program):
-    first(program, ops.wait_file).append(first(program, ops.shards_to_file))
+    first(program, wait_of_fetch).append(first(program, evict_shards))
 
 
 def read_shards_late(program):
-    wait = first(program, ops.wait_file)
-    first(program, ops.to_device_start).append(wait)
+    wait = first(program, wait_of_fetch)
+    first(program, bucket_to_device).append(wait)
 
 
 def keep_a_change_from_the_file(program):
-    for release in nodes_of(program, ops.shards_to_file):
-        if release.args[2]:
-            release.args = (*release.args[:2], False)
+    for release in nodes_of(program, evict_shards):
+        if changes_files(release):
+            release.update_arg(4, False)
 
 
 def let_go_of_shards_twice(program):
-    release = first(program, ops.shards_to_file)
+    release = first(program, evict_shards)
     with program.graph.inserting_after(release):
         copy = program.graph.node_copy(release)
     copy.meta = dict(release.meta)
 
 
 def never_let_go_of_shards(program):
-    program.graph.erase_node(first(program, ops.shards_to_file))
+    program.graph.erase_node(first(program, evict_shards))
 
 
 def bring_back_what_is_not_there(program):
-    reload = first(program, ops.reload_start)
-    reload.args = (reload.args[0].args[0].args[0], *reload.args[1:])
+    reload = first(program, value_to_device)
+    reload.update_arg(0, [reload.args[0][0].args[0].args[0]])
 
 
 def drop_early(program):
-    first(program, ops.reload_start).append(first(program, ops.drop_value))
+    first(program, value_to_device).append(first(program, drop_value))
 
 
 def never_drop(program):
-    program.graph.erase_node(first(program, ops.drop_value))
+    program.graph.erase_node(first(program, drop_value))
 
 
 def read_a_value_twice(program):
-    start = first(program, ops.value_from_file_start)
+    start = first(program, fetch_value)
     with program.graph.inserting_after(start):
         copy = program.graph.node_copy(start)
     copy.meta = dict(start.meta)
 
 
 def drop_what_nobody_asked_for(program):
-    drop = first(program, ops.drop_value)
-    drop.args = (drop.args[0].args[0],)
+    drop = first(program, drop_value)
+    drop.update_arg(0, drop.args[0].args[0])
 
 
 FAULTS = {
@@ -265,13 +275,13 @@ FAULTS = {
     let_go_of_shards_early: "is about the shard of .*, which is in a file then",
     read_shards_late: "is about the shard of .*, which is in a file then",
     keep_a_change_from_the_file: "changes the shard of .*, and no file gets to hold that",
-    let_go_of_shards_twice: "shards that are there must have one .*shards_to_file",
-    never_let_go_of_shards: "shards that are there must have one .*shards_to_file.* not nobody",
-    bring_back_what_is_not_there: "must have one .*value_from_file_start|brought back",
+    let_go_of_shards_twice: "shards that are there must have one .*evict",
+    never_let_go_of_shards: "shards that are there must have one .*evict.* not nobody",
+    bring_back_what_is_not_there: "must have one .*fetch_start|brought back",
     drop_early: "drops what .* still copies",
     never_drop: "is to be brought back to the device once and dropped",
-    read_a_value_twice: "a value in a file must have one .*value_from_file_start",
-    drop_what_nobody_asked_for: "must have one .*wait_file|what nobody has asked for",
+    read_a_value_twice: "a value in a file must have one .*fetch_start",
+    drop_what_nobody_asked_for: "must have one .*wait|what nobody has asked for",
 }
 
 

@@ -5,7 +5,17 @@ import torch
 from torch import nn
 
 from tests.kit.covering import each_pair, only
-from tests.kit.offloaded_programs import FACTS, OFFLOADED, STEPS, refused
+from tests.kit.offloaded_programs import (
+    FACTS,
+    MOVES,
+    OFFLOADED,
+    STEPS,
+    bucket_to_device,
+    bucket_to_host,
+    refused,
+    wait_of_copy,
+    wait_of_update,
+)
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -26,32 +36,32 @@ from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
 from zerofx.hardware import NOMINAL, Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import operands_of_updates, program_order, updates
+from zerofx.ir.graph import program_order, updates
+from zerofx.ir.offload import operands_of_updates, slot_of
 from zerofx.passes.offload.place_offload import UPDATES_UNDER_WAY
 from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 
-EITHER_WAY = (ops.to_host_start, ops.to_device_start)
+EITHER_WAY = (bucket_to_host, bucket_to_device)
 
 
 def test_rewrites_the_smallest_program():
     program = rewritten(smallest_step(), stage=3, **OFFLOADED)
-    start = "to_host_start"
     assert_program(
         program,
-        f"""
+        """
         ...
         wait_1 = zerofx.wait(reduce_scatter_start)
-        to_host_start = zerofx.to_host_start([w], [0], 0)
-        to_host_start_1 = zerofx.to_host_start([wait_1], [0], 1)
-        update_on_host_start = zerofx.update_on_host_start({start}, {start}_1, SGD, [0], None)
-        wait_move = zerofx.wait_move(to_host_start)
-        wait_move_1 = zerofx.wait_move(to_host_start_1)
-        wait_update = zerofx.wait_update(update_on_host_start)
-        to_device_start = zerofx.to_device_start([wait_update], [0], device(type='cpu'))
-        wait_move_2 = zerofx.wait_move(to_device_start)
-        slice = slice(wait_move_2, 0, 0, 4)
+        copy_start = zerofx.copy_start([w], [0], 'host', 0)
+        copy_start_1 = zerofx.copy_start([wait_1], [0], 'host', 1)
+        update_start = zerofx.update_start(copy_start, copy_start_1, SGD, [0], None)
+        wait_2 = zerofx.wait(copy_start)
+        wait_3 = zerofx.wait(copy_start_1)
+        wait_4 = zerofx.wait(update_start)
+        copy_start_2 = zerofx.copy_start([wait_4], [0], 'cpu')
+        wait_5 = zerofx.wait(copy_start_2)
+        slice = slice(wait_5, 0, 0, 4)
         copy_ = copy_(w, slice)
         return []
         """,
@@ -60,7 +70,7 @@ def test_rewrites_the_smallest_program():
 
 def test_without_the_option_nothing_is_moved():
     program = rewritten(mlp_step(), stage=3, bucket=True)
-    assert nodes_of(program, *ops.MOVES) == []
+    assert nodes_of(program, *MOVES) == []
 
 
 def test_leaves_a_program_without_updates_alone():
@@ -78,7 +88,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size, options):
     step = STEPS[name]()
     before = rewritten_by_rank(step, world_size, stage=stage, **options)
     after = rewritten_by_rank(step, world_size, stage=stage, **{**OFFLOADED, **options})
-    assert nodes_of(after[0], *ops.MOVES)
+    assert nodes_of(after[0], *MOVES)
     assert_same_numerics(execute(before), execute(after))
 
 
@@ -88,7 +98,7 @@ def test_every_update_runs_on_the_host(name, stage):
     program = rewritten(STEPS[name](), stage=stage, **OFFLOADED)
     before = rewritten(STEPS[name](), stage=stage)
     assert not nodes_of(program, ops.update) and updates(program.graph) == updates(before.graph)
-    for start in nodes_of(program, ops.update_on_host_start):
+    for start in nodes_of(program, ops.update_start):
         for operands in operands_of_updates(start):
             assert operands.parameter in start.args[3]
 
@@ -97,7 +107,7 @@ def test_every_update_runs_on_the_host(name, stage):
 def test_an_update_goes_on_while_backward_does_and_the_next_has_started(stage):
     program = rewritten(mlp_step(8), stage=stage, **OFFLOADED)
     order = program_order(program.graph)
-    starts = nodes_of(program, ops.update_on_host_start)
+    starts = nodes_of(program, ops.update_start)
     for start, following in zip(starts[:-3], starts[1:], strict=False):
         (wait,) = start.users
         products = [order[product] for product in nodes_of(program, aten.mm.default)]
@@ -109,7 +119,7 @@ def test_an_update_goes_on_while_backward_does_and_the_next_has_started(stage):
 def test_a_bucket_moves_at_once(stage):
     program = rewritten(mlp_step(), stage=stage, **OFFLOADED)
     buckets = {info.place.bucket for info in program.table}
-    out, back = nodes_of(program, ops.to_host_start), nodes_of(program, ops.to_device_start)
+    out, back = nodes_of(program, bucket_to_host), nodes_of(program, bucket_to_device)
     assert (len(out), len(back)) == (2 * len(buckets), len(buckets))
     for start in (*out, *back):
         members = program.table.bucket(program.table[start.args[1][0]].place.bucket)
@@ -119,8 +129,8 @@ def test_a_bucket_moves_at_once(stage):
 def test_gradients_leave_while_backward_goes_on():
     program = rewritten(mlp_step(), stage=3, **OFFLOADED)
     order = program_order(program.graph)
-    starts = [order[start] for start in nodes_of(program, ops.to_host_start)]
-    waits = [order[wait] for wait in nodes_of(program, ops.wait_move)]
+    starts = [order[start] for start in nodes_of(program, bucket_to_host)]
+    waits = [order[wait] for wait in nodes_of(program, wait_of_copy)]
     products = [order[product] for product in nodes_of(program, aten.mm.default)]
     assert starts[0] < max(products) and waits[0] > min(p for p in products if p > starts[0])
 
@@ -128,7 +138,7 @@ def test_gradients_leave_while_backward_goes_on():
 def test_the_copy_back_travels_while_backward_goes_on():
     program = rewritten(mlp_step(8), stage=3, **OFFLOADED)
     order = program_order(program.graph)
-    for start in nodes_of(program, ops.to_device_start)[:-5]:
+    for start in nodes_of(program, bucket_to_device)[:-5]:
         (wait,) = start.users
         between = [n for n in nodes_of(program, aten.mm.default) if order[start] < order[n]]
         assert any(order[node] < order[wait] for node in between)
@@ -138,7 +148,7 @@ def test_the_copy_back_travels_while_backward_goes_on():
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_staging_buffers_are_as_many_whatever_the_depth(num_layers, stage):
     program = rewritten(mlp_step(num_layers), stage=stage, **OFFLOADED)
-    slots = {start.args[2] for start in nodes_of(program, ops.to_host_start)}
+    slots = {slot_of(start) for start in nodes_of(program, bucket_to_host)}
     # For what starts to leave, what is under way before it, and values on their way back.
     assert len(slots) == 2 + 2 * UPDATES_UNDER_WAY + 1
 
@@ -148,7 +158,7 @@ def test_at_most_one_bucket_is_on_its_way_back():
     order = program_order(program.graph)
     spans = [
         (order[start], order[wait])
-        for start in nodes_of(program, ops.to_device_start)
+        for start in nodes_of(program, bucket_to_device)
         for wait in start.users
     ]
     assert all(landed < begun for (_, landed), (begun, _) in zip(spans, spans[1:], strict=False))
@@ -173,7 +183,7 @@ def test_the_host_is_not_in_the_devices_memory():
 def test_the_timeline_has_the_moves():
     program = rewritten(mlp_step(), stage=3, **OFFLOADED)
     timeline = predict(program.graph, NOMINAL, program.table, 2)
-    moves = nodes_of(program, *ops.MOVES)
+    moves = nodes_of(program, *MOVES)
     assert all(timeline.transfers[move].seconds > 0 for move in moves)
     slow = Figures(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
     exposed = predict(program.graph, slow, program.table, 2).exposed_s
@@ -208,11 +218,11 @@ def test_the_program_is_as_it_should_be(program):
 
 
 def wait_of(start):
-    (wait,) = [user for user in start.users if user.target in (ops.wait_move, ops.wait_update)]
+    (wait,) = [user for user in start.users if ops.is_wait(user)]
     return wait
 
 
-STARTED = (*EITHER_WAY, ops.update_on_host_start)
+STARTED = (*EITHER_WAY, ops.update_start)
 
 
 @pytest.mark.parametrize("target", STARTED)
@@ -240,7 +250,7 @@ def test_a_second_wait_is_found(program, target):
 
 
 def test_reading_what_is_moving_is_found(program):
-    start = nodes_of(program, ops.to_device_start)[0]
+    start = nodes_of(program, bucket_to_device)[0]
     with program.graph.inserting_after(start):
         program.graph.call_function(aten.neg.default, (start,)).meta["val"] = start.meta["val"]
     refused(program, "must have one wait")
@@ -248,7 +258,7 @@ def test_reading_what_is_moving_is_found(program):
 
 @pytest.mark.parametrize("position", (0, 1))
 def test_a_swapped_order_of_pieces_is_found(program, position):
-    start = nodes_of(program, ops.to_host_start)[position]
+    start = nodes_of(program, bucket_to_host)[position]
     pieces, *rest = start.args
     start.args = (pieces[::-1], *rest)
     refused(program, "another parameter|as if it were|not computed from the average")
@@ -258,7 +268,7 @@ def test_a_swapped_order_of_pieces_is_found(program, position):
 @pytest.mark.parametrize("program", (3,), indirect=True)
 def test_a_swapped_bucket_is_found(program):
     """What leaves is of another bucket than it says: values, whose pieces are all there before."""
-    one, other, *_ = nodes_of(program, ops.to_host_start)[::2]
+    one, other, *_ = nodes_of(program, bucket_to_host)[::2]
     mine, its = one.args[0], other.args[0]
     one.update_arg(0, its)
     other.update_arg(0, mine)
@@ -266,7 +276,7 @@ def test_a_swapped_bucket_is_found(program):
 
 
 def test_gradients_of_another_bucket_are_found(program):
-    one, other, *_ = nodes_of(program, ops.to_host_start)[1::2]
+    one, other, *_ = nodes_of(program, bucket_to_host)[1::2]
     other.update_arg(0, one.args[0])
     refused(program, "not computed from the average")
 
@@ -274,7 +284,7 @@ def test_gradients_of_another_bucket_are_found(program):
 def test_another_buckets_return_is_found(program):
     one, other, *_ = (
         [piece for wait in start.users for piece in wait.users]
-        for start in nodes_of(program, ops.to_device_start)
+        for start in nodes_of(program, bucket_to_device)
     )
     for mine, its in zip(one, other, strict=True):
         its.replace_all_uses_with(mine)
@@ -283,7 +293,7 @@ def test_another_buckets_return_is_found(program):
 
 def test_a_value_stored_in_its_neighbour_is_found():
     program = clone(rewritten(mlp_step(), stage=3, **OFFLOADED))
-    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    (wait,) = nodes_of(program, bucket_to_device)[0].users
     stores = [store for piece in wait.users for store in piece.users]
     first, second = (store.args for store in stores)
     stores[0].args, stores[1].args = (first[0], second[1]), (second[0], first[1])
@@ -291,7 +301,7 @@ def test_a_value_stored_in_its_neighbour_is_found():
 
 
 def test_a_range_read_from_elsewhere_is_found(program):
-    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    (wait,) = nodes_of(program, bucket_to_device)[0].users
     piece = next(iter(wait.users))
     piece.args = (piece.args[0], 0, piece.args[2] + 1, piece.args[3] + 1)
     refused(program, "is not the range of a parameter")
@@ -299,7 +309,7 @@ def test_a_range_read_from_elsewhere_is_found(program):
 
 def test_a_lost_return_is_found(program):
     """Nobody stores a new value."""
-    (wait,) = nodes_of(program, ops.to_device_start)[0].users
+    (wait,) = nodes_of(program, bucket_to_device)[0].users
     for piece in list(wait.users):
         for user in list(piece.users):
             if user.target is aten.copy_.default:
@@ -310,14 +320,14 @@ def test_a_lost_return_is_found(program):
 
 
 def test_a_staging_buffer_in_use_is_found(program):
-    starts = nodes_of(program, ops.to_host_start)
-    starts[1].update_arg(2, starts[0].args[2])
+    starts = nodes_of(program, bucket_to_host)
+    starts[1].update_arg(3, slot_of(starts[0]))
     refused(program, "which .* still uses")
 
 
 def test_a_write_under_a_move_is_found():
     program = clone(rewritten(mlp_step(), stage=3, **OFFLOADED))
-    start = nodes_of(program, ops.to_host_start)[0]
+    start = nodes_of(program, bucket_to_host)[0]
     parameter = start.args[0][0]
     with program.graph.inserting_after(start):
         write = program.graph.call_function(aten.copy_.default, (parameter, parameter))
@@ -326,7 +336,7 @@ def test_a_write_under_a_move_is_found():
 
 
 def test_a_write_under_an_update_is_found(program):
-    start = nodes_of(program, ops.update_on_host_start)[0]
+    start = nodes_of(program, ops.update_start)[0]
     wait = wait_of(start.args[1])
     with program.graph.inserting_after(wait):
         write = program.graph.call_function(aten.copy_.default, (wait, wait))
@@ -335,20 +345,20 @@ def test_a_write_under_an_update_is_found(program):
 
 
 def test_a_gradient_left_on_the_device_is_found(program):
-    start = nodes_of(program, ops.update_on_host_start)[0]
+    start = nodes_of(program, ops.update_start)[0]
     start.update_arg(1, start.args[1].args[0][0])
     refused(program, "must have one wait")
 
 
 def test_a_gradient_that_is_let_go_of_only_behind_its_update_is_found(program):
-    start = nodes_of(program, ops.update_on_host_start)[0]
+    start = nodes_of(program, ops.update_start)[0]
     (update,) = start.users
     update.append(wait_of(start.args[1]))
     refused(program, "is waited for before what it reads")
 
 
 def test_an_update_of_other_parameters_than_have_arrived_is_found(program):
-    one, other, *_ = nodes_of(program, ops.update_on_host_start)
+    one, other, *_ = nodes_of(program, ops.update_start)
     mine, its = one.args[3], other.args[3]
     one.update_arg(3, its)
     other.update_arg(3, mine)
@@ -356,19 +366,19 @@ def test_an_update_of_other_parameters_than_have_arrived_is_found(program):
 
 
 def test_the_same_gradients_twice_are_found(program):
-    one, other, *_ = nodes_of(program, ops.update_on_host_start)
+    one, other, *_ = nodes_of(program, ops.update_start)
     other.update_arg(1, one.args[1])
     refused(program, "must have one wait")
 
 
 def test_what_an_update_makes_must_come_back(program):
-    start = nodes_of(program, ops.to_device_start)[0]
+    start = nodes_of(program, bucket_to_device)[0]
     start.update_arg(0, [start.args[0][0].args[0]])
     refused(program, "must have one wait")
 
 
 def test_a_reader_on_the_device_of_host_memory_is_found(program):
-    wait = nodes_of(program, ops.wait_update)[0]
+    wait = nodes_of(program, wait_of_update)[0]
     with program.graph.inserting_after(wait):
         program.graph.call_function(aten.neg.default, (wait,)).meta["val"] = wait.meta["val"]
     refused(program, "which is in host memory")

@@ -23,7 +23,8 @@ from tests.kit.programs import (
     rewritten,
     run_passes,
 )
-from zerofx.ir.graph import is_backward, program_order, provenance, role
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.roles import provenance, role
 
 aten = torch.ops.aten
 

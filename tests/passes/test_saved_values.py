@@ -38,11 +38,10 @@ from zerofx.ir.graph import (
     is_backward,
     placeholders,
     program_order,
-    provenance,
-    role,
-    value_bytes,
     why_kept,
 )
+from zerofx.ir.roles import provenance, role
+from zerofx.ir.sizes import value_bytes
 from zerofx.passes.memory.saved_values import LONGEST_CHAIN, _Network
 
 aten = torch.ops.aten

@@ -32,7 +32,8 @@ from zerofx.cost.timeline import predict
 from zerofx.hardware import parse
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import program_order, provenance
+from zerofx.ir.graph import program_order
+from zerofx.ir.roles import provenance
 from zerofx.passes.schedule.start_times import MARGIN, start_within_budget
 
 COMPUTE = "flops_per_s=1e9 memory_bytes_per_s=1e9"

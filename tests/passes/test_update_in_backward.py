@@ -18,7 +18,8 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import is_backward, program_order, role
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.roles import role
 from zerofx.verify.verifier import verify
 
 STAGES = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ from tests.kit.programs import (
     smallest_step,
 )
 from zerofx.ir import ops
-from zerofx.ir.graph import provenance
+from zerofx.ir.roles import provenance
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.report.folder import MARKER

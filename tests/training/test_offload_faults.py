@@ -194,7 +194,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
         pair = built()
         compiled = zero(clipped, **SMALL_BUCKETS, **options)
         run(compiled, pair, range(2))
-        original, calls = HostUpdates.update_on_host_start, []
+        original, calls = HostUpdates.update_start, []
 
         def update(self, *arguments):
             calls.append(arguments)
@@ -202,15 +202,15 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
                 raise KeyboardInterrupt
             return original(self, *arguments)
 
-        monkeypatch.setattr(HostUpdates, "update_on_host_start", update)
+        monkeypatch.setattr(HostUpdates, "update_start", update)
         program = program_of(compiled).runtime.program
         for node in program.graph.nodes:  # bound methods, taken when it was lowered
-            if getattr(node.target, "__name__", "") == "update_on_host_start":
+            if getattr(node.target, "__name__", "") == "update_start":
                 node.target = update.__get__(node.target.__self__)
         program.recompile()
         with pytest.raises(KeyboardInterrupt):
             run(compiled, pair, [2])
-        monkeypatch.setattr(HostUpdates, "update_on_host_start", original)
+        monkeypatch.setattr(HostUpdates, "update_start", original)
         states = pair[1].state_dict()
         return states, run(compiled, pair, range(3, 5)), pair[1].state_dict()
 

@@ -27,16 +27,14 @@ from zerofx.ir import ops
 from zerofx.ir.graph import (
     Builder,
     InputRole,
-    Provenance,
     aliases,
     input_role,
     placeholders,
     program_order,
-    provenance,
-    role,
     set_input_role,
     updates,
 )
+from zerofx.ir.roles import Provenance, provenance, role
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE

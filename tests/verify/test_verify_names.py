@@ -13,7 +13,7 @@ def program():
 
 
 def test_a_part_that_a_list_has_not_is_refused(program):
-    store = nodes_of(program, ops.wait_store)[0]
+    store = nodes_of(program, ops.wait_shards)[0]
     part = next(iter(store.users))
     part.update_arg(1, 99)
     refused(program, rf"{part.name}.* takes part 99 of {store.name}, which has \d")

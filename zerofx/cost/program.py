@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +13,11 @@ from torch.utils.flop_counter import flop_registry
 from zerofx import compat
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, input_role, mutated_inputs, role
+from zerofx.ir.graph import aliased_inputs, done_with, input_role, mutated_inputs
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import role
+from zerofx.ir.rules import FILES, TO_HOST
+from zerofx.ir.sizes import hinted_bytes, hinted_tensor_bytes, tensor_bytes
 
 aten = torch.ops.aten
 
@@ -54,7 +56,7 @@ def live_bytes(
         _move_updates_up(place)
     nodes = sorted(graph.nodes, key=place.__getitem__)
     changes = [0] * (len(nodes) + 1)
-    bytes_of = _hinted if hinted else _bytes_of
+    bytes_of = hinted_tensor_bytes if hinted else tensor_bytes
     for made in _allocations(nodes, world_size, ignored, sockets, table, bytes_of):
         changes[made.begin] += made.nbytes
         changes[made.end + 1] -= made.nbytes
@@ -93,7 +95,8 @@ def allocations(
     """
     lies_in: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
     nodes = list(graph.nodes)
-    return list(_allocations(nodes, world_size, (), sockets, None, _hinted, lies_in)), lies_in
+    made = _allocations(nodes, world_size, (), sockets, None, hinted_tensor_bytes, lies_in)
+    return list(made), lies_in
 
 
 def _allocations(
@@ -113,17 +116,17 @@ def _allocations(
     last: dict[tuple[fx.Node, int], int] = {}
     for node in nodes:
         roots[node] = _roots(node, world_size, roots, sizes, skipped, bytes_of)
-        death = max((_done_with(user, order) for user in node.users), default=order[node])
+        death = max((done_with(user, order) for user in node.users), default=order[node])
         for root in roots[node]:
             last[root] = max(last.get(root, 0), death)
     for (node, part), nbytes in sizes.items():
         yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
     for node in nodes:
         here = order[node]
-        if sockets and node.target in (ops.reduce_scatter_start, ops.all_reduce_start):
+        if sockets and ops.rules(node).reduces:
             received = bytes_of(node.args[0].meta["val"])
             if world_size > 1 and node.meta["val"].device.type == "cpu":
-                yield Allocation(node, 0, here, _done_with(node, order), received, own=True)
+                yield Allocation(node, 0, here, done_with(node, order), received, own=True)
         if node.target is ops.on_owners:
             temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
             yield Allocation(node, 0, here, here, temporary, own=True)
@@ -152,13 +155,6 @@ def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
         move(update, turn)
 
 
-def _done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
-    """When a reader needs its operands no more: a collective reads them until its wait."""
-    if reader.target in ops.STARTS or ops.is_move(reader.target):
-        return max(_done_with(user, order) for user in reader.users)
-    return order[reader]
-
-
 def _roots(
     node: fx.Node,
     world_size: int,
@@ -168,7 +164,9 @@ def _roots(
     bytes_of: Callable[[Any], int],
 ) -> set[tuple[fx.Node, int]]:
     """The allocations that a node's result lies in; notes the size of a new one."""
-    if node.op != "call_function" or node in skipped or node.target in _ON_HOST:
+    if node.op != "call_function" or node in skipped:
+        return set()
+    if ops.lane(node) in (FILES, TO_HOST):  # what it makes is on the host
         return set()
     if node.target is operator.getitem:
         part = node.args
@@ -176,7 +174,7 @@ def _roots(
             return {part}
         return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
     sources = aliased_inputs(node) or mutated_inputs(node)
-    if world_size == 1 and node.target in ops.STARTS:
+    if world_size == 1 and ops.is_collective(node):
         sources = node.all_input_nodes
     if sources:
         return set().union(*(roots[source] for source in sources))
@@ -189,26 +187,6 @@ def _roots(
             made.add((node, index))
     return made
 
-
-def _bytes_of(value: Any) -> int:
-    """Bytes of a tensor; a size that is a symbol gets a guard.
-
-    For a plan that fits a budget with these sizes may not with others.
-    """
-    return int(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
-
-
-def _hinted(value: Any) -> int:
-    """Bytes of a tensor as it was when captured: no guard is made of a symbolic size."""
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
-
-
-_ON_HOST = (*ops.TO_HOST, *ops.FROM_FILE, ops.value_to_file)
-
-UPDATE_STREAMS = 7
-"""What AdamW reads and writes: a gradient, and the value and both moments twice."""
 
 # torch counts these from 2.15 on.
 _COUNTED_LIKE = {
@@ -229,26 +207,14 @@ def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
     """
     if node.op != "call_function" or _is_of_shards(node):
         return 0.0
-    nbytes = 0
-    if node.target is ops.update:
-        info = table[node.args[3]]
-        nbytes = UPDATE_STREAMS * info.nbytes
-        sharded = node.args[0].meta["val"].shape != info.shape
-        return nbytes / (info.world_size if sharded else 1) / figures.memory_bytes_per_s
-    if node.target is ops.flatten_bucket:
-        return 2 * _bytes_in(node) / figures.memory_bytes_per_s
-    if node.target is ops.on_owners:
-        return node.args[5] / figures.flops_per_s
-    if ops.is_ours(node.target) or (aliased_inputs(node) and not mutated_inputs(node)):
+    if ops.is_ours(node.target):
+        rules = ops.rules(node)
+        memory_s = rules.memory_bytes(node, table) / figures.memory_bytes_per_s
+        return max(rules.flops(node) / figures.flops_per_s, memory_s)
+    if aliased_inputs(node) and not mutated_inputs(node):
         return 0.0
-    nbytes = sum(_bytes_in(operand) for operand in node.all_input_nodes) + _bytes_in(node)
+    nbytes = sum(map(hinted_bytes, (*node.all_input_nodes, node)))
     return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
-
-
-def host_update_s(start: fx.Node, figures: Figures, table: ParameterTable) -> float:
-    """What the updates of equal shares take on the host, by its memory.  Units: seconds."""
-    infos = [table[index] for index in start.args[3]]
-    return sum(UPDATE_STREAMS * i.nbytes / i.world_size for i in infos) / figures.host_bytes_per_s
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:
@@ -258,7 +224,7 @@ def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = N
     """
     gradients = [gradient.meta["val"] for gradient in node.args[1]]
     if table is None:
-        return sum(map(_bytes_of, gradients))
+        return sum(map(tensor_bytes, gradients))
     wholes = zip(node.args[3], gradients, strict=True)
     nbytes = sum(table[index].numel * gradient.itemsize for index, gradient in wholes)
     return -(-nbytes // world_size)
@@ -292,13 +258,6 @@ def flops(node: fx.Node) -> int:
         # torch's formulas do not know all that its operators take, such as attention whose
         # queries have more heads.  That is no reason to refuse a step: its memory still counts.
         return 0
-
-
-def _bytes_in(node: fx.Node) -> int:
-    """Bytes of a node's tensors, without guards: a prediction need not hold for other sizes."""
-    value = node.meta.get("val")
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return sum(map(_hinted, parts))
 
 
 def _is_of_shards(node: fx.Node) -> bool:

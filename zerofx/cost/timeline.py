@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from zerofx.cost.program import host_update_s, owned_bytes, seconds
+from zerofx.cost.program import owned_bytes, seconds
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import changes_files, hinted_bytes, role, value_bytes
-from zerofx.ir.parameters import ParameterTable, shard_numel
+from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,18 @@ class Work:
 
 def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
     """What one node takes by these figures.  What is waited for has been the start's to do."""
-    if node.target in ops.STARTS:
-        return Work("link", transfer_s(node, figures, world_size))
-    if ops.is_move(node.target):
-        way = "to device" if node.target in ops.TO_DEVICE else "to host"
-        return Work(way, shared_bytes(node, table) / figures.copy_bytes_per_s)
-    if node.target in (*ops.FROM_FILE, *ops.TO_FILE):
-        return Work("files", _filed_bytes(node) / figures.file_bytes_per_s)
-    if node.target in ops.HOST_UPDATES:
-        return Work("updates", host_update_s(node, figures, table))
-    return Work("compute", seconds(node, figures, table))
-
-
-def _filed_bytes(node: fx.Node) -> int:
-    """What a node reads from files, or may have to write there."""
-    if node.target in ops.TO_FILE and not changes_files(node):
-        return 0
-    return hinted_bytes(node.args[0] if node.target in ops.TO_FILE else node)
+    lane = ops.lane(node)
+    if not lane:
+        return Work(COMPUTE, seconds(node, figures, table))
+    if lane == LINK:
+        return Work(lane, transfer_s(node, figures, world_size))
+    speed = {
+        TO_HOST: figures.copy_bytes_per_s,
+        TO_DEVICE: figures.copy_bytes_per_s,
+        UPDATES: figures.host_bytes_per_s,
+        FILES: figures.file_bytes_per_s,
+    }
+    return Work(lane, ops.rules(node).carries(node, table) / speed[lane])
 
 
 def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
@@ -139,35 +134,35 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
         lanes[work.lane] += work.seconds
         now = compute_s + idle_s
         issued_s.append(now)
-        if work.lane != "compute":
+        if work.lane != COMPUTE:
             transfers[node] = Transfer(work.seconds, 0.0)
-            if figures.overlaps or work.lane != "link":
+            if figures.overlaps or work.lane != LINK:
                 begin_s = max(free_s[work.lane], now)
                 free_s[work.lane] = done[node] = begin_s + work.seconds
                 busy(node, work.lane, begin_s, work.seconds)
-        elif node.target in ops.WAITS:
+        elif ops.is_wait(node):
             start = node.args[0]
             travels_s = transfers[start].seconds
             late_s = max(done[start] - now, 0.0) if start in done else travels_s
             # The rest is spent on transfers before it, which nobody has waited for yet.
             transfers[start] = Transfer(travels_s, min(late_s, travels_s))
             if start not in done:
-                busy(start, "link", now, travels_s)
+                busy(start, LINK, now, travels_s)
             busy(node, WAITING, now, late_s)
             idle_s += late_s
         elif node.target is ops.on_owners:
             share = owned_bytes(node, world_size, table)
             travels_s = 2 * figures.transfer_s(share, world_size)
             transfers[node] = Transfer(travels_s, travels_s)
-            lanes["link"] += travels_s
+            lanes[LINK] += travels_s
             for begin_s in (now, now + travels_s / 2 + work.seconds):  # there, and back
-                busy(node, "link", begin_s, travels_s / 2)
+                busy(node, LINK, begin_s, travels_s / 2)
                 busy(node, WAITING, begin_s, travels_s / 2)
-            busy(node, "compute", now + travels_s / 2, work.seconds)
+            busy(node, COMPUTE, now + travels_s / 2, work.seconds)
             compute_s += work.seconds
             idle_s += travels_s
         else:
-            busy(node, "compute", now, work.seconds)
+            busy(node, COMPUTE, now, work.seconds)
             compute_s += work.seconds
     bound_s = least_s(works)
     return Timeline(compute_s, idle_s, transfers, lanes, bound_s, issued_s, spans)
@@ -176,7 +171,9 @@ def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size
 WAITING = "waiting"
 """The lane of what a rank does while it does nothing but wait."""
 
-LANES = ("compute", "link", "to host", "to device", "updates", "files")
+COMPUTE = "compute"
+
+LANES = (COMPUTE, LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:
@@ -203,21 +200,9 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
     return max(bounds)
 
 
-def shared_bytes(move: fx.Node, table: ParameterTable) -> int:
-    """Bytes of a move of equal shares: ranks predict alike, whose shards differ in length."""
-    if move.target in ops.ACTIVATION_MOVES:
-        return hinted_bytes(move)
-    itemsize = move.args[0][0].meta["val"].dtype.itemsize
-    return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in move.args[1])
-
-
 def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
     """How long a collective travels by itself, from the buffer that its ranks make of it."""
-    if start.target is ops.all_gather_start:
-        return figures.transfer_s(value_bytes(start), world_size)
-    nbytes = value_bytes(start.args[0])
-    if start.target is ops.all_reduce_start and role(start) == "reduce_gradient":
-        nbytes *= 2
+    nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
     return figures.transfer_s(nbytes, world_size)
 
 

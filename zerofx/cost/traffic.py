@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
 
 from zerofx.cost.program import owned_bytes
 from zerofx.ir import ops
-from zerofx.ir.graph import hinted_bytes, moved_values, role, served, staging_bytes, value_bytes
+from zerofx.ir.offload import copies_activation, staging_bytes
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import served
+from zerofx.ir.rules import TO_DEVICE, TO_HOST
+from zerofx.ir.sizes import hinted_bytes, value_bytes
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,16 @@ def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
 
     Source: ZeRO, Rajbhandari et al. 2020, section 7.
     """
-    gathers = reductions = scalars = exchanges = count = 0
+    sent: Counter[str] = Counter()
     for node in gm.graph.nodes:
         if node.target is ops.on_owners:
-            count += 2
-            exchanges += 2 * owned_bytes(node, world_size) * (world_size - 1) // world_size
-        if node.target not in ops.STARTS:
-            continue
-        count += 1
-        if node.target is ops.all_gather_start:
-            gathers += value_bytes(node) * (world_size - 1) // world_size
-        elif node.target is ops.reduce_scatter_start:
-            reductions += value_bytes(node.args[0]) * (world_size - 1) // world_size
-        elif role(node) == "reduce_gradient":
-            reductions += 2 * value_bytes(node) * (world_size - 1) // world_size
-        else:
-            scalars += value_bytes(node) * (world_size - 1)
-    return WireBytes(gathers, reductions, scalars, count, exchanges)
+            sent["num_collectives"] += 2
+            sent["exchanges"] += 2 * owned_bytes(node, world_size) * (world_size - 1) // world_size
+        if of := ops.rules(node).traffic(node):
+            sent["num_collectives"] += 1
+            nbytes = ops.rules(node).rounds(node) * ops.rules(node).sends(node)
+            sent[of] += nbytes * (world_size - 1) // (1 if of == "scalars" else world_size)
+    return WireBytes(**sent)
 
 
 @dataclass(frozen=True)
@@ -103,13 +100,17 @@ class MovedBytes:
 
 def moved_bytes(gm: fx.GraphModule) -> MovedBytes:
     """Count what one step moves, of the sizes there were when it was captured.  Units: bytes."""
-    moves = [node for node in gm.graph.nodes if ops.is_move(node.target)]
-    moved = {move: sum(map(hinted_bytes, moved_values(move))) for move in moves}
-    to_device = sum(moved[move] for move in moves if move.target in ops.TO_DEVICE)
-    activations = [moved[move] for move in moves if move.target is ops.offload_start]
+    moved: dict[str, list[int]] = {TO_HOST: [], TO_DEVICE: []}
+    for node in filter(ops.is_move, gm.graph.nodes):
+        moved[ops.lane(node)].append(sum(map(hinted_bytes, ops.argument(node, "values"))))
+    activations = [
+        hinted_bytes(node)
+        for node in gm.graph.nodes
+        if copies_activation(node) and ops.lane(node) == TO_HOST
+    ]
     return MovedBytes(
-        to_host=sum(moved.values()) - to_device,
-        to_device=to_device,
+        to_host=sum(moved[TO_HOST]),
+        to_device=sum(moved[TO_DEVICE]),
         staging=sum(staging_bytes(gm.graph).values()),
         activations=sum(activations),
         num_activations=len(activations),

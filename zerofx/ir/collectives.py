@@ -6,8 +6,10 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import operands_of_updates, role, served, value_bytes
+from zerofx.ir.graph import updated_by
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import role, served
+from zerofx.ir.sizes import value_bytes
 
 aten = torch.ops.aten
 
@@ -23,7 +25,7 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
         frozen = "" if info.requires_grad else " frozen"
         lines.append(f"parameter {info.name} {info.dtype} {shape}{frozen}")
     for node in gm.graph.nodes:
-        if node.target in ops.STARTS:
+        if ops.is_collective(node):
             kind = node.target._schema.name.removeprefix("zerofx::").removesuffix("_start")
             name = served(node, table)
             nbytes = max(value_bytes(node), value_bytes(node.args[0]))
@@ -33,8 +35,7 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
             lines.append(f"updates of whole {', '.join(owners)}")
         else:
-            names = (table[update.parameter].name for update in operands_of_updates(node))
-            lines += [f"update {name}" for name in names]
+            lines += [f"update {table[parameter].name}" for _, parameter in updated_by(node)]
     lines += _numbers_in_gradients(gm.graph)
     return tuple(lines)
 

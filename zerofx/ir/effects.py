@@ -10,28 +10,29 @@ from zerofx.ir import ops
 from zerofx.ir.graph import (
     aliases,
     input_role,
-    operands_of_updates,
     placeholders,
+    updated_by,
     writers,
     written_gradients,
 )
+from zerofx.ir.offload import is_staged, operands_of_updates
 
 
 def has_moves(graph: fx.Graph) -> bool:
     """Whether anything goes between the device and the host."""
-    return any(ops.is_move(node.target) for node in graph.nodes)
+    return any(map(ops.is_move, graph.nodes))
 
 
 def groups_on_host(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
     """What the program updates in host memory: (optimizer, parameters) of each such operator."""
-    starts = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
+    starts = filter(ops.updates_on_host, graph.nodes)
     return [(start.args[2], tuple(start.args[3])) for start in starts]
 
 
 def updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:
     """The updates, as (optimizer, parameter), that the program runs in host memory."""
-    groups = groups_on_host(graph)
-    return list(dict.fromkeys((handle, index) for handle, group in groups for index in group))
+    starts = filter(ops.updates_on_host, graph.nodes)
+    return list(dict.fromkeys(update for start in starts for update in updated_by(start)))
 
 
 def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
@@ -46,11 +47,10 @@ def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
 
 def shards_changed_by_user(graph: fx.Graph) -> set[int]:
     """The parameters whose shards something writes to that is no update's part."""
-    of_updates = (ops.update, ops.store_start, *ops.HOST_UPDATES)
     return {
         input_role(node).parameter
         for node in placeholders(graph, "parameter")
-        if any(writer.target not in of_updates for writer in writers(node))
+        if not all(updated_by(writer) or ops.is_move(writer) for writer in writers(node))
     }
 
 
@@ -59,7 +59,7 @@ def moved_out(graph: fx.Graph) -> set[int]:
     found: Counter[int] = Counter()
     for node in graph.nodes:
         if node.target is ops.take_shard:
-            only_moves = all(user.target is ops.to_host_start for user in node.users)
+            only_moves = all(map(is_staged, node.users))
             found[node.args[1]] += 1 if only_moves else 2
     return {parameter for parameter, count in found.items() if count == 1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import re
@@ -18,33 +17,9 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.parameters import KeptGathered, ParameterTable, Resident
+from zerofx.ir.roles import Provenance, parameter_of
 
 aten = torch.ops.aten
-
-# Operators whose result shares its first argument's memory though their schema does not say so.
-_UNDECLARED_ALIASES = {
-    aten._unsafe_view.default,
-    ops.wait,
-    ops.wait_move,
-    ops.wait_update,
-    ops.wait_file,
-}
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Why a node that the user did not write is there.
-
-    ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
-    it does it for (-1 for several), ``inserted_by`` the pass.  ``bucket`` is the bucket whose
-    parameters it serves together, -1 for none.  ``reason`` is why the pass chose to.
-    """
-
-    role: str
-    parameter: int
-    inserted_by: str
-    bucket: int = -1
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,10 +112,17 @@ def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """How often the program updates what: (optimizer, parameter) -> count."""
     found: Counter[tuple[int, int]] = Counter()
     for node in graph.nodes:
-        found.update((node.args[2], update.parameter) for update in operands_of_updates(node))
-        if node.target is ops.optimizer_step:
-            found.update((node.args[2], parameter) for parameter in node.args[4])
+        found.update(updated_by(node))
     return found
+
+
+def updated_by(node: fx.Node) -> list[tuple[int, int]]:
+    """The updates that a node runs: (optimizer, parameter)."""
+    updates = ops.rules(node).updates
+    if updates is None:
+        return []
+    optimizer, parameters = updates(node)
+    return [(optimizer, parameter) for parameter in parameters]
 
 
 def is_owned(update: fx.Node) -> bool:
@@ -162,36 +144,6 @@ def mark_kept(node: fx.Node, reason: str) -> None:
 def why_kept(node: fx.Node) -> str | None:
     """Why a value is kept from forward to backward; None if nobody decided on it."""
     return node.meta.get("zerofx_kept")
-
-
-def provenance(node: fx.Node) -> Provenance | None:
-    return node.meta.get("zerofx")
-
-
-def parameter_of(node: fx.Node) -> int:
-    """Index of the parameter that an inserted node is for; -1 for several, or none."""
-    origin = provenance(node)
-    return origin.parameter if origin else -1
-
-
-def bucket_of(node: fx.Node) -> int:
-    """Number of the bucket that an inserted node serves; -1 for none."""
-    origin = provenance(node)
-    return origin.bucket if origin else -1
-
-
-def role(node: fx.Node) -> str | None:
-    """The role of an inserted node; None for the user's own."""
-    origin = provenance(node)
-    return origin.role if origin else None
-
-
-def served(node: fx.Node, table: ParameterTable) -> str:
-    """Names of the parameters that an inserted node serves."""
-    if parameter_of(node) >= 0:
-        return table[parameter_of(node)].name
-    members = table.bucket(bucket_of(node)) if bucket_of(node) >= 0 else ()
-    return ", ".join(info.name for info in members) or "several"
 
 
 class Builder:
@@ -226,8 +178,8 @@ class Builder:
         ``like`` lends the user's source line and the forward or backward tag; ``reason`` is why
         the pass chose to.
         """
-        name = self._name(target, role, parameter, bucket)
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node = self.graph.create_node("call_function", target, args, kwargs)
+        node._rename(self._name(node, role, parameter, bucket))
         if like is not None:
             for key in ("stack_trace", "autograd_backward", "nn_module_stack"):
                 if key in like.meta:
@@ -236,10 +188,9 @@ class Builder:
         self.refresh(node)
         return node
 
-    def _name(self, target: Callable, role: str, parameter: int, bucket: int) -> str:
+    def _name(self, node: fx.Node, role: str, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
-        started = (*ops.STARTS, *ops.HOST_UPDATES, *ops.FROM_FILE)
-        stem = f"{role}_start" if target in started or ops.is_move(target) else role
+        stem = f"{role}_start" if ops.starts(node) else role
         if bucket >= 0:
             return f"{stem}_bucket{bucket}"
         if parameter < 0 or self.table is None:
@@ -269,13 +220,13 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Arguments whose memory the node's result may share."""
     if node.op != "call_function":
         return []
-    if node.target is ops.pack:
-        return list(node.args[0])
-    if node.target is operator.getitem and node.args[0].target is ops.wait_store:
-        start = node.args[0].args[0]
-        shards = start.args[2 if start.target is ops.store_start else 0]
-        return [shards[node.args[1]]]  # and not those written to with it
-    if node.target is operator.getitem or node.target in _UNDECLARED_ALIASES:
+    shares = ops.rules(node).shares
+    if shares is not None:
+        return list(shares(node))
+    if node.target is operator.getitem and node.args[0].target is ops.wait_shards:
+        (start,) = node.args[0].args
+        return [mutated_inputs(start)[node.args[1]]]  # and not those written to with it
+    if node.target in (operator.getitem, aten._unsafe_view.default):  # its schema does not say so
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -328,7 +279,7 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     while pending:
         for user in pending.pop().users:
             sources = aliased_inputs(user)
-            if through_gathers and user.target is ops.all_gather_start:
+            if through_gathers and ops.rules(user).gathers:
                 sources = user.all_input_nodes
             if user not in found and any(source in found for source in sources):
                 found.add(user)
@@ -363,111 +314,6 @@ def shard_of(node: fx.Node) -> int:
     return parameter_of(node)
 
 
-@dataclass(frozen=True)
-class UpdateOperands:
-    """What one parameter's update reads: the nodes that hold its value and gradient.
-
-    Of an update on the host, those on the device that have been moved there, but for a value that
-    is kept there.
-    """
-
-    parameter: int
-    value: fx.Node
-    gradient: fx.Node
-
-
-def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
-    """What the updates that a node runs read, by parameter; none for what is no update."""
-    if node.target is ops.update:
-        return [UpdateOperands(node.args[3], *node.args[:2])]
-    if node.target not in ops.HOST_UPDATES:
-        return []
-    is_kept = node.target is ops.update_kept_start
-    values = node.args[0] if is_kept else node.args[0].args[0]
-    pieces = zip(node.args[3], values, node.args[1].args[0], strict=True)
-    return [UpdateOperands(*piece) for piece in pieces]
-
-
-def brought_from(node: fx.Node) -> fx.Node | None:
-    """The shard in host memory that a node on the device is a moved copy of; None for others."""
-    if node.target is not aten.slice.Tensor or node.args[0].target is not ops.wait_move:
-        return None
-    start, index = node.args[0].args[0], parameter_of(node)
-    if start.target is not ops.to_device_start or index not in start.args[1]:
-        return None
-    shard = start.args[0][start.args[1].index(index)] if is_kept_on_host(start.args[0][0]) else None
-    return shard
-
-
-def slot_of(start: fx.Node) -> int:
-    """Number of the staging buffer that a move to the host writes to; -1 if it has none yet."""
-    return start.args[1 if start.target is ops.offload_start else 2]
-
-
-def moved_values(start: fx.Node) -> list[fx.Node]:
-    """What a move copies."""
-    return list(start.args[0]) if start.target in ops.MOVES else [start.args[0]]
-
-
-def staging_bytes(graph: fx.Graph, moves: tuple[object, ...] = ops.TO_HOST) -> dict[int, int]:
-    """The staging buffers in host memory that a program's moves use, by number.  Units: bytes.
-
-    Symbolic sizes count as they were when captured.  What files hold meanwhile has none.
-    """
-    staging: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.target in moves and not goes_to_file(node):
-            slot = slot_of(node)
-            staging[slot] = max(staging.get(slot, 0), hinted_bytes(node))
-    return staging
-
-
-def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where the staging buffer of a move to the host has been read for the last time.
-
-    What is started reads it until its wait.
-    """
-    readers = [user for alias in aliases(start) for user in alias.users]
-    last = [order[start]]
-    for reader in readers:
-        is_start = ops.is_move(reader.target) or reader.target in ops.HOST_UPDATES
-        last += [order[wait] for wait in reader.users] if is_start else [order[reader]]
-    return max(last)
-
-
-def uses_of_files(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes where something that files may hold has to be in host memory, in order.
-
-    A ``wait_file`` for what is read, an ``offload_start`` for a value that is let go of there.
-    """
-    return [
-        node
-        for node in graph.nodes
-        if node.target is ops.wait_file or (node.target is ops.offload_start and goes_to_file(node))
-    ]
-
-
-def goes_to_file(start: fx.Node) -> bool:
-    """Whether what a move to the host has brought there is let go of to files."""
-    return any(user.target is ops.value_to_file for wait in start.users for user in wait.users)
-
-
-def released_at(use: fx.Node) -> fx.Node:
-    """The node that lets go of what is in host memory from one of ``uses_of_files`` on."""
-    holder = use if use.target is ops.wait_file else next(iter(use.users))
-    (release,) = (
-        user for user in holder.users if user.target in ops.TO_FILE or user.target is ops.drop_value
-    )
-    return release
-
-
-def changes_files(release: fx.Node) -> bool:
-    """Whether what a node lets go of may have to be written to files."""
-    if release.target is ops.shards_to_file:
-        return release.args[2]
-    return release.target in ops.TO_FILE
-
-
 def writers(node: fx.Node) -> set[fx.Node]:
     """Every node that writes to ``node``'s memory."""
     return {
@@ -490,6 +336,13 @@ def layout_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
     return repr(value)
+
+
+def done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
+    """When a reader needs its operands no more: what is started reads them until its wait."""
+    if ops.is_collective(reader) or ops.is_move(reader):
+        return max(done_with(user, order) for user in reader.users)
+    return order[reader]
 
 
 def last_use(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
@@ -525,7 +378,7 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             is_own = kind == "buffer" or input_role(node).unreduced
             if is_own or (kind == "other" and not is_scalar):
                 varying.add(node)
-        elif node.target is ops.gradient or node.target in ops.STARTS:
+        elif ops.rules(node).uniform:
             continue  # the same on all ranks once it has been averaged or gathered
         elif is_random(node) or any(source in varying for source in node.all_input_nodes):
             varying.add(node)
@@ -541,31 +394,12 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
-def value_bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor.  Units: bytes; 0 for what is not a tensor."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return int(value.numel()) * value.dtype.itemsize
-
-
-def hinted_bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor as it was when captured: no guard is made of a symbolic size."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
-
-
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a program, with what is recorded about its inputs and results."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     copy.output_node().meta = dict(graph.output_node().meta)
     return copy
-
-
-_KEPT_UNREAD = (ops.free, ops.wait_move, ops.drop_value, *ops.TO_FILE)
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
@@ -577,7 +411,7 @@ def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
         node = pending.pop()
         if node in seen or node.users or node.op in ("placeholder", "output"):
             continue
-        if mutated_inputs(node) or node.target in _KEPT_UNREAD:
+        if mutated_inputs(node) or ops.acts(node):
             continue
         seen.add(node)
         sources = list(node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Every ``zerofx::`` operator: its schema and its fake implementation, once.
+"""Every ``zerofx::`` operator, once: its schema, its fake implementation and its rules.
 
 Captured programs contain ``gradient`` and ``optimizer_step``; passes replace these by the
 others.  None of them has a real kernel here: lowering binds each to the runtime of one
@@ -7,25 +7,88 @@ compiled function, so that no operator needs process-wide state.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import fx
+
+from zerofx.ir.parameters import ParameterTable, shard_numel
+from zerofx.ir.roles import role
+from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, Rules
+from zerofx.ir.sizes import hinted_bytes, value_bytes
 
 NAMESPACE = "zerofx"
+HOST = "host"
+"""The place that is no device's: host memory."""
+
 _library = torch.library.Library(NAMESPACE, "DEF")
+_RULES: dict[Any, Rules] = {}
+_OF_OTHERS = Rules()
 
 
-def _define(schema: str):
-    """Define an operator and register the decorated function as its fake implementation."""
+def _define(schema: str, **rules: Any):
+    """Define an operator with these rules; the decorated function is its fake implementation."""
 
     def register(fake):
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        name = schema.split("(", 1)[0]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        return getattr(getattr(torch.ops, NAMESPACE), name).default
+        qualified = schema.split("(", 1)[0]
+        torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
+        name, _, overload = qualified.partition(".")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        defined = getattr(packet, overload or "default")
+        _RULES[defined] = Rules(**rules)
+        return defined
 
     return register
 
 
-@_define("gradient(Tensor grad, int parameter) -> Tensor")
+def rules(node: fx.Node) -> Rules:
+    """The rules of a node's operator; of what is none of ours, those that say nothing."""
+    return _RULES.get(node.target, _OF_OTHERS)
+
+
+UPDATE_STREAMS = 7
+"""What AdamW reads and writes: a gradient, and the value and both moments twice."""
+
+
+def _first(node: fx.Node) -> list[fx.Node]:
+    return [node.args[0]]
+
+
+def _operand_bytes(node: fx.Node) -> int:
+    return value_bytes(node.args[0])
+
+
+def _is_of_gradient(reduction: fx.Node) -> bool:
+    return role(reduction) == "reduce_gradient"
+
+
+def _shared_bytes(node: fx.Node, table: ParameterTable) -> int:
+    """Bytes of equal shares: ranks predict alike, whose shards differ in length."""
+    itemsize = node.args[0][0].meta["val"].dtype.itemsize
+    return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in node.args[1])
+
+
+def _update_bytes(node: fx.Node, table: ParameterTable) -> float:
+    info = table[node.args[3]]
+    is_whole = node.args[0].meta["val"].shape == info.shape
+    return UPDATE_STREAMS * info.nbytes / (1 if is_whole else info.world_size)
+
+
+def _host_update_bytes(node: fx.Node, table: ParameterTable) -> float:
+    infos = [table[index] for index in node.args[3]]
+    return sum(UPDATE_STREAMS * info.nbytes / info.world_size for info in infos)
+
+
+def _hinted_result(node: fx.Node, table: ParameterTable) -> int:
+    return hinted_bytes(node)
+
+
+def _hinted_operand(node: fx.Node, table: ParameterTable) -> int:
+    return hinted_bytes(node.args[0])
+
+
+@_define("gradient(Tensor grad, int parameter) -> Tensor", uniform=True, holds="gradients")
 def gradient(grad, parameter):
     """Mark a gradient where backward hands it to ``p.grad``: local to the rank until reduced."""
     return torch.empty_like(grad)
@@ -33,7 +96,8 @@ def gradient(grad, parameter):
 
 @_define(
     "optimizer_step(Tensor[] params, Tensor[] grads, int optimizer, Tensor? found_inf=None,"
-    " int[] parameters=[]) -> Tensor[]"
+    " int[] parameters=[]) -> Tensor[]",
+    updates=lambda node: (node.args[2], node.args[4]),
 )
 def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
     """The new values of ``params`` after the step of the optimizer with this handle.
@@ -43,30 +107,68 @@ def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
     return [torch.empty_like(p) for p in params]
 
 
-@_define("all_reduce_start(Tensor input, str reduction) -> Tensor")
+@_define(
+    "all_reduce_start(Tensor input, str reduction) -> Tensor",
+    lane=LINK,
+    starts=True,
+    reduces=True,
+    uniform=True,
+    sends=_operand_bytes,
+    rounds=lambda node: 2 if _is_of_gradient(node) else 1,
+    traffic=lambda node: "reductions" if _is_of_gradient(node) else "scalars",
+    holds=lambda node: "gradients" if _is_of_gradient(node) else "temporaries",
+)
 def all_reduce_start(input, reduction):
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-@_define("reduce_scatter_start(Tensor flat, str reduction, int world_size) -> Tensor")
+@_define(
+    "reduce_scatter_start(Tensor flat, str reduction, int world_size) -> Tensor",
+    lane=LINK,
+    starts=True,
+    reduces=True,
+    uniform=True,
+    sends=_operand_bytes,
+    traffic=lambda node: "reductions",
+    holds=lambda node: "gradients" if _is_of_gradient(node) else "temporaries",
+)
 def reduce_scatter_start(flat, reduction, world_size):
     """Reduce a flat [world_size * n] buffer over the ranks; each keeps its own [n] of it."""
     return flat.new_empty(flat.shape[0] // world_size)
 
 
-@_define("all_gather_start(Tensor shard, int world_size) -> Tensor")
+@_define(
+    "all_gather_start(Tensor shard, int world_size) -> Tensor",
+    lane=LINK,
+    starts=True,
+    gathers=True,
+    uniform=True,
+    sends=value_bytes,
+    traffic=lambda node: "gathers",
+    holds="gathered parameters",
+)
 def all_gather_start(shard, world_size):
     """Concatenate every rank's flat [n] shard to [world_size * n]."""
     return shard.new_empty(shard.shape[0] * world_size)
 
 
-@_define("wait(Tensor started) -> Tensor")
+@_define(
+    "wait(Tensor started) -> Tensor",
+    waits=True,
+    shares=_first,
+    acts=lambda node: not ends_collective(node),
+)
 def wait(started):
-    """The result of a ``*_start``, complete.  The same memory as its argument."""
+    """The result of a ``*_start``, complete: its argument's memory.
+
+    Of a collective, a copy between places, an update in host memory or a read from files, which
+    ``waits_on`` tells apart.  States and shards that are read from files lie where updates and
+    copies expect them: it returns what stands for them, and they are there until they are evicted.
+    """
     return torch.empty_like(started)
 
 
-@_define("free(Tensor gathered) -> ()")
+@_define("free(Tensor gathered) -> ()", acts=True, gives_up=True)
 def free(gathered):
     """Release a gathered buffer now, whoever still holds a view of it."""
     return None
@@ -87,7 +189,9 @@ def mask_padding(shard, parameter, identity):
     return shard.new_empty(max(shard.shape[0], 1))
 
 
-@_define("pack(Tensor[] shards, int[] parameters, int numel) -> Tensor")
+@_define(
+    "pack(Tensor[] shards, int[] parameters, int numel) -> Tensor", shares=lambda node: node.args[0]
+)
 def pack(shards, parameters, numel):
     """This rank's flat [numel] shard of a bucket, from its parameters' shards of it.
 
@@ -96,7 +200,11 @@ def pack(shards, parameters, numel):
     return shards[0].new_empty(numel)
 
 
-@_define("flatten_bucket(Tensor[] wholes, int[] parameters, int numel) -> Tensor")
+@_define(
+    "flatten_bucket(Tensor[] wholes, int[] parameters, int numel) -> Tensor",
+    memory_bytes=lambda node, table: 2 * hinted_bytes(node),
+    holds="gradients",
+)
 def flatten_bucket(wholes, parameters, numel):
     """A bucket's whole flat [numel] buffer, padded, with a copy of each of these tensors."""
     return wholes[0].new_empty(numel)
@@ -104,7 +212,9 @@ def flatten_bucket(wholes, parameters, numel):
 
 @_define(
     "update(Tensor(a!) values, Tensor grad, int optimizer, int parameter,"
-    " Tensor? found_inf=None) -> Tensor(a!)"
+    " Tensor? found_inf=None) -> Tensor(a!)",
+    memory_bytes=_update_bytes,
+    updates=lambda node: (node.args[2], [node.args[3]]),
 )
 def update(values, grad, optimizer, parameter, found_inf=None):
     """Run the optimizer's update in place, with this rank's states.
@@ -126,7 +236,8 @@ def gradient_squares(updated):
 
 @_define(
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
-    " int flops, Tensor? found_inf=None) -> Tensor[]"
+    " int flops, Tensor? found_inf=None) -> Tensor[]",
+    flops=lambda node: node.args[5],
 )
 def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=None):
     """Run what of these updates needs a parameter whole, each on the rank that is its owner.
@@ -138,184 +249,179 @@ def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=Non
     return [torch.empty_like(grad) for grad in grads]
 
 
-@_define("to_host_start(Tensor[] pieces, int[] parameters, int slot) -> Tensor")
-def to_host_start(pieces, parameters, slot):
-    """Start copying flat tensors on a device, one behind the other, to host memory.
+@_define(
+    "copy_start(Tensor[] values, int[] parameters, str place, int slot=-1) -> Tensor",
+    lane=lambda node: TO_HOST if node.args[2] == HOST else TO_DEVICE,
+    starts=True,
+    carries=lambda node, table: (_shared_bytes if node.args[1] else _hinted_result)(node, table),
+    holds=lambda node: "staging" if node.args[1] else "activations",
+)
+def copy_start(values, parameters, place, slot=-1):
+    """Start copying to host memory, or to the device that ``place`` names.
 
-    To the staging buffer number ``slot``, which is kept from step to step.  ``parameters`` are
-    those that the pieces are of.
+    Flat values of these ``parameters``, one behind the other; or one value of no parameter, of any
+    shape and strides, which it keeps.  Once its wait is over, such a value's memory on the device
+    may be used again.  ``slot`` is the number of the staging buffer in host memory, which is kept
+    from step to step and grows with what it holds.
     """
-    return pieces[0].new_empty(sum(piece.shape[0] for piece in pieces), device="cpu")
-
-
-@_define("to_device_start(Tensor[] pieces, int[] parameters, Device device) -> Tensor")
-def to_device_start(pieces, parameters, device):
-    """Start copying flat tensors in host memory, one behind the other, to a device."""
-    return pieces[0].new_empty(sum(piece.shape[0] for piece in pieces), device=device)
-
-
-@_define("offload_start(Tensor value, int slot) -> Tensor")
-def offload_start(value, slot):
-    """Start copying a value of any shape and strides from its device to host memory.
-
-    To the staging buffer number ``slot``, which is kept from step to step and grows with the value.
-    Once ``wait_move`` has waited for it, the value's memory on the device may be used again.
-    """
-    return value.new_empty_strided(value.shape, value.stride(), device="cpu")
-
-
-@_define("reload_start(Tensor host, Device device) -> Tensor")
-def reload_start(host, device):
-    """Start copying what ``offload_start`` has moved back to a device, strides and all."""
-    return host.new_empty_strided(host.shape, host.stride(), device=device)
-
-
-@_define("wait_move(Tensor started) -> Tensor")
-def wait_move(started):
-    """What a move has copied, complete; its argument's memory."""
-    return torch.empty_like(started)
-
-
-@_define("states_from_file_start(int optimizer, int[] parameters, int nbytes) -> Tensor")
-def states_from_file_start(optimizer, parameters, nbytes):
-    """Start reading the optimizer's states of these parameters from files, if they are there.
-
-    What it returns stands for them.  ``nbytes`` is what plans take them for, as passes do not know
-    what an optimizer keeps: AdamW's moments of an equal share.
-    """
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-@_define("wait_file(Tensor started) -> Tensor")
-def wait_file(started):
-    """What a ``*_from_file_start`` reads, in host memory; its argument's memory.
-
-    Of states and shards, which lie where updates and moves expect them, it returns what stands for
-    them: they are there until the ``*_to_file`` that reads this.
-    """
-    return torch.empty_like(started)
-
-
-@_define("states_to_file(Tensor states, int optimizer, int[] parameters) -> ()")
-def states_to_file(states, optimizer, parameters):
-    """Let go of states, changed or newly made: from here on files may have to hold them.
-
-    A write begins when another bucket needs their memory, and what is read into that waits for it,
-    not the program.
-    """
-    return None
-
-
-@_define("shards_from_file_start(int[] parameters, int nbytes) -> Tensor")
-def shards_from_file_start(parameters, nbytes):
-    """Start reading the shards of these parameters, which are kept on the host, from files.
-
-    What it returns stands for them.  ``nbytes`` is what plans take them for: equal shares.
-    """
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-@_define("shards_to_file(Tensor shards, int[] parameters, bool changed) -> ()")
-def shards_to_file(shards, parameters, changed):
-    """Let go of shards as ``states_to_file`` does; files have them already if not ``changed``."""
-    return None
-
-
-@_define("value_to_file(Tensor value) -> Tensor")
-def value_to_file(value):
-    """Let go of what ``offload_start`` has copied to host memory; return what stands for it."""
-    return torch.empty_like(value)
-
-
-@_define("value_from_file_start(Tensor filed) -> Tensor")
-def value_from_file_start(filed):
-    """Start reading what ``value_to_file`` has let go of, strides and all."""
-    return torch.empty_like(filed)
-
-
-@_define("drop_value(Tensor value) -> ()")
-def drop_value(value):
-    """Give up a value that has been read from files: it is not written again."""
-    return None
+    device = "cpu" if place == HOST else place
+    if not parameters:
+        (value,) = values
+        return value.new_empty_strided(value.shape, value.stride(), device=device)
+    return values[0].new_empty(sum(value.shape[0] for value in values), device=device)
 
 
 @_define(
-    "update_on_host_start(Tensor(a!) values, Tensor grads, int optimizer, int[] parameters,"
-    " Tensor? found_inf=None) -> Tensor(a!)"
+    "copy_start.shards(Tensor[] values, int[] parameters, Tensor(a!)[] shards) -> Tensor(a!)[]",
+    lane=TO_HOST,
+    starts=True,
+    carries=_shared_bytes,
 )
-def update_on_host_start(values, grads, optimizer, parameters, found_inf=None):
+def copy_start_shards(values, parameters, shards):
+    """Start copying flat values on a device to the shards of these parameters in host memory."""
+    return [torch.empty_like(shard) for shard in shards]
+
+
+@_define(
+    "update_start(Tensor(a!) values, Tensor grads, int optimizer, int[] parameters,"
+    " Tensor? found_inf=None) -> Tensor(a!)",
+    lane=UPDATES,
+    starts=True,
+    carries=_host_update_bytes,
+    updates=lambda node: tuple(node.args[2:4]),
+)
+def update_start(values, grads, optimizer, parameters, found_inf=None):
     """Start the updates of neighbouring shards in host memory, in place, beside the step.
 
-    Both tensors are what ``to_host_start`` gave, with a part for each of ``parameters``, one behind
+    Both tensors are what ``copy_start`` gave, with a part for each of ``parameters``, one behind
     the other: they may be on their way still, and are updated when they have arrived.
     """
     return torch.empty_like(values)
 
 
-@_define("wait_update(Tensor started) -> Tensor")
-def wait_update(started):
-    """The new values that ``update_on_host_start`` has made; its argument's memory."""
-    return torch.empty_like(started)
-
-
-@_define("store_start(Tensor[] pieces, int[] parameters, Tensor(a!)[] shards) -> Tensor(a!)[]")
-def store_start(pieces, parameters, shards):
-    """Start copying flat tensors on a device to shards that are kept in host memory.
-
-    ``parameters`` are those of the shards.  Returns these, for ``wait_store``.
-    """
-    return [torch.empty_like(shard) for shard in shards]
+@_define(
+    "update_start.shards(Tensor(a!)[] values, Tensor grads, int optimizer, int[] parameters,"
+    " Tensor? found_inf=None) -> Tensor(a!)[]",
+    lane=UPDATES,
+    starts=True,
+    carries=_host_update_bytes,
+    updates=lambda node: tuple(node.args[2:4]),
+)
+def update_start_shards(values, grads, optimizer, parameters, found_inf=None):
+    """The same of a bucket's shards that are kept in host memory, where they lie."""
+    return [torch.empty_like(shard) for shard in values]
 
 
 @_define(
-    "update_kept_start(Tensor(a!)[] shards, Tensor grads, int optimizer, int[] parameters,"
-    " Tensor? found_inf=None) -> Tensor(a!)[]"
+    "fetch_start(Tensor? evicted, str what, int[] parameters=[], int? optimizer=None,"
+    " int nbytes=0) -> Tensor",
+    lane=FILES,
+    starts=True,
+    carries=_hinted_result,
 )
-def update_kept_start(shards, grads, optimizer, parameters, found_inf=None):
-    """Start the updates of a bucket's shards that are kept in host memory, as above.
+def fetch_start(evicted, what, parameters=(), optimizer=None, nbytes=0):
+    """Start reading from files, to host memory, ``what`` files may hold.
 
-    ``grads`` is flat, with a part for each of them.  Returns the shards, for ``wait_store``.
+    That is a ``value`` that has been ``evicted``, strides and all; ``states`` of an optimizer, if
+    they are there; or ``shards``.  Of these it returns what stands for them, and ``nbytes`` is what
+    plans take them for: of equal shares, and AdamW's moments.
     """
-    return [torch.empty_like(shard) for shard in shards]
+    return torch.empty(nbytes, dtype=torch.uint8) if evicted is None else torch.empty_like(evicted)
 
 
-@_define("wait_store(Tensor(a)[] started) -> Tensor(a)[]")
-def wait_store(started):
-    """The shards that are being written to, complete; its argument's memory."""
+@_define(
+    "evict(Tensor there, str what, int[] parameters=[], int? optimizer=None, bool changed=True)"
+    " -> Tensor",
+    lane=FILES,
+    acts=True,
+    gives_up=lambda node: argument(node, "what") == "value" and not argument(node, "changed"),
+    carries=lambda node, table: hinted_bytes(node.args[0]) if argument(node, "changed") else 0,
+)
+def evict(there, what, parameters=(), optimizer=None, changed=True):
+    """Let go of what is in host memory: from here on files may have to hold it.
+
+    Files have it already if it has not ``changed``; a value that is let go of like that is never
+    fetched again.  A write begins when something else needs the memory, and what is read into that
+    waits for it, not the program.  Returns what stands for a value.
+    """
+    return torch.empty_like(there)
+
+
+@_define("wait.shards(Tensor(a)[] started) -> Tensor(a)[]", waits=True, acts=True)
+def wait_shards(started):
+    """The same of shards that are kept in host memory and have been written to."""
     return [torch.empty_like(shard) for shard in started]
 
 
-HOST_UPDATES = (update_on_host_start, update_kept_start)
-"""What updates shards in host memory, beside the step."""
-
-MOVES = (to_host_start, to_device_start, store_start)
-"""What copies parts of a bucket between a device and the host, on this rank alone."""
-
-ACTIVATION_MOVES = (offload_start, reload_start)
-"""What copies one value there and back."""
-
-TO_HOST = (to_host_start, offload_start)
-"""What copies to a staging buffer in host memory."""
-
-TO_DEVICE = (to_device_start, reload_start)
-
-FROM_FILE = (states_from_file_start, shards_from_file_start, value_from_file_start)
-"""What reads from files, for ``wait_file`` to wait for."""
-
-TO_FILE = (states_to_file, shards_to_file, value_to_file)
-"""What may be written to files from there on."""
-
-WAITS = (wait, wait_move, wait_store, wait_update, wait_file)
-"""What waits for something that goes on beside the step."""
-
-STARTS = (all_reduce_start, reduce_scatter_start, all_gather_start)
+def argument(node: fx.Node, name: str) -> Any:
+    """One argument of a call of one of our operators, or what it is if not given."""
+    for position, one in enumerate(node.target._schema.arguments):
+        if one.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, one.default_value)
+    raise KeyError(name)
 
 
-def is_move(target) -> bool:
-    """Whether ``target`` starts a copy between a device and the host."""
-    return target in MOVES or target in ACTIVATION_MOVES
+def _at(rule: Any, node: fx.Node) -> Any:
+    return rule(node) if callable(rule) else rule
 
 
-def is_ours(target) -> bool:
+def lane(node: fx.Node) -> str:
+    """The lane that a node keeps busy beside the step's compute; empty for none."""
+    return _at(rules(node).lane, node)
+
+
+def starts(node: fx.Node) -> bool:
+    """Whether a node starts something that goes on beside the step until its wait."""
+    return rules(node).starts
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts what ranks do together."""
+    return starts(node) and lane(node) == LINK
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether a node starts a copy between a device and the host."""
+    return starts(node) and lane(node) in (TO_HOST, TO_DEVICE)
+
+
+def updates_on_host(node: fx.Node) -> bool:
+    """Whether a node starts updates of shards in host memory."""
+    return starts(node) and lane(node) == UPDATES
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for something that goes on beside the step."""
+    return rules(node).waits
+
+
+def waits_on(node: fx.Node) -> str:
+    """The lane of what a node waits for; empty if it waits for nothing that was started."""
+    return lane(node.args[0]) if is_wait(node) and starts(node.args[0]) else ""
+
+
+def ends_collective(node: fx.Node) -> bool:
+    """Whether a node waits for what ranks do together."""
+    return waits_on(node) == LINK
+
+
+def acts(node: fx.Node) -> bool:
+    """Whether a node counts though nobody reads its result, and though it writes to none."""
+    return _at(rules(node).acts, node)
+
+
+def holds(node: fx.Node) -> str:
+    """The kind of memory that a node's result is; empty if its readers say."""
+    return _at(rules(node).holds, node)
+
+
+def gives_up(node: fx.Node) -> bool:
+    """Whether nothing is to be read any more of the first operand's memory."""
+    return _at(rules(node).gives_up, node)
+
+
+def is_ours(target: Any) -> bool:
     """Whether ``target`` is a ``zerofx::`` operator."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE

@@ -8,13 +8,8 @@ from torch import fx, nn
 
 from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliased_inputs,
-    erase_unused,
-    program_order,
-    value_bytes,
-    writers,
-)
+from zerofx.ir.graph import aliased_inputs, erase_unused, program_order, writers
+from zerofx.ir.sizes import value_bytes
 
 
 def fold_gradient_work(
@@ -119,7 +114,7 @@ def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, i
                 return True
         if any(order[writer] < order[reader] for writer in writers(node) - {reader}):
             return True
-        moves = node.target in (*ops.STARTS, ops.take_shard)
+        moves = ops.is_collective(node) or node.target is ops.take_shard
         sources = node.all_input_nodes if moves else aliased_inputs(node)
         pending += [source for source in sources if source not in seen]
         seen.update(sources)

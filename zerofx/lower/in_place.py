@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliases,
-    input_role,
-    is_owned,
-    mutated_inputs,
-    parameter_of,
-    program_order,
-    role,
-)
+from zerofx.ir.graph import aliases, input_role, is_owned, mutated_inputs, program_order
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import parameter_of, role
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from zerofx.ir import ops
 from zerofx.ir.graph import aliased_inputs, erase_unused
+from zerofx.ir.rules import LINK
 from zerofx.lower.gradient_norms import fold_gradient_norms
 from zerofx.lower.gradient_work import fold_gradient_work
 from zerofx.lower.in_place import WholeBucket
@@ -29,7 +30,8 @@ def lower(
 ) -> Callable:
     """Return a function of the program's inputs.
 
-    ``kernels`` holds the function that runs each ``zerofx::`` operator.  ``eager`` runs every
+    ``kernels`` holds the function that runs each ``zerofx::`` operator, and for waits, as
+    ``(wait, lane)``, the one for what is on that lane.  ``eager`` runs every
     operator by itself; ``inductor`` compiles what stands between zerofx operators.
     Communication keeps the program's order in both.  ``update_together``, if given, runs
     several updates that follow one another, with what is done to their gradients just before, and
@@ -59,9 +61,10 @@ def lower(
         _merge_updates(graph, update_together)
     if reduce_bucket_start is not None:
         _reduce_unflattened(graph, reduce_bucket_start)
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in kernels:
-            node.target = kernels[node.target]
+    for node in reversed(graph.nodes):  # waits first: their starts say which they are
+        of = (ops.wait, ops.waits_on(node) or LINK) if ops.is_wait(node) else node.target
+        if node.op == "call_function" and of in kernels:
+            node.target = kernels[of]
     return fx.GraphModule(root, graph, "ZeroProgram")
 
 

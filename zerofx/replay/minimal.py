@@ -202,6 +202,6 @@ def _changers(node: fx.Node) -> set[fx.Node]:
 
 
 def _changed_by(node: fx.Node) -> list[fx.Node]:
-    if node.target in (ops.free, ops.drop_value):
+    if ops.gives_up(node):
         return list(node.all_input_nodes)
     return mutated_inputs(node)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
 from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat
@@ -99,7 +100,7 @@ class Reference:
     def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
         return torch.cat(list(self.exchange(shard)))
 
-    def wait(self, started: torch.Tensor) -> torch.Tensor:
+    def wait(self, started: Any) -> Any:
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
@@ -193,92 +194,62 @@ class Reference:
 
     # Host memory and files
 
-    def to_host_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], slot: int
-    ) -> torch.Tensor:
-        return torch.cat([piece.cpu() for piece in pieces])
-
-    def to_device_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], device: torch.device
-    ) -> torch.Tensor:
-        return torch.cat([piece.to(device) for piece in pieces])
-
-    def offload_start(self, value: torch.Tensor, slot: int) -> torch.Tensor:
-        host = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        return host.copy_(value)
-
-    def reload_start(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        moved = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-        return moved.copy_(host)
-
-    def wait_move(self, started: torch.Tensor) -> torch.Tensor:
-        return started
-
-    def update_on_host_start(
+    def copy_start(
         self,
-        values: torch.Tensor,
+        values: list[torch.Tensor],
+        parameters: list[int],
+        place: str = HOST,
+        slot: int = -1,
+        shards: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        if shards is not None:
+            for value, shard in zip(values, shards, strict=True):
+                shard.copy_(value)
+            return shards
+        device = "cpu" if place == HOST else place
+        if parameters:
+            return torch.cat([value.to(device) for value in values])
+        (value,) = values
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return copy.copy_(value)
+
+    def update_start(
+        self,
+        values: torch.Tensor | list[torch.Tensor],
         grads: torch.Tensor,
         optimizer: int,
         parameters: list[int],
         found_inf: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | list[torch.Tensor]:
         lengths = [self.table[index].shard_numel for index in parameters]
-        parts = values.split(lengths), grads.split(lengths)
-        for index, value, grad in zip(parameters, *parts, strict=True):
+        parts = values.split(lengths) if isinstance(values, torch.Tensor) else values
+        for index, value, grad in zip(parameters, parts, grads.split(lengths), strict=True):
             self.updates.step(optimizer, [index], [value], [grad], found_inf)
         return values
 
-    def update_kept_start(
+    def fetch_start(
         self,
-        shards: list[torch.Tensor],
-        grads: torch.Tensor,
-        optimizer: int,
-        parameters: list[int],
-        found_inf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        parts = grads.split([len(shard) for shard in shards])
-        for index, shard, grad in zip(parameters, shards, parts, strict=True):
-            self.updates.step(optimizer, [index], [shard], [grad], found_inf)
-        return shards
-
-    def wait_update(self, started: torch.Tensor) -> torch.Tensor:
-        return started
-
-    def store_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        for piece, shard in zip(pieces, shards, strict=True):
-            shard.copy_(piece)
-        return shards
-
-    def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
-        return started
-
-    def states_from_file_start(
-        self, optimizer: int, parameters: list[int], nbytes: int
+        evicted: torch.Tensor | None,
+        what: str,
+        parameters: Sequence[int] = (),
+        optimizer: int | None = None,
+        nbytes: int = 0,
     ) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        """Nothing: states stay with the optimizer, shards where they are, values as they are."""
+        return torch.empty(0, dtype=torch.uint8) if evicted is None else evicted
 
-    def shards_from_file_start(self, parameters: list[int], nbytes: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def value_from_file_start(self, filed: torch.Tensor) -> torch.Tensor:
-        return filed
-
-    def wait_file(self, started: torch.Tensor) -> torch.Tensor:
-        return started
-
-    def states_to_file(self, states: torch.Tensor, optimizer: int, parameters: list[int]) -> None:
-        """Nothing: states stay with the optimizer."""
-
-    def shards_to_file(self, shards: torch.Tensor, parameters: list[int], changed: bool) -> None:
-        """Nothing: shards stay where they are."""
-
-    def value_to_file(self, value: torch.Tensor) -> torch.Tensor:
-        return value.clone(memory_format=torch.preserve_format)
-
-    def drop_value(self, value: torch.Tensor) -> None:
-        value.fill_(_poison(value.dtype))
+    def evict(
+        self,
+        there: torch.Tensor,
+        what: str,
+        parameters: Sequence[int] = (),
+        optimizer: int | None = None,
+        changed: bool = True,
+    ) -> torch.Tensor:
+        """A value's copy, or poison in one that is never fetched again."""
+        if what == "value" and not changed:
+            there.fill_(_poison(there.dtype))
+        return there.clone(memory_format=torch.preserve_format)
 
 
 def _poison(dtype: torch.dtype) -> float:

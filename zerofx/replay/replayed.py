@@ -168,7 +168,10 @@ class _Run(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if ops.is_ours(target):
             self._note_given(target, args)
-            target = getattr(self.reference, target._schema.name.split("::")[1])
+            schema = target._schema
+            names = (argument.name for argument in schema.arguments)
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
+            target = getattr(self.reference, schema.name.split("::")[1])
         return super().call_function(target, args, kwargs)
 
     def _note_given(self, target: Any, args: Sequence[Any]) -> None:
@@ -181,7 +184,7 @@ class _Run(fx.Interpreter):
             if self.reference.is_updated_whole(optimizer, args[3]):
                 return
             is_shard = self.is_sharded
-        elif target in ops.HOST_UPDATES:
+        elif target in (ops.update_start, ops.update_start_shards):
             optimizer, indices, is_shard = args[2], args[3], True
             gradients = args[1].split([self.reference.table[i].shard_numel for i in indices])
         else:

@@ -10,8 +10,8 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
-from zerofx.ir import ops
 from zerofx.ir.graph import input_role, placeholders, resident, updates
+from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.options import Options
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
@@ -184,7 +184,7 @@ def _ways(program: Program) -> str:
     """How long activations travel in a step, and for how much of that compute waits."""
     ranks = program.function.communicator.world_size
     transfers = predict(program.gm.graph, program.figures, program.table, ranks).transfers
-    ways = [way for start, way in transfers.items() if start.target in ops.ACTIVATION_MOVES]
+    ways = [way for start, way in transfers.items() if copies_activation(start)]
     exposed_s = sum(way.exposed_s for way in ways)
     return str(Transfer(sum(way.seconds for way in ways), exposed_s))
 
@@ -213,7 +213,7 @@ def _files(program: Program) -> list[tuple[str, str]]:
 
 
 def _files_hold_shards(program: Program) -> bool:
-    return any(node.target is ops.shards_from_file_start for node in program.gm.graph.nodes)
+    return any(is_fetch(node, "shards") for node in program.gm.graph.nodes)
 
 
 def _counts(counts) -> str:

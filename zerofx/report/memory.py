@@ -13,19 +13,16 @@ from zerofx.cost.program import Allocation, allocations
 from zerofx.ir import ops
 from zerofx.ir.graph import (
     aliased_inputs,
-    bucket_of,
     gradient_of,
-    hinted_bytes,
     input_role,
     is_backward,
     memory_of,
-    operands_of_updates,
-    parameter_of,
-    role,
-    staged_until,
-    value_bytes,
+    updated_by,
 )
+from zerofx.ir.offload import is_staged, operands_of_updates, staged_until
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import bucket_of, parameter_of, role
+from zerofx.ir.sizes import hinted_bytes, value_bytes
 from zerofx.report.python_text import value_text
 
 aten = torch.ops.aten
@@ -118,19 +115,18 @@ def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     What reads gradients belongs to the update, up to the new values: a second forward may read
     those.
     """
-    updates = (ops.update, ops.optimizer_step, *ops.HOST_UPDATES)
     phases: dict[fx.Node, str] = {}
     for node in nodes:
         if role(node) == "recompute":
             phases[node] = "recompute"
-        elif node.target in updates or node.target is aten.copy_.default:
+        elif updated_by(node) or node.target is aten.copy_.default:
             phases[node] = "update"
         elif is_backward(node) or role(node) in _OF_BACKWARD:
             phases[node] = "backward"
-        elif node.target is operator.getitem or node.target in ops.WAITS:
+        elif node.target is operator.getitem or ops.is_wait(node):
             phases[node] = phases[node.args[0]]
         elif any(
-            phases[source] in ("backward", "update") and source.target not in updates
+            phases[source] in ("backward", "update") and not updated_by(source)
             for source in node.all_input_nodes
         ):
             phases[node] = "update"
@@ -186,19 +182,15 @@ class _Kinds:
         } | {node.args[0] for node in nodes if node.target is ops.gradient}
 
     def of(self, allocation: Allocation) -> str:
-        node, target = allocation.node, allocation.node.target
+        node = allocation.node
         lying = self.lying.get((node, allocation.part), [node])
         if allocation.own:
-            return "temporaries" if target is ops.update else "staging"
-        if target is ops.all_gather_start:
-            return "gathered parameters"
-        if target is ops.reload_start:
-            return "activations"
-        if target is ops.to_device_start or role(node) in ("gather_cast", "pack"):
+            return "temporaries" if node.target is ops.update else "staging"
+        if kind := ops.holds(node):
+            return kind
+        if role(node) in ("gather_cast", "pack"):
             return "staging"
-        if target in (ops.reduce_scatter_start, ops.all_reduce_start):
-            return "gradients" if role(node) == "reduce_gradient" else "temporaries"
-        if target in (ops.flatten_bucket, ops.gradient) or role(node) in _OF_GRADIENTS:
+        if role(node) in _OF_GRADIENTS:
             return "gradients"
         if any(gradient_of(one) or one in self.gradients for one in lying):
             return "gradients"
@@ -231,7 +223,7 @@ def _states(
     filed = _filed(nodes)
     found: dict[tuple[int, int], Piece] = {}
     for node in nodes:
-        place = "host" if node.target in ops.HOST_UPDATES else "device"
+        place = "host" if ops.updates_on_host(node) else "device"
         for parameter, numel in _updated(node, table):
             update = (node.args[2], parameter)
             nbytes = int(state_bytes.get(update, 0) * numel)
@@ -248,9 +240,9 @@ def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
     order = {node: position for position, node in enumerate(nodes)}
     found = {}
     for node in nodes:
-        if node.target is ops.states_to_file:
-            states, optimizer, parameters = node.args
-            begins = order[states.args[0] if states.target is ops.wait_file else states]
+        if node.target is ops.evict and node.args[1] == "states":
+            there, _, parameters, optimizer, *_ = node.args
+            begins = order[there.args[0] if ops.is_wait(there) else there]
             found.update({(optimizer, index): (begins, order[node]) for index in parameters})
     return found
 
@@ -270,7 +262,7 @@ def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
     order = {node: position for position, node in enumerate(nodes)}
     found = []
     for node in nodes:
-        if node.target in ops.TO_HOST and hinted_bytes(node):
+        if is_staged(node) and hinted_bytes(node):
             span = order[node], staged_until(node, order)
             value = value_text(node.meta["val"])
             found.append(Piece(node, "host", "staging", *span, hinted_bytes(node), value))

@@ -66,7 +66,7 @@ def target_text(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         if ops.is_ours(target):
-            return f"zerofx.{name}"  # none has overloads
+            return f"zerofx.{name}"  # its arguments tell its overload
         known = namespace if namespace in ("aten", "prims") else f"torch.ops.{namespace}"
         return f"{known}.{name}.{target._overloadname}"
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)

@@ -18,18 +18,16 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.graph import (
-    bucket_of,
     gradient_of,
     gradient_outputs,
     input_role,
-    parameter_of,
     placeholders,
-    provenance,
     sharded_results,
     source_of,
     why_kept,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.roles import bucket_of, parameter_of, provenance
 from zerofx.report.python_text import (
     EXACT,
     comment,
@@ -42,7 +40,7 @@ from zerofx.report.python_text import (
     without_addresses,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of dumped files.  It grows whenever an older reader would misread one."""
 
 CONSTANTS_FILE = "constants.pt"
@@ -68,8 +66,6 @@ _GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "ze
 
 _FEW = 3
 """Members of a bucket that are named with everything that serves it."""
-
-_STARTS = (*ops.STARTS, *ops.HOST_UPDATES, ops.on_owners, ops.states_from_file_start)
 
 _IN_TEXT = 64
 """Elements of a constant that are still written into the program."""
@@ -228,7 +224,7 @@ class _Text:
         if parameter_of(node) >= 0:
             return quoted_name(self.table[parameter_of(node)].name)
         members = self._buckets.get(bucket_of(node), []) if bucket_of(node) >= 0 else []
-        starts = node.target in _STARTS or ops.is_move(node.target)
+        starts = ops.starts(node) or node.target is ops.on_owners
         return ", ".join(members) if starts or len(members) <= _FEW else ""
 
     def _call(self, node: fx.Node) -> str:
@@ -252,7 +248,7 @@ class _Text:
         by_name = False
         for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
             by_name = by_name or "Tensor" not in str(argument.type)
-            if argument.name == "optimizer":
+            if argument.name == "optimizer" and value is not None:
                 value = self.handles.setdefault(value, len(self.handles))
             text = self._argument(value)
             shown.append(f"{argument.name}={text}" if by_name else text)

@@ -17,13 +17,14 @@ from tabulate import tabulate
 from torch import fx
 
 from zerofx.cost.program import owned_bytes
-from zerofx.cost.timeline import Timeline, predict, shared_bytes
+from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import bucket_of, provenance, role, source_of, value_bytes
+from zerofx.ir.graph import source_of
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import bucket_of, provenance, role
 from zerofx.passes.base import PassContext
 from zerofx.report.folder import DumpFolder
 from zerofx.report.memory import Piece, alive, parameters_of, phases_of, pieces_of
@@ -128,7 +129,7 @@ def trace_of(
             "hardware": f"{hardware} ({hardware.source})",
             "words": _words(writer, pieces),
             "nodes": [node.name for node in nodes],
-            "waits_for": {n.name: n.args[0].name for n in nodes if n.target in ops.WAITS},
+            "waits_for": {n.name: n.args[0].name for n in filter(ops.is_wait, nodes)},
         },
     }
 
@@ -218,7 +219,7 @@ class _Writer:
         begins = {s.node: s for s in self.timeline.spans if s.lane not in ("compute", "waiting")}
         found = []
         for span in self.timeline.spans:
-            source = begins.get(span.node.args[0]) if span.node.target in ops.WAITS else None
+            source = begins.get(span.node.args[0]) if ops.is_wait(span.node) else None
             if source is None or span.lane != "waiting":
                 continue
             ends = [("s", source.lane, source.begin_s), ("f", "waiting", span.end_s - 1e-9)]
@@ -263,22 +264,18 @@ class _Writer:
             return self.phases[node]
         if lane != "link":
             return lane
-        if node.target is ops.all_gather_start:
+        if ops.rules(node).gathers:
             return "gather"
         return "reduce" if role(node) == "reduce_gradient" else "other collectives"
 
     def _carried(self, node: fx.Node, lane: str) -> int:
         """Bytes that a node puts on a lane; 0 where it moves none."""
-        if lane in ("to host", "to device"):
-            return shared_bytes(node, self.table)
-        if lane == "files":
-            return value_bytes(node.args[0] if node.target is ops.states_to_file else node)
-        if lane != "link":
-            return 0
         if node.target is ops.on_owners:
-            return owned_bytes(node, self.world_size, self.table)
-        is_gather = node.target is ops.all_gather_start
-        return value_bytes(node if is_gather else node.args[0])
+            return owned_bytes(node, self.world_size, self.table) if lane == "link" else 0
+        if lane != ops.lane(node) or ops.updates_on_host(node):
+            return 0
+        rules = ops.rules(node)
+        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.table))
 
 
 def _operator(node: fx.Node) -> str:

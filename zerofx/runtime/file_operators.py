@@ -12,8 +12,10 @@ from torch import Tensor, fx, nn
 
 from zerofx.errors import FileTierError, StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import changes_files, hinted_bytes, released_at, slot_of, uses_of_files
+from zerofx.ir.offload import changes_files, released_at, slot_of, uses_of_files
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.rules import FILES
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.runtime.optimizer.file_states import state_buckets
 from zerofx.runtime.optimizer.setup import Trained
 from zerofx.runtime.optimizer.update import OptimizerRunner
@@ -85,9 +87,7 @@ class ProgramFiles:
             for use in self._uses
         }
         self.read_bytes = sum(
-            bytes_of[use]
-            for node, use in zip(nodes, self._uses, strict=True)
-            if node.target is ops.wait_file
+            bytes_of[use] for node, use in zip(nodes, self._uses, strict=True) if ops.is_wait(node)
         )
         """What a call reads, if nothing is in host memory before it is used."""
         self.written_bytes = sum(
@@ -138,7 +138,7 @@ class ProgramFiles:
     def _find_values(self, nodes: Sequence[fx.Node]) -> None:
         sizes: dict[int, int] = {}
         for node in nodes:
-            if node.target is ops.offload_start:
+            if not ops.is_wait(node):
                 sizes[slot_of(node)] = max(sizes.get(slot_of(node), 0), hinted_bytes(node))
         for slot, nbytes in sizes.items():
             if slot not in self.mover.filed or self.mover.filed[slot].tier is not self.tier:
@@ -238,22 +238,22 @@ class ProgramFiles:
                 raise
             raise StepError(str(error)) from error  # after which nothing is lost
 
-    def states_from_file_start(self, optimizer: int, parameters: list[int], nbytes: int) -> Tensor:
-        """Ask for states: the cache reads ahead by itself, in the order of the waits."""
-        return self._ask(_Use(group=(optimizer, tuple(parameters))))
-
-    def shards_from_file_start(self, parameters: list[int], nbytes: int) -> Tensor:
-        return self._ask(_Use(parameters=tuple(parameters)))
-
-    def _ask(self, use: _Use) -> Tensor:
+    def fetch_start(
+        self,
+        evicted: Tensor | None,
+        what: str,
+        parameters: Sequence[int] = (),
+        optimizer: int | None = None,
+        nbytes: int = 0,
+    ) -> Tensor:
+        """Ask for what files hold: the cache reads ahead by itself, in the order of the waits."""
+        if evicted is not None:
+            return evicted
         started = torch.empty(0, dtype=torch.uint8)
-        self._reading[id(started)] = started, use
+        self._reading[id(started)] = started, _asked_for(parameters, optimizer)
         return started
 
-    def value_from_file_start(self, filed: Tensor) -> Tensor:
-        return filed
-
-    def wait_file(self, started: Tensor) -> Tensor:
+    def wait(self, started: Tensor) -> Tensor:
         """Have what has been asked for in host memory.  Raises: FileTierError."""
         if id(started) in self._values:
             return self._value_there(self._values.pop(id(started)))
@@ -272,21 +272,25 @@ class ProgramFiles:
         """Have these states written when they are let go of."""
         self._changed.update((optimizer, parameter) for parameter in parameters)
 
-    def states_to_file(self, states: Tensor, optimizer: int, parameters: list[int]) -> None:
-        """Let go of states, which are written to files if they have changed."""
-        _, use = self._reading.pop(id(states))
-        group = {(optimizer, parameter) for parameter in parameters}
-        is_dirty = not group.isdisjoint(self._changed)
-        self._release(use, is_dirty)
-        self._changed -= group
-
-    def shards_to_file(self, shards: Tensor, parameters: list[int], changed: bool) -> None:
-        _, use = self._reading.pop(id(shards))
-        self._release(use, changed)
-
-    def _release(self, use: _Use, is_dirty: bool) -> None:
+    def evict(
+        self,
+        there: Tensor,
+        what: str,
+        parameters: Sequence[int] = (),
+        optimizer: int | None = None,
+        changed: bool = True,
+    ) -> Tensor:
+        """Let go of states, shards or a value, which are written to files if they have changed."""
+        if what == "value":
+            return self._evict_value(there, changed)
+        _, use = self._reading.pop(id(there))
+        if optimizer is not None:  # an update may have been skipped
+            group = {(optimizer, parameter) for parameter in parameters}
+            changed = not group.isdisjoint(self._changed)
+            self._changed -= group
         for bucket in self._buckets_in_call(use):
-            self.tier.release(bucket, is_dirty=is_dirty)
+            self.tier.release(bucket, is_dirty=changed)
+        return there
 
     def offload_start(self, value: Tensor, slot: int) -> Tensor:
         """Start copying a value to its bucket's memory, with more room if it has grown."""
@@ -306,9 +310,12 @@ class ProgramFiles:
         self.tier.grow(bucket, nbytes, self._most_in_use(in_shards, {bucket: padded}))
         self._reserved_for = self._value_sizes()
 
-    def value_to_file(self, value: Tensor) -> Tensor:
+    def _evict_value(self, value: Tensor, changed: bool) -> Tensor:
         known = self._values.pop(id(value))
         REGISTRY.host.settle(value)  # the device has waited for the copy, and the host has not
+        if not changed:
+            self.tier.release(known.bucket, is_void=True)
+            return value
         self.tier.release(known.bucket)
         filed = torch.empty(0, dtype=value.dtype)
         self._keep(filed, known.bucket, value)
@@ -328,11 +335,6 @@ class ProgramFiles:
             stands_for_it, bucket, like.shape, like.stride(), like.dtype
         )
 
-    def drop_value(self, value: Tensor) -> None:
-        known = self._values.pop(id(value))
-        REGISTRY.host.settle(value)
-        self.tier.release(known.bucket, is_void=True)
-
     def finish(self) -> None:
         self.tier.finish()
 
@@ -351,17 +353,11 @@ class ProgramFiles:
         self._bounds = ()
 
     def kernels(self) -> dict[object, Any]:
-        """The function that runs each operator that is about files, and ``offload_start``."""
+        """The function that runs each operator that is about files."""
         return {
-            ops.states_from_file_start: self.states_from_file_start,
-            ops.shards_from_file_start: self.shards_from_file_start,
-            ops.value_from_file_start: self.value_from_file_start,
-            ops.wait_file: self.wait_file,
-            ops.states_to_file: self.states_to_file,
-            ops.shards_to_file: self.shards_to_file,
-            ops.value_to_file: self.value_to_file,
-            ops.drop_value: self.drop_value,
-            ops.offload_start: self.offload_start,
+            ops.fetch_start: self.fetch_start,
+            (ops.wait, FILES): self.wait,
+            ops.evict: self.evict,
         }
 
 
@@ -378,15 +374,18 @@ def _events(graph: fx.Graph, uses: Mapping[fx.Node, _Use]) -> list[tuple[_Use, i
 
 
 def _use_of(node: fx.Node) -> _Use:
-    if node.target is ops.offload_start:
+    if not ops.is_wait(node):
         return _Use(slot=slot_of(node))
     (start,) = node.args
-    if start.target is ops.states_from_file_start:
-        return _Use(group=(start.args[0], tuple(start.args[1])))
-    if start.target is ops.shards_from_file_start:
-        return _Use(parameters=tuple(start.args[0]))
-    (filed,) = start.args
-    return _Use(slot=slot_of(filed.args[0].args[0]))
+    evicted = start.args[0]
+    if evicted is not None:
+        return _Use(slot=slot_of(evicted.args[0].args[0]))
+    return _asked_for(ops.argument(start, "parameters"), ops.argument(start, "optimizer"))
+
+
+def _asked_for(parameters: Sequence[int], optimizer: int | None) -> _Use:
+    of = tuple(parameters)
+    return _Use(parameters=of) if optimizer is None else _Use(group=(optimizer, of))
 
 
 def _shard_groups(uses: Iterable[_Use], table: ParameterTable) -> list[tuple[int, ...]]:

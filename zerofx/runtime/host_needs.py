@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
-from zerofx.ir import ops
 from zerofx.ir.effects import updated_on_host
-from zerofx.ir.graph import hinted_bytes, staging_bytes
+from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -27,9 +27,9 @@ def host_needs(
 ) -> dict[str, int]:
     """Return the bytes to come, by what for.  ``kept`` are the parameters with shards there."""
     needs = {
-        "staging buffers": mover.bytes_to_come(staging_bytes(graph, (ops.to_host_start,))),
+        "staging buffers": mover.bytes_to_come(staging_bytes(graph, _is_of_bucket)),
         "parameter shards": _shards_to_come(kept),
-        "activations": mover.bytes_to_come(staging_bytes(graph, (ops.offload_start,))),
+        "activations": mover.bytes_to_come(staging_bytes(graph, copies_activation)),
         "delayed updates": _delayed_bytes(graph) if is_delayed else 0,
     }
     if files is not None:
@@ -53,4 +53,8 @@ def _shards_to_come(kept: Iterable[tuple[nn.Parameter, ParameterInfo]]) -> int:
 
 def _delayed_bytes(graph: fx.Graph) -> int:
     """Bytes of values and gradients that updates have to themselves between two calls."""
-    return sum(hinted_bytes(node) for node in graph.nodes if node.target is ops.to_host_start)
+    return sum(map(hinted_bytes, filter(_is_of_bucket, graph.nodes)))
+
+
+def _is_of_bucket(start: fx.Node) -> bool:
+    return is_staged(start) and not copies_activation(start)

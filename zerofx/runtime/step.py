@@ -21,9 +21,10 @@ from zerofx.ir.graph import (
     sharded_results,
     unreduced_results,
     updates,
-    uses_of_files,
     written_gradients,
 )
+from zerofx.ir.offload import uses_of_files
+from zerofx.ir.rules import LINK, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
@@ -72,7 +73,7 @@ class StepRuntime:
         self.program: Callable | None = None
         self.bound: list[BoundParameter] = []
         self._read_interface(graph)
-        self.communicates = any(node.target in ops.STARTS for node in graph.nodes)
+        self.communicates = any(map(ops.is_collective, graph.nodes))
         self.moves = effects.has_moves(graph)
         self.groups_on_host = effects.groups_on_host(graph)
         self.steps = OptimizerSteps(graph, communicator.rank, trained, device, host, keep_source)
@@ -183,7 +184,7 @@ class StepRuntime:
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
             ops.all_gather_start: buckets.all_gather_start,
-            ops.wait: communicator.wait,
+            (ops.wait, LINK): communicator.wait,
             ops.free: communicator.free,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
@@ -191,16 +192,13 @@ class StepRuntime:
             ops.mask_padding: buckets.mask_padding,
             ops.on_owners: on_device.on_owners,
             ops.update: on_device.update,
-            ops.to_host_start: self.to_host_start,
-            ops.to_device_start: self.to_device_start,
-            ops.store_start: self.store_start,
-            ops.offload_start: self.offload_start,
-            ops.reload_start: self.reload_start,
-            ops.wait_move: self.wait_move,
-            ops.update_on_host_start: on_host.update_on_host_start,
-            ops.update_kept_start: on_host.update_kept_start,
-            ops.wait_update: on_host.wait_update,
-            ops.wait_store: on_host.wait_store,
+            ops.copy_start: self.copy_start,
+            ops.copy_start_shards: self.copy_start_shards,
+            (ops.wait, TO_HOST): self.mover.wait,
+            (ops.wait, TO_DEVICE): self.mover.wait,
+            ops.update_start: on_host.update_start,
+            ops.update_start_shards: on_host.update_start_shards,
+            (ops.wait, UPDATES): on_host.wait_update,
         }
         if files is not None:
             kernels |= files.kernels()
@@ -355,29 +353,22 @@ class StepRuntime:
             results[position] = bound.stub
         del results[len(results) - len(self.renewed_gradients) :]
 
-    def to_host_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], slot: int
+    def copy_start(
+        self, values: list[torch.Tensor], parameters: list[int], place: str, slot: int = -1
     ) -> torch.Tensor:
-        return self.mover.to_host_start(pieces, slot)
+        if place == ops.HOST and parameters:
+            return self.mover.to_host_start(values, slot)
+        if place == ops.HOST:
+            return (self.files or self.mover).offload_start(values[0], slot)
+        if parameters:
+            buffers = self.communicator.buffers
+            return self.mover.to_device_start(values, torch.device(place), buffers)
+        return self.mover.reload_start(values[0], torch.device(place))
 
-    def to_device_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], device: torch.device
-    ) -> torch.Tensor:
-        return self.mover.to_device_start(pieces, device, self.communicator.buffers)
-
-    def store_start(
-        self, pieces: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
+    def copy_start_shards(
+        self, values: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        return self.mover.store_start(pieces, shards)
-
-    def offload_start(self, value: torch.Tensor, slot: int) -> torch.Tensor:
-        return self.mover.offload_start(value, slot)
-
-    def reload_start(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self.mover.reload_start(host, device)
-
-    def wait_move(self, started: Any) -> Any:
-        return self.mover.wait(started)
+        return self.mover.store_start(values, shards)
 
 
 def _alive(reference: weakref.ref) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.errors import GraphError
-from zerofx.ir.graph import provenance, source_line
+from zerofx.ir.graph import source_line
+from zerofx.ir.roles import provenance
 
 
 def broken(node: fx.Node, rule: str) -> GraphError:

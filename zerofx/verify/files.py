@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, input_role, placeholders
+from zerofx.ir.graph import aliases, input_role, mutated_inputs, placeholders
+from zerofx.ir.offload import changes_files, copies_to_device, is_fetch
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.rules import FILES, TO_HOST
 from zerofx.verify.broken import broken
 
 
@@ -21,20 +23,23 @@ def verify_files(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, in
     _nothing_is_used_that_was_not_asked_for(graph)
 
 
-_ASKED_BY = {
-    ops.wait_file: ops.FROM_FILE,
-    ops.states_to_file: (ops.wait_file,),
-    ops.shards_to_file: (ops.wait_file,),
-    ops.value_to_file: (ops.wait_move,),
-    ops.value_from_file_start: (ops.value_to_file,),
-    ops.drop_value: (ops.wait_file,),
-}
-
-
 def _nothing_is_used_that_was_not_asked_for(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.target in _ASKED_BY and node.args[0].target not in _ASKED_BY[node.target]:
+        if node.target is ops.evict:
+            (there, what), fetched = node.args[:2], ops.waits_on(node.args[0]) == FILES
+            is_there = fetched and ops.argument(there.args[0], "what") == what
+            if what == "value" and changes_files(node):  # written once: as it comes to the host
+                is_there = ops.waits_on(there) == TO_HOST
+        elif node.target is ops.fetch_start and node.args[0] is not None:
+            is_there = node.args[0].target is ops.evict
+        else:
+            continue
+        if not is_there:
             raise broken(node, "is about what nobody has asked for.")
+
+
+def _fetches(graph: fx.Graph, what: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_fetch(node, what)]
 
 
 def _states_are_there_for_updates(
@@ -44,16 +49,19 @@ def _states_are_there_for_updates(
 
     They are there in the order in which they are asked for.
     """
-    starts = [node for node in graph.nodes if node.target is ops.states_from_file_start]
-    updates = [node for node in graph.nodes if node.target in ops.HOST_UPDATES]
+    starts = _fetches(graph, "states")
+    updates = list(filter(ops.updates_on_host, graph.nodes))
     before = -1
     covered: set[fx.Node] = set()
     for start in starts:
-        wait = _only_reader(start, ops.wait_file, "states that are read")
-        release = _only_reader(wait, ops.states_to_file, "states that are there")
-        optimizer, indices = start.args[:2]
-        if list(release.args[1:]) != [optimizer, indices]:
+        wait = _only_reader(start, ops.wait, "states that are read")
+        release = _only_reader(wait, ops.evict, "states that are there")
+        optimizer, indices = ops.argument(start, "optimizer"), ops.argument(start, "parameters")
+        let_go = ops.argument(release, "optimizer"), ops.argument(release, "parameters")
+        if let_go != (optimizer, indices):
             raise broken(release, f"lets go of other states than {start.name} reads.")
+        if not changes_files(release):
+            raise broken(release, "lets go of states as if no update had changed them.")
         if order[wait] < before:
             raise broken(wait, "waits for states out of the order in which they are read.")
         before = order[wait]
@@ -68,8 +76,8 @@ def _states_are_there_for_updates(
             names = ", ".join(table[index].name for index in indices)
             raise broken(wait, f"is not followed by one update each of {names}, and no others.")
         covered |= inside
-    for node in graph.nodes:
-        if starts and node.target in ops.HOST_UPDATES and node not in covered:
+    for node in updates:
+        if starts and node not in covered:
             raise broken(node, "changes states that may be in files: nobody has read them.")
 
 
@@ -78,13 +86,11 @@ def _shards_are_there_for_their_users(
 ) -> None:
     """Who is about a shard that is in a file has it there, from its start to its end."""
     there: dict[int, list[tuple[int, int, bool]]] = {}
-    for start in graph.nodes:
-        if start.target is not ops.shards_from_file_start:
-            continue
-        wait = _only_reader(start, ops.wait_file, "shards that are read")
-        release = _only_reader(wait, ops.shards_to_file, "shards that are there")
-        (indices, _), (_, let_go, changed) = start.args, release.args
-        if list(indices) != list(let_go):
+    for start in _fetches(graph, "shards"):
+        wait = _only_reader(start, ops.wait, "shards that are read")
+        release = _only_reader(wait, ops.evict, "shards that are there")
+        indices, changed = ops.argument(start, "parameters"), changes_files(release)
+        if list(indices) != list(ops.argument(release, "parameters")):
             raise broken(release, f"lets go of other shards than {start.name} reads.")
         for index in indices:
             there.setdefault(index, []).append((order[wait], order[release], changed))
@@ -96,7 +102,7 @@ def _shards_are_there_for_their_users(
             continue
         index = input_role(shard).parameter
         for user in {user for alias in aliases(shard) for user in alias.users}:
-            if user.target not in (*ops.MOVES, *ops.HOST_UPDATES):
+            if not (ops.is_move(user) or ops.updates_on_host(user)):
                 continue
             begins, ends = order[user], order[_end_of(user)]
             around = {
@@ -107,8 +113,7 @@ def _shards_are_there_for_their_users(
             name = table[index].name
             if not around:
                 raise broken(user, f"is about the shard of {name!r}, which is in a file then.")
-            writes = user.target in (ops.store_start, *ops.HOST_UPDATES)
-            if writes and not any(changed for _, (_, _, changed) in around):
+            if mutated_inputs(user) and not any(changed for _, (_, _, changed) in around):
                 raise broken(user, f"changes the shard of {name!r}, and no file gets to hold that.")
             unused -= around
     for index, (begins, _, _) in sorted(unused):
@@ -119,12 +124,13 @@ def _shards_are_there_for_their_users(
 def _values_come_back_from_files(graph: fx.Graph) -> None:
     """What has left for a file comes back once, and is dropped when it is on the device."""
     for filed in graph.nodes:
-        if filed.target is not ops.value_to_file:
+        if filed.target is not ops.evict or filed.args[1] != "value" or not changes_files(filed):
             continue
-        start = _only_reader(filed, ops.value_from_file_start, "a value in a file")
-        there = _only_reader(start, ops.wait_file, "a value that is read")
+        start = _only_reader(filed, ops.fetch_start, "a value in a file")
+        there = _only_reader(start, ops.wait, "a value that is read")
         readers = sorted(there.users)
-        if [reader.target for reader in readers] != [ops.reload_start, ops.drop_value]:
+        drops = [one.target is ops.evict and not changes_files(one) for one in readers]
+        if drops != [False, True] or not copies_to_device(readers[0]):
             names = ", ".join(reader.name for reader in readers) or "nobody"
             raise broken(there, f"is to be brought back to the device once and dropped; {names}.")
         reload, drop = readers
@@ -134,7 +140,7 @@ def _values_come_back_from_files(graph: fx.Graph) -> None:
 
 def _end_of(start: fx.Node) -> fx.Node:
     """The wait of what goes on beside the step."""
-    return next(user for user in start.users if user.target in ops.WAITS)
+    return next(filter(ops.is_wait, start.users))
 
 
 def _only_reader(node: fx.Node, target: object, what: str) -> fx.Node:

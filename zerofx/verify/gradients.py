@@ -8,13 +8,14 @@ from zerofx.ir import ops
 from zerofx.ir.graph import (
     gradient_outputs,
     input_role,
-    operands_of_updates,
-    provenance,
+    mutated_inputs,
     rank_varying,
     unreduced_results,
     written_gradients,
 )
+from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.roles import provenance
 from zerofx.verify.broken import broken
 
 
@@ -38,9 +39,8 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
             operands = list(zip(node.args[1], node.args[4], strict=True))
         else:
             operands = [(update.gradient, update.parameter) for update in operands_of_updates(node)]
-        if node.target in (ops.update, *ops.HOST_UPDATES):
-            is_kept = node.target is ops.update_kept_start
-            for value in node.args[0] if is_kept else node.args[:1]:
+        if operands and node.target is not ops.optimizer_step:
+            for value in mutated_inputs(node):
                 if value in written:
                     raise broken(node, f"updates what {written[value].name} has updated.")
                 written[value] = node

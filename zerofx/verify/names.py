@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import parameter_of
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import parameter_of
 from zerofx.verify.broken import broken
 
 

@@ -10,34 +10,33 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import (
     aliases,
-    brought_from,
     input_role,
     is_kept_on_host,
     memory_of,
-    moved_values,
-    operands_of_updates,
-    parameter_of,
-    role,
+    mutated_inputs,
     shard_of,
-    slot_of,
-    staged_until,
     writers,
 )
+from zerofx.ir.offload import (
+    brought_from,
+    copies_activation,
+    copies_to_device,
+    is_staged,
+    operands_of_updates,
+    slot_of,
+    staged_until,
+)
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.roles import parameter_of, role
+from zerofx.ir.rules import FILES, UPDATES
 from zerofx.verify.broken import broken
 
 aten = torch.ops.aten
 
-_WAITS = {
-    ops.to_host_start: ops.wait_move,
-    ops.to_device_start: ops.wait_move,
-    ops.store_start: ops.wait_store,
-    ops.offload_start: ops.wait_move,
-    ops.reload_start: ops.wait_move,
-    ops.update_on_host_start: ops.wait_update,
-    ops.update_kept_start: ops.wait_store,
-}
-"""What completes each operator that goes on beside the step."""
+
+def _goes_on(node: fx.Node) -> bool:
+    """Whether a node starts a copy, or an update in host memory."""
+    return ops.is_move(node) or ops.updates_on_host(node)
 
 
 def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]) -> None:
@@ -53,37 +52,29 @@ def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, 
 
 
 def _moves_are_waited_once(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.target in _WAITS:
-            readers = sorted(node.users)
-            updates = [reader for reader in readers if reader.target in ops.HOST_UPDATES]
-            waits = [reader.target for reader in readers if reader not in updates]
-            # What goes to the host is there for one update, which begins when it has arrived.
-            is_read = len(updates) == 1 if node.target is ops.to_host_start else not updates
-            if waits != [_WAITS[node.target]] or not is_read:
-                names = ", ".join(reader.name for reader in readers) or "nobody"
-                what = "move" if ops.is_move(node.target) else "update"
-                raise broken(
-                    node,
-                    f"a started {what} must have one wait and no other reader, but for the update "
-                    f"of what goes to the host; it has {names}.",
-                )
-        elif node.target in _WAITS.values():
-            if _WAITS.get(node.args[0].target) is not node.target:
-                raise broken(node, "waits for something that was never started.")
+    for node in filter(_goes_on, graph.nodes):
+        readers = sorted(node.users)
+        updates = [reader for reader in readers if ops.updates_on_host(reader)]
+        others = [reader for reader in readers if reader not in updates]
+        # What goes to the host is there for one update, which begins when it has arrived.
+        is_for_update = is_staged(node) and not copies_activation(node)
+        is_read = len(updates) == 1 if is_for_update else not updates
+        if not is_read or len(others) != 1 or not ops.is_wait(others[0]):
+            names = ", ".join(reader.name for reader in readers) or "nobody"
+            what = "move" if ops.is_move(node) else "update"
+            raise broken(
+                node,
+                f"a started {what} must have one wait and no other reader, but for the update "
+                f"of what goes to the host; it has {names}.",
+            )
 
 
 def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """What a move copies, and a started update reads, nobody overwrites before its wait."""
-    for start in graph.nodes:
-        if start.target not in _WAITS:
-            continue
+    for start in filter(_goes_on, graph.nodes):
         wait = _wait_of(start)
-        is_move = ops.is_move(start.target)
-        pieces = moved_values(start) if is_move else start.args[:2]
-        if start.target is ops.update_kept_start:
-            pieces = [*start.args[0], start.args[1]]
-        for piece in pieces:
+        is_move = ops.is_move(start)
+        for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
                 if order[start] < order[writer] < order[wait]:
                     what = "copies" if is_move else "reads"
@@ -91,14 +82,14 @@ def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) 
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if user.target is _WAITS[start.target])
+    return next(filter(ops.is_wait, start.users))
 
 
 def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """A staging buffer is written to again only when all of it has been read."""
     used: dict[int, tuple[fx.Node, int]] = {}
     for start in graph.nodes:
-        if start.target not in ops.TO_HOST or slot_of(start) < 0:
+        if not is_staged(start) or slot_of(start) < 0:
             continue
         slot = slot_of(start)
         if slot in used and used[slot][1] >= order[start]:
@@ -110,38 +101,40 @@ def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> Non
 
 def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """What has left the device is read no more, but for what comes back of it, once."""
-    for start in graph.nodes:
-        if start.target is ops.offload_start:
+    for start in filter(copies_activation, graph.nodes):
+        if len(start.args[0]) != 1:
+            raise broken(start, "moves several values as if they were one.")
+        if is_staged(start):
             _is_read_before_it_leaves(start, order)
-        elif start.target is ops.reload_start:
-            origin = _before_files(start.args[0])
-            if origin.target is not ops.wait_move or origin.args[0].target is not ops.offload_start:
-                raise broken(start, f"brings back {origin.name}, which has not left the device.")
-            (wait,) = start.users
-            left = origin.args[0].args[0]
-            if not wait.users:
-                raise broken(start, f"brings back {left.name}, and nobody reads it there.")
-            if torch.device(start.args[1]) != left.meta["val"].device:
-                raise broken(start, f"brings {left.name} back to another device.")
+            continue
+        origin = _before_files(start.args[0][0])
+        leaves = origin.args[0] if ops.is_wait(origin) else origin
+        if not (copies_activation(leaves) and is_staged(leaves)):
+            raise broken(start, f"brings back {origin.name}, which has not left the device.")
+        (wait,), (left,) = start.users, leaves.args[0]
+        if not wait.users:
+            raise broken(start, f"brings back {left.name}, and nobody reads it there.")
+        if torch.device(start.args[2]) != left.meta["val"].device:
+            raise broken(start, f"brings {left.name} back to another device.")
 
 
 def _before_files(there: fx.Node) -> fx.Node:
     """What was let go of to a file, of what has been read from there; else the node itself."""
-    for target in (ops.wait_file, ops.value_from_file_start, ops.value_to_file):
-        if there.target is target:
-            there = there.args[0]
-    return there
+    if ops.waits_on(there) == FILES:
+        there = there.args[0].args[0] or there
+    return there.args[0] if there.target is ops.evict else there
 
 
 def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None:
     (wait,) = start.users
-    value = start.args[0]
+    (value,) = start.args[0]
     for source in memory_of(value) - {value}:
         if isinstance(source.meta["val"], torch.Tensor):
             raise broken(start, f"moves a view: {source.name} keeps its memory on the device.")
     if value.op == "placeholder":
         raise broken(start, f"moves {value.name}, which the caller keeps on the device.")
-    if [reader.target for reader in wait.users] not in ([ops.reload_start], [ops.value_to_file]):
+    leaving = [r for r in wait.users if r.target is ops.evict or copies_to_device(r)]
+    if len(leaving) != 1 or len(wait.users) != 1:
         readers = ", ".join(reader.name for reader in wait.users) or "nobody"
         raise broken(
             wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
@@ -157,27 +150,27 @@ def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None
 def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
     """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
     for node in graph.nodes:
-        if node.target in _WAITS and node.target not in ops.ACTIVATION_MOVES:
-            indices = node.args[1] if node.target in ops.MOVES else node.args[3]
+        if _goes_on(node) and not copies_activation(node):
+            indices = ops.argument(node, "parameters")
             infos = [table[index] for index in indices]
             offsets = [info.place.offset for info in infos]
             if len({info.place.bucket for info in infos}) > 1:
                 raise broken(node, "is not of parts of one bucket.")
             if offsets != sorted(offsets) or len(set(indices)) != len(indices):
                 raise broken(node, "does not take a bucket's parts in the order of the bucket.")
-        if node.target is ops.to_host_start:
-            if len(node.args[0]) != len(indices):
-                raise broken(node, "does not move one part for each parameter.")
-            _host_memory_is_for_updates(node)
-        if node.target is ops.to_device_start:
+            if is_staged(node):
+                if len(node.args[0]) != len(indices):
+                    raise broken(node, "does not move one part for each parameter.")
+                _host_memory_is_for_updates(node)
+        if copies_to_device(node) and not copies_activation(node):
             _pieces_are_read_where_they_lie(node, infos)
             if any(map(is_kept_on_host, node.args[0])):
                 _brings_what_it_says(node, table)
             else:
                 _is_return_of_an_update(node, table)
-        if node.target is ops.store_start:
+        if node.target is ops.copy_start_shards:
             _stores_what_it_says(node, infos)
-        if node.target in ops.HOST_UPDATES:
+        if ops.updates_on_host(node):
             _is_update_of_what_has_arrived(node, table)
         if node.target is ops.update and brought_from(node.args[0]) is not None:
             _is_stored(node, table)
@@ -194,7 +187,7 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
 
 def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:
     for piece in move.args[0]:
-        start = piece.args[0] if piece.target is ops.wait_update else None
+        start = piece.args[0] if ops.waits_on(piece) == UPDATES else None
         if len(move.args[0]) > 1 or start is None or start.args[3] != move.args[1]:
             names = ", ".join(table[index].name for index in move.args[1])
             raise broken(move, f"moves {piece.name} as if it were the update of {names}.")
@@ -241,7 +234,7 @@ def _is_stored(update: fx.Node, table: ParameterTable) -> None:
     shard = brought_from(update.args[0])
     if shard_of(shard) != index:
         raise broken(update, f"updates {table[index].name!r} from the value of another parameter.")
-    stores = [user for user in update.users if user.target is ops.store_start]
+    stores = [user for user in update.users if user.target is ops.copy_start_shards]
     if len(stores) != 1 or len(update.users) != 1:
         raise broken(
             update,
@@ -254,10 +247,10 @@ def _is_read_where_it_is(shard: fx.Node) -> None:
     """Whether only moves, and updates that run on the host, read a shard that is kept there."""
     for alias in aliases(shard):
         for reader in alias.users:
-            on_host = reader.target is ops.update_kept_start
-            passes_on = reader.target in (ops.wait_store, operator.getitem)
-            moves = reader.target is ops.to_device_start or (
-                reader.target is ops.store_start and alias not in reader.args[0]
+            on_host = reader.target is ops.update_start_shards
+            passes_on = reader.target in (ops.wait_shards, operator.getitem)
+            moves = copies_to_device(reader) or (
+                reader.target is ops.copy_start_shards and alias not in reader.args[0]
             )
             if not (on_host or passes_on or moves or reader.op == "output"):
                 raise broken(reader, f"reads {alias.name}, which is in host memory.")
@@ -266,7 +259,7 @@ def _is_read_where_it_is(shard: fx.Node) -> None:
 def _host_memory_is_for_updates(start: fx.Node) -> None:
     for alias in aliases(start):
         for reader in alias.users:
-            if reader.target not in (*_WAITS, *_WAITS.values()):
+            if not _goes_on(reader.args[0] if ops.is_wait(reader) else reader):
                 raise broken(reader, f"reads {alias.name}, which is in host memory.")
 
 
@@ -276,10 +269,10 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
     Of shards that are kept on the host, neither the values are moved nor what they become.
     """
     indices = update.args[3]
-    is_kept = update.target is ops.update_kept_start
+    is_kept = update.target is ops.update_start_shards
     moved = update.args[1:2] if is_kept else update.args[:2]
     for operand in moved:
-        if operand.target is not ops.to_host_start:
+        if not is_staged(operand) or copies_activation(operand):
             raise broken(update, f"reads {operand.name}, which is not moved to the host.")
         if list(operand.args[1]) != list(indices):
             raise broken(update, f"reads {operand.name}, which is of another parameter.")
@@ -295,7 +288,7 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
     wait = _wait_of(update)
     if any(_wait_of(operand) > wait for operand in moved):
         raise broken(update, "is waited for before what it reads.")
-    if not is_kept and [user.target for user in wait.users] != [ops.to_device_start]:
+    if not is_kept and (len(wait.users) != 1 or not all(map(copies_to_device, wait.users))):
         raise broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
 
 

@@ -21,15 +21,14 @@ from zerofx.ir.graph import (
     input_role,
     layout_text,
     mutated_inputs,
-    parameter_of,
     placeholders,
     program_order,
-    provenance,
-    role,
     shard_of,
     updates,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.roles import parameter_of, provenance, role
+from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.verify.broken import broken
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import verify_averages
@@ -81,15 +80,15 @@ def verify(
 
 def _starts_are_waited_once(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.target in ops.STARTS:
-            waits = [user for user in node.users if user.target is ops.wait]
+        if ops.is_collective(node):
+            waits = [user for user in node.users if ops.is_wait(user)]
             if len(waits) != 1 or len(node.users) != 1:
                 raise broken(
                     node,
                     f"a started collective has {len(waits)} waits and {len(node.users)} readers; "
                     "it must have exactly one wait and no other reader.",
                 )
-        elif node.target is ops.wait and node.args[0].target not in ops.STARTS:
+        elif ops.is_wait(node) and not ops.starts(node.args[0]):
             raise broken(node, "waits for something that was never started.")
 
 
@@ -132,7 +131,8 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
                 if order[reader] > order[writer]
                 and reader is not output
                 and reader not in renewed
-                and reader.target not in (ops.free, ops.wait_move)
+                and reader.target is not ops.free
+                and ops.waits_on(reader) not in (TO_HOST, TO_DEVICE)
                 and not _only_overwrites(reader, alias)
             ]
             if late:
@@ -143,14 +143,14 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 def _renewed_by(writer: fx.Node) -> set[fx.Node]:
     """What has the new value: the writer's result, or those of its wait."""
     renewed = aliases(writer, through_gathers=True)
-    if writer.target in (ops.store_start, ops.update_kept_start):
-        for stored in [stored for wait in writer.users for stored in wait.users]:
+    for wait in [user for user in writer.users if user.target is ops.wait_shards]:
+        for stored in wait.users:
             renewed |= aliases(stored, through_gathers=True)
     return renewed
 
 
 def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
-    if node.target is ops.store_start:
+    if node.target is ops.copy_start_shards:
         return target not in node.args[0]
     return (
         node.target is aten.copy_.default and node.args[0] is target and node.args[1] is not target

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.ir.graph import layout_text, memory_of, provenance
+from zerofx.ir.graph import layout_text, memory_of
+from zerofx.ir.roles import provenance
 
 KINDS = ("delete", "duplicate", "apply twice", "move up", "move down", "swap", "constant")
 

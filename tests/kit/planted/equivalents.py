@@ -9,7 +9,7 @@ from torch import fx
 
 from tests.kit.planted.bugs import Bug, layout, roots, stand_in
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, is_random, memory_of, mutated_inputs
+from zerofx.ir.graph import aliased_inputs, is_random, memory_of, mutated_inputs, updated_by
 from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten
@@ -40,9 +40,8 @@ def why_equivalent(bug: Bug, graph: fx.Graph, table: ParameterTable) -> str | No
 
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node does nothing but compute a result, or name a part of one."""
-    effects = (*ops.STARTS, *ops.WAITS, *ops.TO_FILE, *ops.FROM_FILE, *ops.HOST_UPDATES)
-    others = (ops.free, ops.drop_value, ops.update, ops.on_owners, ops.optimizer_step)
-    acts = node.target in (*effects, *others) or ops.is_move(node.target)
+    acts = ops.acts(node) or ops.starts(node) or ops.is_wait(node) or updated_by(node)
+    acts = acts or node.target is ops.on_owners
     return not (acts or mutated_inputs(node) or is_random(node))
 
 
@@ -95,7 +94,7 @@ def _why_it_commutes(node: fx.Node, other: fx.Node, order: list[fx.Node]) -> str
     for crossed in order[low : high + 1]:
         if crossed is node:
             continue
-        if {node.target, crossed.target} <= {ops.wait_move, *ops.HOST_UPDATES}:
+        if all(ops.updates_on_host(n) or _waits_for_copy(n) for n in (node, crossed)):
             continue  # which waits for its operands by itself
         touched = roots(node) & roots(crossed)
         if touched & (_changes(node) | _changes(crossed)):
@@ -105,17 +104,21 @@ def _why_it_commutes(node: fx.Node, other: fx.Node, order: list[fx.Node]) -> str
     return "neither changes what the other looks at"
 
 
+def _waits_for_copy(node: fx.Node) -> bool:
+    return ops.waits_on(node) in ("to host", "to device")
+
+
 def _changes(node: fx.Node) -> set[fx.Node]:
     """The memory that a node writes to, completes or gives up, by who made it."""
     changed = list(mutated_inputs(node))
-    if node.target in (ops.free, ops.drop_value, *ops.WAITS):
+    if ops.gives_up(node) or ops.is_wait(node):
         changed += node.all_input_nodes
     return {root for one in changed for root in memory_of(one)}
 
 
 def _why_symmetric(node: fx.Node, other: fx.Node) -> str | None:
     """Two parts of a norm may change places: how it rounds is all that differs."""
-    if node.target is ops.wait_move and not (node.users or other.users):
+    if _waits_for_copy(node) and not (node.users or other.users):
         return "both only wait, and nobody reads what for"
     ends = [_end_of_chain(one) for one in (node, other)]
     if ends[0] is ends[1] and ends[0].target is aten.stack.default:

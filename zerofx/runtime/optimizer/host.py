@@ -74,7 +74,7 @@ class HostUpdates:
             mine = self._delayed_keys.values() if delayed is self.delayed else ()
             delayed.settle(bounds, optimizers, taken_over=mine)
 
-    def update_on_host_start(
+    def update_start(
         self,
         values: torch.Tensor,
         grads: torch.Tensor,
@@ -92,7 +92,7 @@ class HostUpdates:
             self._start(values, data, [values, grads], optimizer, parameters)
         return values
 
-    def update_kept_start(
+    def update_start_shards(
         self,
         shards: list[torch.Tensor],
         grads: torch.Tensor,
@@ -119,10 +119,6 @@ class HostUpdates:
         update = self._updating.pop(id(started))
         update.complete()
         return update.values
-
-    def wait_store(self, started: list[torch.Tensor]) -> list[torch.Tensor]:
-        is_update = id(started) in self._updating
-        return self.wait_update(started) if is_update else self.mover.wait(started)
 
     def finish(self) -> None:
         """Leave the call before's delayed updates, which this one has stored."""

@@ -1,0 +1,63 @@
+"""The rules of an operator: what the compiler knows of it beside its schema and its fake.
+
+Whoever asks about a node reads them with ``rules``, so that a new operator is known everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from zerofx.ir.parameters import ParameterTable
+
+LINK, TO_HOST, TO_DEVICE = "link", "to host", "to device"
+UPDATES, FILES = "updates", "files"
+"""The lanes beside the device's compute; each does one thing after the other."""
+
+
+def _no_bytes(node: fx.Node, table: ParameterTable) -> float:
+    return 0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds of every call of one operator.
+
+    ``lane`` is what it keeps busy beside the step's compute, and ``starts`` says that its result is
+    there only after a wait, which ``waits`` marks.
+
+    ``shares`` are the operands whose memory the result may share though the schema is silent;
+    ``gives_up`` says that the first operand's memory is not to be read again.  ``acts`` says that a
+    call counts though nobody reads its result.
+
+    ``carries`` are the bytes that it puts on its lane, the same on all ranks.  On the link these
+    are ``sends``, of the buffer that the ranks make, in so many ``rounds``; ``traffic`` is what
+    they count as.  ``memory_bytes`` and ``flops`` are what
+    it computes with on the device.
+
+    ``gathers``: it puts shards together.  ``reduces``: it combines what ranks have.  ``uniform``:
+    what is made of its result does not differ between ranks.  ``updates`` gives the optimizer and
+    the parameters that it updates.  ``holds`` is the kind of memory that its result is.
+    """
+
+    lane: str | Callable[[fx.Node], str] = ""
+    starts: bool = False
+    waits: bool = False
+    shares: Callable[[fx.Node], Sequence[Any]] | None = None
+    gives_up: bool | Callable[[fx.Node], bool] = False
+    acts: bool | Callable[[fx.Node], bool] = False
+    carries: Callable[[fx.Node, ParameterTable], float] = _no_bytes
+    sends: Callable[[fx.Node], int] = lambda node: 0
+    rounds: Callable[[fx.Node], int] = lambda node: 1
+    traffic: Callable[[fx.Node], str] = lambda node: ""
+    memory_bytes: Callable[[fx.Node, ParameterTable], float] = _no_bytes
+    flops: Callable[[fx.Node], int] = lambda node: 0
+    gathers: bool = False
+    reduces: bool = False
+    uniform: bool = False
+    updates: Callable[[fx.Node], tuple[int, list[int]]] | None = None
+    holds: str | Callable[[fx.Node], str] = ""
