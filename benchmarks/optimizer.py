@@ -35,6 +35,7 @@ from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.pages import in_huge_pages
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -90,7 +91,7 @@ def zerofx(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
         world_size=1,
     )
     runner = OptimizerRunner(
-        optimizer, {0: (parameter, info)}, rank=0, sharded=True, precision=precision
+        optimizer, {0: (parameter, info)}, UpdateSettings(rank=0, sharded=True, precision=precision)
     )
     data, grad = parameter.detach(), gradient.to(dtype)
     coefficient = torch.ones((), device=grad.device)

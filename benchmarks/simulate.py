@@ -21,7 +21,7 @@ from zerofx.hardware import Figures
 from zerofx.ir import ops
 from zerofx.lower.in_place import buckets_updated_in_place
 from zerofx.lower.lowering import lower
-from zerofx.runtime.storage.workers import Lane
+from zerofx.runtime.storage.workers import Worker
 
 SLACK_S = 0.02
 """How late a thread may be, over a whole step, without those behind it being so: they wake late."""
@@ -41,21 +41,21 @@ def simulated(function: CompiledFunction, figures: Figures) -> Iterator[list[Tim
     Yields what the timeline predicts for each program.
     """
     clock = _Clock()
-    lanes = {name: ThrottledLane(name, clock) for name in LANES if name != "compute"}
-    mover, programs = function.mover, function.programs
+    lanes = {name: ThrottledWorker(name, clock) for name in LANES if name != "compute"}
+    copies, programs = function.copies, function.programs
     runtimes = [program.runtime for program in programs if program.runtime is not None]
     assert len(runtimes) == len(programs), "each has been called before"
     before = [runtime.program for runtime in runtimes]
-    own = mover.updates, mover.copies
-    mover.updates = lanes["updates"]
-    mover.copies = {name: lanes[name] for name in ("to host", "to device")}
+    own = copies.updates, copies.workers
+    copies.updates = lanes["updates"]
+    copies.workers = {name: lanes[name] for name in ("to host", "to device")}
     ranks = function.communicator.world_size
     try:
         for program, runtime in zip(programs, runtimes, strict=True):
             runtime.program = _slowed(program, figures, clock, lanes)
         yield [predict(p.gm.graph, figures, p.table, ranks) for p in programs]
     finally:
-        mover.updates, mover.copies = own
+        copies.updates, copies.workers = own
         for runtime, real in zip(runtimes, before, strict=True):
             runtime.program = real
 
@@ -87,7 +87,7 @@ class _Clock:
         return getattr(self.noted, "latest_s", 0.0)
 
 
-class ThrottledLane(Lane):
+class ThrottledWorker(Worker):
     """A lane whose jobs take as long as has been said before each is started."""
 
     def __init__(self, name: str, clock: _Clock) -> None:
@@ -131,7 +131,7 @@ def _no_earlier(due_s: float) -> float:
 
 
 def _slowed(
-    program: Program, figures: Figures, clock: _Clock, lanes: dict[str, ThrottledLane]
+    program: Program, figures: Figures, clock: _Clock, lanes: dict[str, ThrottledWorker]
 ) -> Callable:
     """Lower a program once more, each node taking the time that it has by these figures."""
     runtime, ranks = program.runtime, program.function.communicator.world_size
@@ -173,7 +173,7 @@ def _slowed(
 def _starting(
     kernel: Callable,
     clock: _Clock,
-    lane: ThrottledLane,
+    lane: ThrottledWorker,
     seconds: float,
     traveling: dict[int, Any],
 ) -> Callable:

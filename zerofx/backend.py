@@ -38,7 +38,7 @@ from zerofx.runtime.comm.measure import measured
 from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.copies import Copies
 
 logger = logging.getLogger("zerofx")
 
@@ -96,7 +96,7 @@ class CompiledFunction:
         self.num_programs = 0
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         self.attempt: int | None = None  # which one offload="auto" has come to
-        self.mover = Mover(REGISTRY.host)
+        self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates(REGISTRY.host, REGISTRY.delayed)
         backend.functions.add(self)
 

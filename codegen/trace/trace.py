@@ -115,13 +115,11 @@ def trace_update(
     group: Arguments,
     state: Arguments,
     sharded: bool,
-    defaults: Mapping[str, Any] | None = None,
 ) -> Update:
     """Trace the optimizer's step for one parameter with the group and state it has now.
 
     The parameter has its whole shape while tracing, but no memory.  With ``sharded`` the trace
-    runs on flat shards of any length, of the parameter, its gradient and its moments.  ``defaults``
-    stand for the optimizer's own.
+    runs on flat shards of any length, of the parameter, its gradient and its moments.
 
     The step sees one parameter, so a group's number that it changes is taken to change once per
     step, not once per parameter.
@@ -137,7 +135,7 @@ def trace_update(
             "dimension of 2 and use torch.view_as_complex in the forward pass."
         )
     env = compat.ScalarEnvironment()
-    shadow_step = _ShadowStep(optimizer, env, group, state, defaults)
+    shadow_step = _ShadowStep(optimizer, env, group, state)
     with env.fake_tensors():
         parameter, gradient = _empty_like(info, info), _empty_like(info, info)
         tensors = [
@@ -240,10 +238,8 @@ class _ShadowStep:
         env: compat.ScalarEnvironment,
         group: Arguments,
         state: Arguments,
-        defaults: Mapping[str, Any] | None,
     ) -> None:
         self.optimizer, self.env = optimizer, env
-        self.defaults = defaults
         self.group, self.state = group, state
         self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
@@ -314,8 +310,6 @@ class _ShadowStep:
         shadow: Any = object.__new__(class_with_symbolic_math(type(self.optimizer), self.env))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # LR schedulers wrap it on the instance
-        if self.defaults is not None:
-            shadow.defaults = self.defaults
         for name in shadow.__dict__:
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 shadow.__dict__[name] = {}

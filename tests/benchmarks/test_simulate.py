@@ -17,7 +17,7 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.cost.timeline import predict
 from zerofx.hardware import Figures
-from zerofx.runtime.storage.workers import Lane
+from zerofx.runtime.storage.workers import Worker
 
 FREE = 1e30
 SECONDS = 1.0  # of compute
@@ -150,7 +150,7 @@ def test_it_computes_what_it_does_without():
 def test_what_waits_where_it_is_started_is_seen():
     """The measure is no tautology: an update that runs in the step's thread takes longer."""
     trained = Trained(3, layers=2)
-    original = Lane.start
+    original = Worker.start
 
     def waited_for(self, job):
         future = original(self, job)
@@ -159,13 +159,13 @@ def test_what_waits_where_it_is_started_is_seen():
         return future
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "start", waited_for)
+        patch.setattr(Worker, "start", waited_for)
         measured_s, predicted_s, *_ = trained.simulate((0.1, 1.5, 0.1))
     assert measured_s > 1.15 * predicted_s
-    runtime, mover = trained.program.runtime, trained.function.mover
-    before = runtime.program, mover.updates, mover.copies
+    runtime, copies = trained.program.runtime, trained.function.copies
+    before = runtime.program, copies.updates, copies.workers
     with pytest.raises(ZeroDivisionError):
         with simulated(trained.function, trained.figures(*COMPUTE)):
             assert runtime.program is not before[0]
             raise ZeroDivisionError
-    assert (runtime.program, mover.updates, mover.copies) == before, "it is over"
+    assert (runtime.program, copies.updates, copies.workers) == before, "it is over"

@@ -371,7 +371,7 @@ def check_the_runtime_updates_a_bucket(name):
     from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.triton.launch import TritonKernel
-    from zerofx.runtime.optimizer import joined_updates as updates
+    from zerofx.runtime.optimizer import fused as updates
 
     launched = []
     launch = TritonKernel.launch
@@ -400,7 +400,7 @@ def check_the_runtime_sums_a_buckets_squares():
     """The sum of one launch for all pieces; in float32 of what a step does to bf16 gradients."""
     from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
-    from zerofx.runtime.optimizer import joined_updates as updates
+    from zerofx.runtime.optimizer import fused as updates
 
     for module in (choice, updates):
         module.runs_triton = lambda device: True
@@ -433,7 +433,7 @@ def check_precision(name, options, not_finite=False):
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.rewrite import storage
     from zerofx.codegen.triton.launch import TritonKernel
-    from zerofx.runtime.optimizer import joined_updates as updates
+    from zerofx.runtime.optimizer import fused as updates
 
     launched = []
     launch = TritonKernel.launch

@@ -12,10 +12,12 @@ from zerofx.codegen import kernel
 from zerofx.codegen.rewrite.gradient_work import may_be_work
 from zerofx.codegen.rewrite.rounding import round_to
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.runtime.optimizer import joined_updates as updates
-from zerofx.runtime.optimizer.update import PLAIN, OptimizerRunner
+from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer.setup import UpdateSettings
+from zerofx.runtime.optimizer.update import OptimizerRunner
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PLAIN = Precision()
 MASTERS = Precision(master_weights=True)
 CODED = Precision(moment_dtype=torch.int8)
 
@@ -58,7 +60,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
         table = {i: (p, layout(p, 1, i)) for i, p in enumerate(self.parameters)}
         self.runner = OptimizerRunner(
-            self.optimizer, table, rank=0, sharded=True, precision=precision
+            self.optimizer, table, UpdateSettings(rank=0, sharded=True, precision=precision)
         )
         self.data = torch.cat([p.detach() for p in self.parameters])
 

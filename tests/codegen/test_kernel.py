@@ -17,7 +17,8 @@ from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 LENGTHS = (1, 3, 127, 1024, 1025)
@@ -46,7 +47,7 @@ class Trained:
         self.optimizer = make([self.parameter])
         self.others = [make([self.single]), make([self.double])]
         table = {0: (self.parameter, layout(self.parameter, 1))}
-        self.runner = OptimizerRunner(self.optimizer, table, rank=0, sharded=True)
+        self.runner = OptimizerRunner(self.optimizer, table, UpdateSettings(rank=0, sharded=True))
         self.data = self.parameter.detach().clone()
 
     def gradient(self):
@@ -257,7 +258,7 @@ def test_an_update_that_makes_up_for_its_rounding_finds_it(update, dtype, kernel
     parameter = nn.Parameter(start.clone())
     optimizer = optimizer_of(update, lr=1e-4)([parameter])
     runner = OptimizerRunner(
-        optimizer, {0: (parameter, layout(parameter, 1))}, rank=0, sharded=True
+        optimizer, {0: (parameter, layout(parameter, 1))}, UpdateSettings(rank=0, sharded=True)
     )
     data = start.clone()
     for _ in range(200):

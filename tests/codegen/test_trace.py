@@ -17,6 +17,7 @@ from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import group_values, read_arguments
 from zerofx.codegen.trace.trace import trace_update
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 
@@ -75,7 +76,9 @@ def run_steps(update, *, steps, sharded=True, shape=(4, 3), **defaults):
     """Run an optimizer's update on one rank; return the runner, the eager optimizer and its own."""
     p, own = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
     eager, optimizer = (optimizer_class(update, **defaults)([x]) for x in (p, own))
-    runner = OptimizerRunner(optimizer, {0: (own, layout(own))}, rank=0, sharded=sharded)
+    runner = OptimizerRunner(
+        optimizer, {0: (own, layout(own))}, UpdateSettings(rank=0, sharded=sharded)
+    )
     data = own.detach().reshape(-1) if sharded else own.detach()
     for i in range(steps):
         p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(i))
@@ -258,7 +261,7 @@ def test_hyperparameter_that_is_always_converted_warns():
 
     p = nn.Parameter(torch.ones(3))
     optimizer = optimizer_class(step)([p])
-    runner = OptimizerRunner(optimizer, {0: (p, layout(p))}, rank=0, sharded=True)
+    runner = OptimizerRunner(optimizer, {0: (p, layout(p))}, UpdateSettings(rank=0, sharded=True))
     with pytest.warns(UserWarning, match="traced 9 times for parameter 'w', because of .*test_tr"):
         for i in range(10):
             optimizer.param_groups[0]["lr"] = i + 0.5

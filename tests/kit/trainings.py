@@ -19,7 +19,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.models import features
 from zerofx import backend
-from zerofx.runtime.optimizer.joined_updates import JoinedUpdates
+from zerofx.runtime.optimizer.fused import JoinedUpdates
 from zerofx.runtime.parameters.registry import REGISTRY
 
 OFFLOAD = {"offload": "optimizer"}

@@ -24,8 +24,8 @@ from zerofx.lower import lowering
 from zerofx.lower.gradient_work import fold_gradient_work
 from zerofx.lower.regions import CompiledRegion, is_compute
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.optimizer import joined_updates as updates
-from zerofx.runtime.optimizer.device import DeviceUpdates
+from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer.steps import DeviceUpdates
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -29,8 +29,8 @@ from zerofx.errors import StepError
 from zerofx.lower.regions import CompiledRegion
 from zerofx.options import resolve
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage import copies
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage import copies as copying
+from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.host import HostMemory
 
 ACTIVATIONS, BOTH = {"offload": "activations"}, {"offload": "optimizer,activations"}
@@ -132,7 +132,7 @@ def trained(name, form, options, rows=(4, 4, 4), lowering="eager"):
     if form == "gradients stay" and options["stage"] < 2:
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     found = (losses, after, gradients, model.state_dict(), optimizer.state_dict())
-    return found, moved_bytes(program.gm), program.function.mover
+    return found, moved_bytes(program.gm), program.function.copies
 
 
 @functools.cache
@@ -144,10 +144,10 @@ def expected_of(name, form, stage, rows, lowering):
 
 def both(name, form, stage, offload, rows=(4, 4, 4), lowering="eager"):
     expected = expected_of(name, form, stage, rows, lowering)
-    found, moved, mover = trained(name, form, {"stage": stage, **offload}, rows, lowering)
+    found, moved, copies = trained(name, form, {"stage": stage, **offload}, rows, lowering)
     if len(set(rows)) == 1:
-        assert mover.to_host_bytes == len(rows) * moved.to_host
-        assert mover.to_device_bytes == len(rows) * moved.to_device
+        assert copies.to_host_bytes == len(rows) * moved.to_host
+        assert copies.to_device_bytes == len(rows) * moved.to_device
     return expected, found, moved.num_activations
 
 
@@ -360,7 +360,7 @@ def test_a_step_that_fails_leaves_the_next_one_alone(small_values):
     torch._dynamo.reset()
     compiled, *pair = gpt_pair(stage=0, **ACTIVATIONS)
     found = [compiled(*pair, *tokens(0, 4)).item()]
-    with mock.patch.object(Mover, "reload_start", side_effect=RuntimeError("no")):
+    with mock.patch.object(Copies, "reload_start", side_effect=RuntimeError("no")):
         with pytest.raises(RuntimeError, match="no"):
             compiled(*pair, *tokens(1, 4))
     found += [compiled(*pair, *tokens(number, 4)).item() for number in (1, 2)]
@@ -385,36 +385,36 @@ def test_a_step_that_fails_leaves_the_next_one_alone(small_values):
     ids=lambda value: f"{value.dtype}{tuple(value.shape)}{value.stride()}",
 )
 def test_a_value_comes_back_as_it_lay(value):
-    mover = Mover(HostMemory())
-    host = mover.wait(mover.offload_start(value, 0))
-    back = mover.wait(mover.reload_start(host, torch.device("cpu")))
+    copies = Copies(HostMemory())
+    host = copies.wait(copies.offload_start(value, 0))
+    back = copies.wait(copies.reload_start(host, torch.device("cpu")))
     for other in (host, back):
         assert_same(other, value)
         assert (other.stride(), other.dtype) == (value.stride(), value.dtype)
     assert not value.numel() or back.data_ptr() != value.data_ptr() != host.data_ptr()
-    assert REGISTRY.host.holds(host) or mover.memory.holds(host)
+    assert REGISTRY.host.holds(host) or copies.memory.holds(host)
 
 
 def test_a_staging_buffer_grows_with_its_value():
-    mover = Mover(HostMemory())
+    copies = Copies(HostMemory())
     for rows in (2, 5, 3):
         value = torch.randn(rows, 4)
-        host = mover.wait(mover.offload_start(value, 0))
+        host = copies.wait(copies.offload_start(value, 0))
         assert_same(host, value)
-    assert mover.memory.num_allocations == 2
+    assert copies.memory.num_allocations == 2
 
 
 def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
     """The next kernels may use the memory; the thread that gives them goes on."""
     cuda = Cuda()
-    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copies.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copying.torch, "cuda", cuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     memory = mock.MagicMock()
     memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
-    mover = Mover(memory)
+    copies = Copies(memory)
     value = torch.arange(8.0).view(2, 4).t()
-    host = mover.wait(mover.offload_start(value, 0))
+    host = copies.wait(copies.offload_start(value, 0))
     assert cuda.asked == [
         "new stream0",
         "stream0 behind current",
@@ -422,11 +422,11 @@ def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
         "current after event of stream0",
     ]
     cuda.asked.clear()
-    back = mover.wait(mover.reload_start(host, torch.device("cpu")))
+    back = copies.wait(copies.reload_start(host, torch.device("cpu")))
     assert_same(back, value)
     assert [asked.split(" ", 1)[1] for asked in cuda.asked[1:]][0] == "behind current"
     cuda.asked.clear()
-    mover.offload_start(value, 0)
+    copies.offload_start(value, 0)
     assert any("after event" in asked for asked in cuda.asked[:2]), "it has not left the buffer yet"
 
 

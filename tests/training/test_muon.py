@@ -17,7 +17,7 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401 - a fixture
 from zerofx import backend
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.optimizer.whole_tensor_update import compute_on_owners
+from zerofx.runtime.optimizer.whole_tensors import compute_on_owners
 
 STEPS = 4
 

@@ -51,8 +51,8 @@ from zerofx.options import resolve
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage import copies
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage import copies as copying
+from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.host import HostMemory
 
 
@@ -217,9 +217,9 @@ def test_what_a_step_moves_is_what_the_program_says():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(3))
     program = program_of(compiled)
-    moved, mover = moved_bytes(program.gm), program.function.mover
-    assert mover.to_host_bytes == 3 * moved.to_host > 0
-    assert mover.to_device_bytes == 3 * moved.to_device > 0
+    moved, copies = moved_bytes(program.gm), program.function.copies
+    assert copies.to_host_bytes == 3 * moved.to_host > 0
+    assert copies.to_device_bytes == 3 * moved.to_device > 0
 
 
 def test_explain_says_where_states_are_and_what_moves():
@@ -410,7 +410,7 @@ class Broken(Exception):
 def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fails_at):
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
-    mover = program_of(compiled).function.mover
+    copies = program_of(compiled).function.copies
     error = Broken("no")
     with Watched(fails_at, error) as watched:
         with pytest.raises(Broken) as raised:
@@ -418,7 +418,7 @@ def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fail
     assert raised.value is error
     lines = [entry.name for entry in raised.traceback]
     assert "wait_update" in lines and lines[-1] == "call", "where it happened"
-    assert all(future.done() for future in mover.updates._started)
+    assert all(future.done() for future in copies.updates._started)
     count = len(watched.threads)
     assert run(compiled, pair, range(1, 3)) and len(watched.threads) == count
 
@@ -426,7 +426,7 @@ def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fail
 def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
-    mover = program_of(compiled).function.mover
+    copies = program_of(compiled).function.copies
     original = Update.__call__
     ended = []
 
@@ -437,12 +437,12 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
         return original(update, *arguments)
 
     with mock.patch.object(Update, "__call__", slow):
-        with mock.patch.object(Mover, "to_device_start", side_effect=Broken("no")):
+        with mock.patch.object(Copies, "to_device_start", side_effect=Broken("no")):
             with mock.patch.object(HostUpdates, "wait_update", lambda self, started: started):
                 with pytest.raises(Broken, match="no"):
                     run(compiled, pair, range(1))
         count = len(ended)
-        assert count and not mover.updates._started
+        assert count and not copies.updates._started
         time.sleep(0.3)
         assert len(ended) == count
     assert run(compiled, pair, range(1, 3))
@@ -533,15 +533,15 @@ def test_folders_are_one_or_several_and_may_come_from_the_environment():
 
 def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copies.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copying.torch, "cuda", cuda)
     memory = mock.MagicMock()
     memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
-    mover = Mover(memory)
+    copies = Copies(memory)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     value = torch.arange(8.0)
-    out = mover.to_host_start(list(value.split([3, 5])), 0)
-    assert torch.equal(mover.wait(out), value)
+    out = copies.to_host_start(list(value.split([3, 5])), 0)
+    assert torch.equal(copies.wait(out), value)
     assert cuda.asked == [
         "new stream0",
         "stream0 behind current",
@@ -549,14 +549,14 @@ def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypa
         "host after event of stream0",
     ]
     cuda.asked.clear()
-    back = mover.to_device_start(list(out.split([3, 5])), torch.device("cpu"), mock.MagicMock())
-    assert torch.equal(mover.wait(back), value)
+    back = copies.to_device_start(list(out.split([3, 5])), torch.device("cpu"), mock.MagicMock())
+    assert torch.equal(copies.wait(back), value)
     assert cuda.asked[1:] == [
         f"{cuda.asked[0].split()[1]} behind current",
         f"record event of {cuda.asked[0].split()[1]}",
         f"current after event of {cuda.asked[0].split()[1]}",
     ]
     cuda.asked.clear()
-    again = mover.to_host_start([value], 0)
+    again = copies.to_host_start([value], 0)
     assert again.data_ptr() == out.data_ptr()
     assert any("after event" in asked for asked in cuda.asked[:2]), "it has not left the buffer yet"

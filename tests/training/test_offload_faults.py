@@ -32,8 +32,8 @@ from tests.kit.trainings import (
 from tests.training.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flush
 from zerofx.codegen.trace.trace import Update
 from zerofx.errors import FileTierError
-from zerofx.runtime.optimizer.file_states import StateBucket, per_element
 from zerofx.runtime.optimizer.host import HostUpdates
+from zerofx.runtime.optimizer.states import StateBucket, per_element
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.disk import scratch
@@ -222,7 +222,7 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
     pair = built()
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     run(compiled, pair, range(2))
-    mover = program_of(compiled).function.mover
+    copies = program_of(compiled).function.copies
     compute, failed, under_way = Update.__call__, FileTier.failed, []
 
     def slow(update, *arguments):
@@ -230,7 +230,7 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
         return compute(update, *arguments)
 
     def watched(tier, error, *optimizers):
-        under_way.append([future for future in mover.updates._started if not future.done()])
+        under_way.append([future for future in copies.updates._started if not future.done()])
         failed(tier, error, *optimizers)
 
     monkeypatch.setattr(Update, "__call__", slow)

@@ -42,8 +42,8 @@ from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
 from zerofx.options import resolve
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage import copies
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage import copies as copying
+from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.host import HostMemory
 
 PARAMS, ALL = {"offload": "params"}, {"offload": "optimizer,params"}
@@ -228,9 +228,9 @@ def test_what_a_step_moves_is_what_the_program_says(offload):
     pair, compiled = built(), zero(**offload)
     run(compiled, pair, range(3))
     program = program_of(compiled)
-    moved, mover = moved_bytes(program.gm), program.function.mover
-    assert mover.to_host_bytes == 3 * moved.to_host > 0
-    assert mover.to_device_bytes == 3 * moved.to_device > 0
+    moved, copies = moved_bytes(program.gm), program.function.copies
+    assert copies.to_host_bytes == 3 * moved.to_host > 0
+    assert copies.to_device_bytes == 3 * moved.to_device > 0
     parameters = pair[0].parameters()
     sizes = {p: shard.nbytes for p, shard in zip(parameters, shards_of(pair[0]), strict=True)}
     trained_bytes = sum(nbytes for p, nbytes in sizes.items() if p.requires_grad)
@@ -468,13 +468,13 @@ def test_muon_updates_parameters_that_are_on_the_host():
 
 def test_stores_follow_the_device_and_host_writes_wait_for_copies(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(copies, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copies.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
+    monkeypatch.setattr(copying.torch, "cuda", cuda)
     memory = HostMemory()
-    mover = Mover(memory)
+    copies = Copies(memory)
     shards = list(memory.empty(8, F32).split([3, 5]))
-    stored = mover.store_start([torch.ones(3), torch.zeros(5)], shards)
-    assert [shard is given for shard, given in zip(mover.wait(stored), shards, strict=True)]
+    stored = copies.store_start([torch.ones(3), torch.zeros(5)], shards)
+    assert [shard is given for shard, given in zip(copies.wait(stored), shards, strict=True)]
     assert torch.equal(torch.cat(shards), torch.tensor([1.0] * 3 + [0.0] * 5))
     down = cuda.asked[0].split()[1]
     assert cuda.asked[1:] == [
@@ -483,7 +483,7 @@ def test_stores_follow_the_device_and_host_writes_wait_for_copies(monkeypatch):
         f"host after event of {down}",
     ]
     num_asked = len(cuda.asked)
-    mover.wait(mover.to_device_start(shards, torch.device("cpu"), mock.MagicMock()))
+    copies.wait(copies.to_device_start(shards, torch.device("cpu"), mock.MagicMock()))
     up = cuda.asked[num_asked].split()[1]
     assert up != down and cuda.asked[-1] == f"current after event of {up}"
     num_asked = len(cuda.asked)
@@ -496,7 +496,7 @@ def test_shards_that_are_no_neighbours_are_stored_one_by_one():
     memory = HostMemory()
     shards = [memory.empty(3, F32), memory.empty(2, torch.bfloat16), memory.empty(0, F32)]
     pieces = [torch.arange(3.0), torch.tensor(2.0), torch.empty(0)]
-    mover = Mover(memory)
-    mover.wait(mover.store_start(pieces, shards))
+    copies = Copies(memory)
+    copies.wait(copies.store_start(pieces, shards))
     assert_same(shards[0], pieces[0])
     assert_same(shards[1], torch.full((2,), 2.0, dtype=torch.bfloat16))

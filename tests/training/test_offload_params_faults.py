@@ -18,8 +18,9 @@ from tests.training.test_offload_faults import flip_a_bit, train_until_it_fails
 from tests.training.test_offload_nvme import flush
 from tests.training.test_offload_params_nvme import ALL, PARAMS, SMALL_BUCKETS, files
 from zerofx.errors import FileTierError
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.host import HostMemory
 
 LOST = "lost since a step failed in the middle.*Load a checkpoint"
@@ -129,7 +130,7 @@ def interrupted_at(place, options):
 
 def bound_value(parameter):
     bound = REGISTRY.lookup(parameter)
-    assert bound is not None and (not bound.is_in_file or not bound.shard.numel())
+    assert bound is not None and (bound.location is not Location.FILE or not bound.shard.numel())
     return bound.values().clone()
 
 
@@ -148,7 +149,7 @@ def test_an_interrupt_while_a_shard_comes_or_goes_leaves_no_shard_in_the_cache(
     pair, compiled = built(), filed(tmp_path, PARAMS, 2 * 8192)
     assert run(compiled, pair, range(2)) == expected[:2]
     for method, at in (("lie_in", 1), ("leave_memory", 1), ("lie_in", 3)):
-        original, calls = getattr(BoundParameter, method), []
+        original, calls = getattr(ParameterState, method), []
 
         def interrupts(bound, *part, original=original, calls=calls, at=at):
             calls.append(bound)
@@ -158,7 +159,7 @@ def test_an_interrupt_while_a_shard_comes_or_goes_leaves_no_shard_in_the_cache(
 
         before = pair[0].state_dict()
         with monkeypatch.context() as patch:
-            patch.setattr(BoundParameter, method, interrupts)
+            patch.setattr(ParameterState, method, interrupts)
             with pytest.raises(KeyboardInterrupt):
                 run(compiled, pair, [2])
         assert_same(dict(pair[0].state_dict()), dict(before))
@@ -174,10 +175,10 @@ def test_a_shards_memory_is_given_out_again_when_no_gpu_copies_it_any_more():
         def synchronize(self):
             event.append(bound.shard.numel())
 
-    bound = BoundParameter(mock.Mock(), mock.Mock(), 3, None, torch.Tensor, torch.Tensor)
-    bound.move_to(host.empty(4, torch.float32).fill_(3.0), host)
+    bound = ParameterState(mock.Mock(), mock.Mock(), 3, None, torch.Tensor, torch.Tensor, host=host)
+    bound.move_to(host.empty(4, torch.float32).fill_(3.0), Location.HOST)
     bound.lie_in(part)
-    assert bound.is_in_file and bound.shard.data_ptr() == part.data_ptr()
+    assert bound.location is Location.FILE and bound.shard.data_ptr() == part.data_ptr()
     host.is_read_until(Event(), bound.shard)
     bound.leave_memory()
     assert event == [4] and not bound.shard.numel(), "it waited before it left"

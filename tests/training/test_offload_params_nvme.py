@@ -36,6 +36,7 @@ from tests.training.test_activations import moving_small_values
 from tests.training.test_offload_params import arithmetic, autocast, own_sgd
 from zerofx.errors import FileTierError, StepError
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.disk.system import SystemCalls
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
@@ -305,7 +306,7 @@ def sized(rows_of, options, stage=3):
     gc.collect()
     pair, compiled = built(), zero(stage=stage, **SMALL_BUCKETS, **options)
     losses = [compiled(*pair, *features(n, rows)).item() for n, rows in enumerate(rows_of)]
-    filed = program_of(compiled).function.mover.filed.values()
+    filed = program_of(compiled).function.copies.filed.values()
     sizes = [bucket.nbytes for bucket in filed]
     return losses, pair[0].state_dict(), pair[1].state_dict(), sizes
 
@@ -467,7 +468,9 @@ def test_between_steps_host_memory_holds_the_caches_bound_and_no_more(tmp_path):
     assert 0 < REGISTRY.host.nbytes - before <= bound + staging
     assert REGISTRY.persistent_bytes()["parameters"] == kept, "of other tests' models"
     bounds = [REGISTRY.lookup(parameter) for parameter in model.parameters()]
-    assert all(b is not None and b.is_in_file and not b.shard.numel() for b in bounds)
+    assert all(
+        b is not None and b.location is Location.FILE and not b.shard.numel() for b in bounds
+    )
 
 
 def descriptors():

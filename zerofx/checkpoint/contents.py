@@ -22,12 +22,11 @@ from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.optimizer.file_states import Reader
 from zerofx.runtime.optimizer.lazy_states import LateState
-from zerofx.runtime.parameters.file_shards import ShardReader
 from zerofx.runtime.parameters.guarded import GuardedState
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.bucket import Reader
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
 FROZEN = "frozen"
@@ -73,7 +72,7 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[i
     return names
 
 
-def bound_parameters(*owners: nn.Module | Optimizer) -> list[BoundParameter]:
+def bound_parameters(*owners: nn.Module | Optimizer) -> list[ParameterState]:
     """The parameters of models and optimizers that compiled functions have taken charge of."""
     parameters: list[torch.Tensor] = []
     for owner in owners:
@@ -85,7 +84,7 @@ def bound_parameters(*owners: nn.Module | Optimizer) -> list[BoundParameter]:
     return list(dict.fromkeys(bound for bound in found if bound is not None))
 
 
-def sharded_in(optimizer: Optimizer) -> dict[int, BoundParameter]:
+def sharded_in(optimizer: Optimizer) -> dict[int, ParameterState]:
     """The parameters whose states in this optimizer are shards, by their ``id``."""
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
@@ -104,7 +103,7 @@ class Contents:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._shards, self._states = ShardReader(), Reader()
+        self._reader = Reader()
 
     def collect(
         self,
@@ -175,15 +174,15 @@ class Contents:
             lambda: read().permute(order).reshape(-1),
         )
 
-    def _shard_of_parameter(self, bound: BoundParameter) -> FlatPiece:
+    def _shard_of_parameter(self, bound: ParameterState) -> FlatPiece:
         if bound.file is not None:
-            return self._shard(bound, bound.info.dtype, lambda: self._shards.value(bound), None)
+            return self._shard(bound, bound.info.dtype, lambda: bound.values(self._reader), None)
         shard = bound.values().detach()  # where it is now
         return self._shard(bound, bound.info.dtype, lambda: shard, [shard])
 
     def _shard(
         self,
-        bound: BoundParameter,
+        bound: ParameterState,
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
         sources: Sequence[torch.Tensor] | None,
@@ -246,7 +245,7 @@ class Contents:
         return found
 
     def _sharded_state(
-        self, state: Mapping[str, Any], bound: BoundParameter
+        self, state: Mapping[str, Any], bound: ParameterState
     ) -> Iterator[tuple[str, Any]]:
         for key, dtype in widened_dtypes(state).items():
             value = state[key]
@@ -263,7 +262,7 @@ class Contents:
 
     def _reading_state(self, state: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
         def value(there: Any) -> Any:
-            return self._states.value(there) if isinstance(there, GuardedState) else there
+            return there.read_by(self._reader) if isinstance(there, GuardedState) else there
 
         def read() -> torch.Tensor:
             with ordinary_tensors():

@@ -27,9 +27,9 @@ from zerofx.checkpoint.targets import (
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.optimizer.file_states import Reader
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.bucket import Reader
 
 EXTRA_STATE = "_extra_state"
 """What the name of a module's own state ends in (``nn.Module.get_extra_state``)."""
@@ -412,7 +412,7 @@ class _StateMatching:
         reader = Reader()
 
         def value(there: Any) -> Any:
-            return reader.value(there) if isinstance(there, GuardedState) else there
+            return there.read_by(reader) if isinstance(there, GuardedState) else there
 
         for key in self.staying:
             self.new[key] = widened(self.state, key, value)

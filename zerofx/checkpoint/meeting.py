@@ -16,7 +16,7 @@ from zerofx.checkpoint.errors import CheckpointError, MismatchError, RankError
 from zerofx.options import environment
 from zerofx.runtime.comm.agreement import rendezvous
 from zerofx.runtime.comm.communication import Communicator, default_group
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class Ranks:
     _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of(cls, bounds: Collection[BoundParameter], group: Any, name: str) -> Ranks:
+    def of(cls, bounds: Collection[ParameterState], group: Any, name: str) -> Ranks:
         """Return once all ranks have called this with ``name``: those that hold ``bounds``.
 
         Those of ``group`` if nothing is bound yet, the world if that is None.

@@ -16,7 +16,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LateState, SavedState, standing_for
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class Source(Protocol):
@@ -163,7 +163,7 @@ def _in_place(entry: str, tensor: torch.Tensor) -> MemoryTarget:
     return MemoryTarget(entry, boxes, order, begin, end)
 
 
-def into_shard(entry: str, bound: BoundParameter) -> Target:
+def into_shard(entry: str, bound: ParameterState) -> Target:
     """This rank's shard of a parameter, wherever it is kept."""
     info = bound.info
     start, stop = info.owned_by(bound.communicator.rank)
@@ -193,7 +193,7 @@ def late_state(
 
 def late_shard(
     entry: str,
-    bound: BoundParameter,
+    bound: ParameterState,
     dtype: torch.dtype,
     device: torch.device,
     keep: Callable[[torch.Tensor], object],
@@ -211,7 +211,7 @@ def late_shard(
 
 def new_shard(
     entry: str,
-    bound: BoundParameter,
+    bound: ParameterState,
     dtype: torch.dtype,
     device: torch.device,
     keep: Callable[[torch.Tensor], object],

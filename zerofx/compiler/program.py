@@ -39,11 +39,12 @@ from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
 from zerofx.runtime.memory.pages import return_freed_memory
 from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
-from zerofx.runtime.optimizer.state_bytes import bytes_of_states
 from zerofx.runtime.optimizer.state_dict import has_step_hooks
+from zerofx.runtime.optimizer.states import bytes_of_states
 from zerofx.runtime.parameters.first_values import digest_of
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime
+from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.tier import FileTier
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ class Program:
                     reuses_buffers=options.memory_budget is None,
                 ),
                 HostSetup(
-                    self.function.mover,
+                    self.function.copies,
                     keeps_states="optimizer" in options.offload,
                     joins_updates=fuses,
                     open_files=self._open_files,
@@ -378,7 +379,9 @@ def _kept_on_host(options: Options, step: CapturedStep) -> frozenset[int]:
     if options.stage < 3 or updates(step.gm.graph):
         return frozenset()
     bounds = map(REGISTRY.lookup, step.tensors)
-    return frozenset(i for i, bound in enumerate(bounds) if bound and bound.host is not None)
+    return frozenset(
+        i for i, bound in enumerate(bounds) if bound and bound.location is not Location.DEVICE
+    )
 
 
 def _kept_in_files(options: Options, step: CapturedStep) -> frozenset[int]:

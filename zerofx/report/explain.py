@@ -15,8 +15,8 @@ from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.options import Options
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
-from zerofx.runtime.optimizer.state_bytes import bytes_of_states
-from zerofx.runtime.storage.file_bucket import words_for
+from zerofx.runtime.optimizer.states import bytes_of_states
+from zerofx.runtime.storage.bucket import words_for
 
 if TYPE_CHECKING:
     from zerofx.compiler.program import Program

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from zerofx.runtime.memory.flat import gather, ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import unshard_states
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 
 
-def _bound_in(model: nn.Module) -> list[BoundParameter]:
+def _bound_in(model: nn.Module) -> list[ParameterState]:
     found = (REGISTRY.lookup(parameter) for parameter in model.parameters())
     return [bound for bound in found if bound is not None]
 

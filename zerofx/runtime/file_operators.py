@@ -16,15 +16,13 @@ from zerofx.ir.offload import changes_files, released_at, slot_of, uses_of_files
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.rules import FILES
 from zerofx.ir.sizes import hinted_bytes
-from zerofx.runtime.optimizer.file_states import state_buckets
 from zerofx.runtime.optimizer.setup import Trained
+from zerofx.runtime.optimizer.states import state_buckets
 from zerofx.runtime.optimizer.update import OptimizerRunner
-from zerofx.runtime.parameters.file_shards import ShardBucket
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState, ShardBucket
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.copies import Mover
-from zerofx.runtime.storage.file_bucket import FiledBucket
-from zerofx.runtime.storage.file_values import ValueBucket
+from zerofx.runtime.storage.bucket import Bucket, ValueBucket
+from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.tier import FileTier
 
 Group = tuple[int, tuple[int, ...]]
@@ -55,7 +53,7 @@ class ProgramFiles:
     """The buckets of a ``tier`` that a program uses, and what of them is there in a call.
 
     A call is ``begin``, the program's operators, ``finish`` or ``failed``, ``end_call``.  Values of
-    one ``mover``'s programs share their buckets, slot by slot.
+    one ``copies``'s programs share their buckets, slot by slot.
 
     Raises: StepError or FileTierError if there is no room for what is new.
     """
@@ -66,12 +64,12 @@ class ProgramFiles:
         graph: fx.Graph,
         trained: Trained,
         runners: Mapping[int, OptimizerRunner],
-        mover: Mover,
+        copies: Copies,
     ) -> None:
-        self.tier, self.table, self.mover = tier, trained.table, mover
+        self.tier, self.table, self.copies = tier, trained.table, copies
         nodes = uses_of_files(graph)
         self._uses = list(map(_use_of, nodes))
-        self._bounds: Sequence[BoundParameter] = ()
+        self._bounds: Sequence[ParameterState] = ()
         self._groups = _shard_groups(self._uses, self.table)
         self.parameters = frozenset(index for group in self._groups for index in group)
         """Those whose shards the program takes from files."""
@@ -80,7 +78,7 @@ class ProgramFiles:
         self._find_values(nodes)
         self._events = _events(graph, dict(zip(nodes, self._uses, strict=True)))
         in_shards = self._by_parameter(trained.tensors)
-        self.buckets: list[FiledBucket] = self._reserved(in_shards)
+        self.buckets: list[Bucket] = self._reserved(in_shards)
         """As the program uses them, each time it does."""
         bytes_of = {
             use: sum(bucket.nbytes for bucket in self._buckets_of(use, in_shards))
@@ -100,7 +98,7 @@ class ProgramFiles:
         self._values: dict[int, _Value] = {}
         self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
 
-    def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, FiledBucket]:
+    def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, Bucket]:
         groups = list(dict.fromkeys(use.group for use in self._uses if use.group is not None))
         buckets = state_buckets(
             self.tier, [runners[handle].states.group_of(of) for handle, of in groups]
@@ -119,13 +117,13 @@ class ProgramFiles:
                 found[lacking] = self._shard_bucket(lacking)
         return found
 
-    def _file_of(self, bound: BoundParameter | None) -> ShardBucket | None:
+    def _file_of(self, bound: ParameterState | None) -> ShardBucket | None:
         """The bucket of a parameter's shard in this tier: another one's is none of its own."""
         if bound is None or bound.file is None or bound.file.tier is not self.tier:
             return None
         return bound.file
 
-    def has_in_files(self, index: int, bound: BoundParameter) -> bool:
+    def has_in_files(self, index: int, bound: ParameterState) -> bool:
         """Whether the program takes this shard from where it is, if that is a file."""
         return index in self.parameters and self._file_of(bound) is not None
 
@@ -141,8 +139,8 @@ class ProgramFiles:
             if not ops.is_wait(node):
                 sizes[slot_of(node)] = max(sizes.get(slot_of(node), 0), hinted_bytes(node))
         for slot, nbytes in sizes.items():
-            if slot not in self.mover.filed or self.mover.filed[slot].tier is not self.tier:
-                self.mover.filed[slot] = ValueBucket(
+            if slot not in self.copies.filed or self.copies.filed[slot].tier is not self.tier:
+                self.copies.filed[slot] = ValueBucket(
                     self.tier, self.tier.name(f"activation {slot}"), nbytes
                 )
 
@@ -156,14 +154,14 @@ class ProgramFiles:
                     found[index] = file
         return found
 
-    def _buckets_of(self, use: _Use, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
+    def _buckets_of(self, use: _Use, in_shards: Mapping[int, ShardBucket]) -> list[Bucket]:
         if use.group is not None:
             return [self._states[use.group]]
         if use.slot >= 0:
-            return [self.mover.filed[use.slot]]
+            return [self.copies.filed[use.slot]]
         return list(dict.fromkeys(in_shards[index] for index in use.parameters))
 
-    def _reserved(self, in_shards: Mapping[int, ShardBucket]) -> list[FiledBucket]:
+    def _reserved(self, in_shards: Mapping[int, ShardBucket]) -> list[Bucket]:
         """The buckets of all uses, in their order, with room on disk and in host memory for them.
 
         Raises: StepError or FileTierError if there is none.
@@ -175,13 +173,13 @@ class ProgramFiles:
 
     def _value_sizes(self) -> list[int]:
         """They grow, also by what other programs of the function have there."""
-        return [self.mover.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
+        return [self.copies.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
 
     def _most_in_use(
-        self, in_shards: Mapping[int, ShardBucket], to_be: Mapping[FiledBucket, int]
+        self, in_shards: Mapping[int, ShardBucket], to_be: Mapping[Bucket, int]
     ) -> int:
         """The most bytes that are in use at once in the program; of some buckets ``to_be``."""
-        alive: Counter[FiledBucket] = Counter()
+        alive: Counter[Bucket] = Counter()
         now = most = 0
         for use, change in self._events:
             for bucket in self._buckets_of(use, in_shards):
@@ -192,7 +190,7 @@ class ProgramFiles:
             most = max(most, now)
         return most
 
-    def take_in(self, bounds: Sequence[BoundParameter]) -> None:
+    def take_in(self, bounds: Sequence[ParameterState]) -> None:
         """Let go of a bucket's shards, which have just been made, in favour of their files.
 
         Raises: FileTierError if a write fails.
@@ -204,13 +202,13 @@ class ProgramFiles:
         bucket = self._new_shards.pop(group)
         bucket.adopt([by_index[index] for index in group])
         self.tier.begin([bucket])
-        self.tier.fetch(bucket)
-        self.tier.release(bucket, is_dirty=True)
+        bucket.acquire()
+        bucket.release()
         self.tier.finish()
 
     # In a call
 
-    def begin(self, bounds: Sequence[BoundParameter]) -> None:
+    def begin(self, bounds: Sequence[ParameterState]) -> None:
         """Start a call over these parameters, in the table's order.
 
         Raises: FileTierError if what files hold is lost, StepError if there is no room for what
@@ -258,10 +256,10 @@ class ProgramFiles:
         if id(started) in self._values:
             return self._value_there(self._values.pop(id(started)))
         for bucket in self._buckets_in_call(self._reading[id(started)][1]):
-            self.tier.fetch(bucket)
+            bucket.acquire()
         return started
 
-    def _buckets_in_call(self, use: _Use) -> list[FiledBucket]:
+    def _buckets_in_call(self, use: _Use) -> list[Bucket]:
         return self._buckets_of(use, self._shards_in_call(use.parameters))
 
     def _shards_in_call(self, parameters: Iterable[int]) -> dict[int, ShardBucket]:
@@ -289,18 +287,18 @@ class ProgramFiles:
             changed = not group.isdisjoint(self._changed)
             self._changed -= group
         for bucket in self._buckets_in_call(use):
-            self.tier.release(bucket, is_dirty=changed)
+            bucket.release(dirty=changed)
         return there
 
     def offload_start(self, value: Tensor, slot: int) -> Tensor:
         """Start copying a value to its bucket's memory, with more room if it has grown."""
-        bucket = self.mover.filed[slot]
-        nbytes = self.mover.span_bytes(value)
+        bucket = self.copies.filed[slot]
+        nbytes = self.copies.span_bytes(value)
         if nbytes > bucket.num_bytes:
             self._grow(bucket, nbytes)
-        self.tier.fetch(bucket)
+        bucket.acquire()
         assert bucket.memory is not None, "it has been fetched"
-        host = self.mover.offload_start(value, slot, bucket.memory)
+        host = self.copies.offload_start(value, slot, bucket.memory)
         self._keep(host, bucket, host)
         return host
 
@@ -314,15 +312,15 @@ class ProgramFiles:
         known = self._values.pop(id(value))
         REGISTRY.host.settle(value)  # the device has waited for the copy, and the host has not
         if not changed:
-            self.tier.release(known.bucket, is_void=True)
+            known.bucket.release(void=True)
             return value
-        self.tier.release(known.bucket)
+        known.bucket.release()
         filed = torch.empty(0, dtype=value.dtype)
         self._keep(filed, known.bucket, value)
         return filed
 
     def _value_there(self, known: _Value) -> Tensor:
-        self.tier.fetch(known.bucket)
+        known.bucket.acquire()
         memory = known.bucket.memory
         assert memory is not None, "it has been fetched"
         length = memory.numel() // known.dtype.itemsize * known.dtype.itemsize

@@ -13,23 +13,23 @@ from zerofx.ir.sizes import hinted_bytes
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.copies import Mover
-from zerofx.runtime.storage.file_bucket import words_for
+from zerofx.runtime.storage.bucket import Location, words_for
+from zerofx.runtime.storage.copies import Copies
 
 
 def host_needs(
     graph: fx.Graph,
     kept: Iterable[tuple[nn.Parameter, ParameterInfo]],
-    mover: Mover,
+    copies: Copies,
     steps: OptimizerSteps,
     files: ProgramFiles | None,
     is_delayed: bool,
 ) -> dict[str, int]:
     """Return the bytes to come, by what for.  ``kept`` are the parameters with shards there."""
     needs = {
-        "staging buffers": mover.bytes_to_come(staging_bytes(graph, _is_of_bucket)),
+        "staging buffers": copies.bytes_to_come(staging_bytes(graph, _is_of_bucket)),
         "parameter shards": _shards_to_come(kept),
-        "activations": mover.bytes_to_come(staging_bytes(graph, copies_activation)),
+        "activations": copies.bytes_to_come(staging_bytes(graph, copies_activation)),
         "delayed updates": _delayed_bytes(graph) if is_delayed else 0,
     }
     if files is not None:
@@ -47,7 +47,7 @@ def _shards_to_come(kept: Iterable[tuple[nn.Parameter, ParameterInfo]]) -> int:
     return sum(
         info.shard_numel * info.dtype.itemsize
         for bound, info in known
-        if bound is None or bound.host is None
+        if bound is None or bound.location is Location.DEVICE
     )
 
 

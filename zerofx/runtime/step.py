@@ -29,17 +29,17 @@ from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.memory.flat import in_memory_of_its_own, without_base
-from zerofx.runtime.optimizer.device import DeviceUpdates
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
 from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
-from zerofx.runtime.optimizer.steps import OptimizerSteps
+from zerofx.runtime.optimizer.steps import DeviceUpdates, OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.first_values import read_by_all
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.storage.bucket import Location
 
 
 class StepRuntime:
@@ -69,9 +69,9 @@ class StepRuntime:
         self.buffers = [weakref.ref(buffer) for buffer in trained.buffers]
         self.optimizers = [weakref.ref(optimizer) for optimizer in trained.optimizers.values()]
         self.device = device
-        self.mover = host.mover
+        self.copies = host.copies
         self.program: Callable | None = None
-        self.bound: list[BoundParameter] = []
+        self.bound: list[ParameterState] = []
         self._read_interface(graph)
         self.communicates = any(map(ops.is_collective, graph.nodes))
         self.moves = effects.has_moves(graph)
@@ -81,7 +81,7 @@ class StepRuntime:
         self.files: ProgramFiles | None = None
         if host.open_files is not None and uses_of_files(graph):
             self.files = ProgramFiles(
-                host.open_files(), graph, trained, self.steps.on_host, self.mover
+                host.open_files(), graph, trained, self.steps.on_host, self.copies
             )
         self.host_needs: dict[str, int] = {}
         if self.moves:
@@ -92,7 +92,7 @@ class StepRuntime:
                 if not self._goes_to_file_at_once(index, trained.tensors[index])
             ]
             self.host_needs = host_needs(
-                graph, kept, self.mover, self.steps, self.files, is_delayed
+                graph, kept, self.copies, self.steps, self.files, is_delayed
             )
             REGISTRY.host.check_room(self.host_needs)
         LEDGER.check(trained.tensors)
@@ -101,7 +101,7 @@ class StepRuntime:
         self.buckets = Buckets(communicator, self.table, device.in_place, moved_out)
         self.device_updates = DeviceUpdates(self.steps, communicator)
         self.host_updates = HostUpdates(
-            self.mover,
+            self.copies,
             self.steps,
             self.table,
             changed_in_files=self.files.note_changes if self.files is not None else None,
@@ -194,8 +194,8 @@ class StepRuntime:
             ops.update: on_device.update,
             ops.copy_start: self.copy_start,
             ops.copy_start_shards: self.copy_start_shards,
-            (ops.wait, TO_HOST): self.mover.wait,
-            (ops.wait, TO_DEVICE): self.mover.wait,
+            (ops.wait, TO_HOST): self.copies.wait,
+            (ops.wait, TO_DEVICE): self.copies.wait,
             ops.update_start: on_host.update_start,
             ops.update_start_shards: on_host.update_start_shards,
             (ops.wait, UPDATES): on_host.wait_update,
@@ -268,14 +268,15 @@ class StepRuntime:
             misplaced = [
                 bound
                 for index, bound in bounds
-                if (bound.host is not None) is not on_host or self._is_in_wrong_file(index, bound)
+                if (bound.location is Location.DEVICE) is on_host
+                or self._is_in_wrong_file(index, bound)
             ]
             if misplaced:
-                REGISTRY.place(misplaced, on_host)
+                REGISTRY.place(misplaced, Location.HOST if on_host else Location.DEVICE)
 
-    def _is_in_wrong_file(self, index: int, bound: BoundParameter) -> bool:
+    def _is_in_wrong_file(self, index: int, bound: ParameterState) -> bool:
         """Whether a shard is in a file that the program does not read: of other directories."""
-        if not bound.is_in_file:
+        if bound.location is not Location.FILE:
             return False
         return self.files is None or not self.files.has_in_files(index, bound)
 
@@ -302,7 +303,7 @@ class StepRuntime:
         """Leave nothing under way of a call that has failed."""
         self.host_updates.failed(error, self.bound)
         if self.moves:
-            self.mover.abandon()
+            self.copies.abandon()
         if self.files is not None:  # what no update writes to any more
             self.files.failed(error, self._live_optimizers())
         if self.communicates:
@@ -357,18 +358,18 @@ class StepRuntime:
         self, values: list[torch.Tensor], parameters: list[int], place: str, slot: int = -1
     ) -> torch.Tensor:
         if place == ops.HOST and parameters:
-            return self.mover.to_host_start(values, slot)
+            return self.copies.to_host_start(values, slot)
         if place == ops.HOST:
-            return (self.files or self.mover).offload_start(values[0], slot)
+            return (self.files or self.copies).offload_start(values[0], slot)
         if parameters:
             buffers = self.communicator.buffers
-            return self.mover.to_device_start(values, torch.device(place), buffers)
-        return self.mover.reload_start(values[0], torch.device(place))
+            return self.copies.to_device_start(values, torch.device(place), buffers)
+        return self.copies.reload_start(values[0], torch.device(place))
 
     def copy_start_shards(
         self, values: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        return self.mover.store_start(values, shards)
+        return self.copies.store_start(values, shards)
 
 
 def _alive(reference: weakref.ref) -> Any:

@@ -38,7 +38,7 @@ from zerofx.options import resolve
 from zerofx.runtime.optimizer.context import ReadyUpdate
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.copies import Copies
 
 DELAYED = {"offload": "optimizer", "delayed_update": True}
 
@@ -394,7 +394,7 @@ def test_a_step_that_fails_leaves_nothing_half_done():
         reference.call(*features(number, 8))
         run(compiled, (model, optimizer), [number])
     with (
-        mock.patch.object(Mover, "to_host_start", side_effect=OSError("no more")),
+        mock.patch.object(Copies, "to_host_start", side_effect=OSError("no more")),
         pytest.raises(OSError, match="no more"),
     ):
         run(compiled, (model, optimizer), [2])

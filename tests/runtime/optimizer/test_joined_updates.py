@@ -11,8 +11,9 @@ from tests.runtime.optimizer.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.runtime.memory.flat import adjoin, join
-from zerofx.runtime.optimizer import joined_updates as updates
-from zerofx.runtime.optimizer.joined import joined_state
+from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer.fused import joined_state
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 SHAPES = ((40, 3), (7,), (0, 5), (64, 2), (2,), (33,))
@@ -32,7 +33,7 @@ class Bucket:
         self.parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
         self.optimizer = make(self.parameters)
         table = {i: (p, layout(p, 1, i)) for i, p in enumerate(self.parameters)}
-        self.runner = OptimizerRunner(self.optimizer, table, rank=0, sharded=True)
+        self.runner = OptimizerRunner(self.optimizer, table, UpdateSettings(rank=0, sharded=True))
         flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
         self.data = self.cut(flat)
 

@@ -21,7 +21,8 @@ from zerofx.codegen.rewrite.rounding import (
     step_key,
 )
 from zerofx.codegen.rewrite.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
-from zerofx.runtime.optimizer import joined_updates as updates
+from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 MASTERS = Precision(master_weights=True)
@@ -50,7 +51,9 @@ class Training:
             self.infos = [layout(p, world_size, i) for i, p in enumerate(own)]
             optimizer = make(own)
             table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
-            runner = OptimizerRunner(optimizer, table, rank=rank, sharded=True, precision=precision)
+            runner = OptimizerRunner(
+                optimizer, table, UpdateSettings(rank=rank, sharded=True, precision=precision)
+            )
             pieces = [shard(p, i, rank) for p, i in zip(own, self.infos, strict=True)]
             data = list(torch.cat(pieces).split([len(piece) for piece in pieces]))
             self.ranks.append((own, optimizer, runner, data))
@@ -344,7 +347,7 @@ def test_float16_parameters_are_not_rounded_stochastically():
     p = nn.Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = torch.optim.SGD([p])
     runner = OptimizerRunner(
-        optimizer, {0: (p, layout(p, 1))}, rank=0, sharded=True, precision=ROUNDED
+        optimizer, {0: (p, layout(p, 1))}, UpdateSettings(rank=0, sharded=True, precision=ROUNDED)
     )
     with pytest.raises(UpdateError, match="'p0' is float16.*master_weights"):
         runner.prepare([0])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tests.kit.covering import each_pair
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterTable
-from zerofx.runtime.optimizer.state_bytes import bytes_of_states
+from zerofx.runtime.optimizer.states import bytes_of_states
 
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),

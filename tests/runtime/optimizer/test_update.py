@@ -12,9 +12,10 @@ from torch import nn, optim
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.update import OptimizerRunner
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 
 WORLD_SIZE = 3
 
@@ -159,7 +160,7 @@ def shard(tensor, info, rank):
 
 def bound(p, info, rank):
     communicator = types.SimpleNamespace(rank=rank, world_size=info.world_size, group=None)
-    return BoundParameter(weakref.ref(p), info, 1, communicator, type(p), type(p))
+    return ParameterState(weakref.ref(p), info, 1, communicator, type(p), type(p))
 
 
 class Ranks:
@@ -178,7 +179,9 @@ class Ranks:
                 attach_optimizer(self.optimizers[-1], owners)
             table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
             self.runners.append(
-                OptimizerRunner(self.optimizers[-1], table, rank=rank, sharded=sharded)
+                OptimizerRunner(
+                    self.optimizers[-1], table, UpdateSettings(rank=rank, sharded=sharded)
+                )
             )
             self.data.append([self._piece(p, i, rank) for i, p in enumerate(own)])
 

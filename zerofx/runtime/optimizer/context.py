@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.codegen.kernels import Keep, Kernels
+from zerofx.codegen.kernels import Kernels
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.rewrite.storage import NATIVE, Precision
+from zerofx.codegen.rewrite.storage import NATIVE
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.optimizer.draws import Draws
-from zerofx.runtime.optimizer.precision import StateStorage, is_scale
+from zerofx.runtime.optimizer.precision import Draws, StateStorage, is_scale
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.traces import GroupOfStep, Traces
 
 
@@ -31,39 +31,24 @@ class UpdateContext:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
-        *,
-        rank: int,
-        sharded: bool,
-        gradients_read_later: Collection[int],
-        keep_source: Keep | None,
-        precision: Precision,
-        owned: Collection[int],
-        on_host: bool,
+        settings: UpdateSettings,
     ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.optimizer_name = type(optimizer).__name__
         self.parameters = {
             index: (weakref.ref(parameter), info) for index, (parameter, info) in parameters.items()
         }
-        if on_host:
+        if settings.host is not None:
             cpu = torch.device("cpu")
             self.parameters = {
                 index: (reference, replace(info, device=cpu))
                 for index, (reference, info) in self.parameters.items()
             }
-        self.traces = Traces(
-            self.optimizer_name,
-            self.parameters,
-            sharded=sharded,
-            owned=owned,
-            gradients_read_later=gradients_read_later,
-            precision=precision,
-            on_host=on_host,
-        )
-        self.storage = StateStorage(precision, self.optimizer_name)
-        self.draws = Draws(precision, self.parameters, rank=rank, sharded=sharded)
-        self.kernels = Kernels(keep_source)
-        self.rank, self.sharded, self.owned = rank, sharded, owned
+        self.settings = settings
+        self.traces = Traces(self.optimizer_name, self.parameters, settings)
+        self.storage = StateStorage(settings.precision, self.optimizer_name)
+        self.draws = Draws(self.parameters, settings)
+        self.kernels = Kernels(settings.keep_source)
         self._groups: dict[int, GroupOfStep] | None = None  # by the id of the parameter
 
     def begin(self) -> None:
@@ -148,9 +133,9 @@ class UpdateContext:
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape != data.shape:
                 raise ValueError(
                     f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)} on "
-                    f"rank {self.rank}; expected that rank's shard, {tuple(data.shape)}, or a "
-                    "scalar. Set states with optimizer.load_state_dict, which takes them whole, "
-                    f"of the parameter's shape {info.shape}."
+                    f"rank {self.settings.rank}; expected that rank's shard, {tuple(data.shape)}, "
+                    "or a scalar. Set states with optimizer.load_state_dict, which takes them "
+                    f"whole, of the parameter's shape {info.shape}."
                 )
 
     def in_blocks(self, update: Update, data: Tensor, grad: Tensor) -> Callable[..., Sequence[Any]]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.storage.host import HostMemory
 
-Key = tuple[weakref.ref[torch.optim.Optimizer], tuple[BoundParameter, ...]]
+Key = tuple[weakref.ref[torch.optim.Optimizer], tuple[ParameterState, ...]]
 """An optimizer, and whose shards it updates together."""
 
 
@@ -130,7 +130,7 @@ class DelayedUpdates:
 
     def settle(
         self,
-        bounds: Collection[BoundParameter],
+        bounds: Collection[ParameterState],
         optimizers: Collection[torch.optim.Optimizer] = (),
         taken_over: Collection[Key] = (),
     ) -> None:

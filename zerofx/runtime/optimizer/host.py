@@ -14,10 +14,10 @@ from zerofx.ir.parameters import ParameterTable
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.optimizer.delayed import Key as DelayedKey
 from zerofx.runtime.optimizer.steps import OptimizerSteps
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.copies import Copies
 
 
 class HostUpdates:
@@ -25,7 +25,7 @@ class HostUpdates:
 
     What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
     step's thread: where an update is started, or where it is waited for.  The elements are computed
-    on the ``mover``'s lane of updates, those of a bucket as one if they are ``joined``.
+    by the worker of updates of ``copies``, those of a bucket as one if they are ``joined``.
     ``changed_in_files`` is told of states that have changed; None if states are in no files.
 
     With ``delayed``, an update begins where it is waited for, and goes on into the next call,
@@ -35,7 +35,7 @@ class HostUpdates:
 
     def __init__(
         self,
-        mover: Mover,
+        copies: Copies,
         steps: OptimizerSteps,
         table: ParameterTable,
         *,
@@ -43,7 +43,7 @@ class HostUpdates:
         joined: bool,
         delayed: DelayedUpdates | None,
     ) -> None:
-        self.mover, self.steps, self.table = mover, steps, table
+        self.copies, self.steps, self.table = copies, steps, table
         self.joined, self.delayed = joined, delayed
         self._changed_in_files = changed_in_files
         self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
@@ -52,7 +52,7 @@ class HostUpdates:
         steps.complete_updates = self._complete
 
     def bind(
-        self, bounds: Sequence[BoundParameter], groups: Iterable[tuple[int, tuple[int, ...]]]
+        self, bounds: Sequence[ParameterState], groups: Iterable[tuple[int, tuple[int, ...]]]
     ) -> None:
         """Know the parameters of the (optimizer, parameters) that the program updates here."""
         self._delayed_keys = {
@@ -66,7 +66,7 @@ class HostUpdates:
 
     def begin_call(
         self,
-        bounds: Collection[BoundParameter],
+        bounds: Collection[ParameterState],
         optimizers: Collection[torch.optim.Optimizer],
     ) -> None:
         """Settle any function's delayed updates of these, but for those that this call stores."""
@@ -125,7 +125,7 @@ class HostUpdates:
         if self.delayed is not None:
             self.delayed.end(self._delayed_keys.values())
 
-    def failed(self, error: BaseException, bounds: Collection[BoundParameter]) -> None:
+    def failed(self, error: BaseException, bounds: Collection[ParameterState]) -> None:
         """Leave no update half done: the call before's, nor what this one has started."""
         self._updating.clear()
         if self.delayed is None:
@@ -160,7 +160,7 @@ class HostUpdates:
 
         They begin when what is ``arriving`` is there, the last of which are the gradients.
         """
-        arrivals = [self.mover.arrival(move) for move in arriving]
+        arrivals = [self.copies.arrival(move) for move in arriving]
         self._updating[id(written)] = self._started(
             written, data, arriving[-1], arrivals, optimizer, parameters
         )
@@ -194,7 +194,7 @@ class HostUpdates:
                 update.finish(result)
             self._place_states(optimizer, parameters)  # those it has made
 
-        computing = self.mover.updates.start(compute)
+        computing = self.copies.updates.start(compute)
         return HostUpdate(written, computing, finish, optimizer)
 
     def _place_states(self, optimizer: int, parameters: list[int]) -> None:

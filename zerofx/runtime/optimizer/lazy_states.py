@@ -21,6 +21,7 @@ from zerofx.ir.parameters import ParameterInfo, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.memory.guard import guarded_among, read_or_write
 from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.storage.bucket import Reader
 
 FlatReader = Callable[[Sequence[int], int, int, Tensor], object]
 """Fills a flat tensor ``[stop - start]`` with these elements of one, given the order of its
@@ -91,6 +92,9 @@ class LateState(GuardedState):
             self.saved.read(self.order, self.start, self.stop, flat[: self.stop - self.start])
             return flat.as_strided(self.shape, self.stride())
 
+    def read_by(self, reader: Reader) -> Tensor:
+        return self.read()
+
     def arrive(self) -> None:
         """Be an ordinary tensor, with its values.  Nothing changes if they cannot be read."""
         values = self.read()
@@ -131,13 +135,6 @@ def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for state in optimizer.state.values():
             for late in _late_in(state):
                 late.saved.check()
-
-
-def read_states(states: Sequence[dict[str, Any]]) -> None:
-    """Have values in these parameters' states where they have been late."""
-    for state in states if unread() else ():
-        for late in _late_in(state):
-            late.arrive()
 
 
 def _late_in(state: Mapping[str, Any]) -> Iterator[LateState]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterTable
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
-from zerofx.runtime.optimizer.update import PLAIN
-from zerofx.runtime.storage.copies import Mover
+from zerofx.runtime.storage.copies import Copies
+from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tier import FileTier
 
 
@@ -27,6 +28,26 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class UpdateSettings:
+    """How one rank updates an optimizer's parameters.
+
+    Data, gradients and states are this rank's flat shards if ``sharded``; ``rank`` is named in
+    errors.  ``gradients_read_later`` are the parameters whose gradient something reads after the
+    update.  ``keep_source`` is given the kernels that are generated.  ``precision`` is what states
+    are kept in.  ``owned`` are the parameters whose update may need them whole.  With ``host``,
+    updates run on CPU tensors and their states are kept in that memory.
+    """
+
+    rank: int
+    sharded: bool
+    gradients_read_later: Collection[int] = ()
+    keep_source: Keep | None = None
+    precision: Precision = Precision()
+    owned: Collection[int] = ()
+    host: HostMemory | None = None
+
+
+@dataclass(frozen=True)
 class DeviceSetup:
     """How a program keeps what it trains on the device.
 
@@ -36,7 +57,7 @@ class DeviceSetup:
     """
 
     stage: int
-    precision: Precision = PLAIN
+    precision: Precision = Precision()
     moves_whole: bool = False
     in_place: Sequence[Sequence[int]] = ()
     reuses_buffers: bool = True
@@ -46,13 +67,13 @@ class DeviceSetup:
 class HostSetup:
     """What a program has in host memory.
 
-    The ``mover`` makes its moves; with ``keeps_states`` optimizer states live there, and updates
+    The ``copies`` makes its moves; with ``keeps_states`` optimizer states live there, and updates
     run there, those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for
     those that a program reads from files.  With ``delayed`` updates go on into the next call, which
     stores what they have made.
     """
 
-    mover: Mover
+    copies: Copies
     keeps_states: bool = False
     joins_updates: bool = False
     open_files: Callable[[], FileTier] | None = None

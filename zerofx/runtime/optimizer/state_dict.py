@@ -15,17 +15,18 @@ from torch.optim import Optimizer
 from zerofx import compat
 from zerofx.codegen.rewrite.storage import MASTER, widen
 from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
-from zerofx.runtime.optimizer.file_states import Reader
 from zerofx.runtime.optimizer.lazy_states import LateState
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.optimizer.states import with_values
+from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.bucket import Reader
 
-Lookup = Callable[[torch.Tensor], BoundParameter | None]
+Lookup = Callable[[torch.Tensor], ParameterState | None]
 
 
 def attach_optimizer(
     optimizer: Optimizer,
-    owners: Lookup | Mapping[int, BoundParameter] = REGISTRY.lookup,
+    owners: Lookup | Mapping[int, ParameterState] = REGISTRY.lookup,
     keeps_loaded_dtypes: bool = False,
 ) -> None:
     """Take charge of an optimizer's states: flat shards inside, whole values in state dicts.
@@ -49,8 +50,8 @@ def attach_optimizer(
     attachment.shard_states(optimizer)
 
 
-def _lookup_in(owners: Mapping[int, BoundParameter]) -> Lookup:
-    def lookup(parameter: torch.Tensor) -> BoundParameter | None:
+def _lookup_in(owners: Mapping[int, ParameterState]) -> Lookup:
+    def lookup(parameter: torch.Tensor) -> ParameterState | None:
         bound = owners.get(id(parameter))
         return bound if bound is not None and bound.parameter is parameter else None
 
@@ -72,7 +73,7 @@ class OptimizerAttachment:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.lookup: Lookup = REGISTRY.lookup
-        self.sharded: weakref.WeakSet[BoundParameter] = weakref.WeakSet()
+        self.sharded: weakref.WeakSet[ParameterState] = weakref.WeakSet()
         self.before_load: dict[str, Any] = {}
         self.loading: dict[str, Any] = {}
         self.keeps_loaded_dtypes = False
@@ -84,7 +85,7 @@ class OptimizerAttachment:
             optimizer.register_load_state_dict_post_hook(self.on_loaded),
         ]
 
-    def bounds(self, optimizer: Optimizer) -> list[BoundParameter]:
+    def bounds(self, optimizer: Optimizer) -> list[ParameterState]:
         """The parameters whose states are sharded or are to be, in the optimizer's order."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         found = (self.lookup(parameter) for parameter in parameters)
@@ -106,7 +107,7 @@ class OptimizerAttachment:
         self.sharded.update(new)
 
     def whole_state(
-        self, bound: BoundParameter, state: Mapping[str, Any], reader: Reader
+        self, bound: ParameterState, state: Mapping[str, Any], reader: Reader
     ) -> dict[str, Any]:
         """Return the whole tensors of one parameter's state, on its device.  Collective.
 
@@ -114,7 +115,7 @@ class OptimizerAttachment:
         ``reader`` reads those that are in files.
         """
         with ordinary_tensors():
-            whole = state = widen(reader.state(state))
+            whole = state = widen(with_values(state, reader))
         for key in sorted(state, key=str):  # the same order on all ranks
             value = state[key]
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -216,7 +217,7 @@ def _names_of_numbers(states: Mapping[Any, Any]) -> set[str]:
     }
 
 
-def _cut(key: str, value: Any, bound: BoundParameter, numbers: set[str]) -> Any:
+def _cut(key: str, value: Any, bound: ParameterState, numbers: set[str]) -> Any:
     """Return this rank's flat range of a whole state; numbers stay as they are."""
     info = bound.info
     if not isinstance(value, torch.Tensor):
@@ -236,7 +237,7 @@ def _cut(key: str, value: Any, bound: BoundParameter, numbers: set[str]) -> Any:
     )
 
 
-def _check_is_shard(key: str, value: torch.Tensor, bound: BoundParameter) -> None:
+def _check_is_shard(key: str, value: torch.Tensor, bound: ParameterState) -> None:
     if tuple(value.shape) == (bound.info.shard_numel,):
         return
     raise RuntimeError(
@@ -250,7 +251,7 @@ def _snapshot(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _as_plain(state: Mapping[str, Any], bound: BoundParameter) -> dict[str, Any]:
+def _as_plain(state: Mapping[str, Any], bound: ParameterState) -> dict[str, Any]:
     """The state of a parameter that is trained in its own dtype, as after ``load_state_dict``."""
     return {
         name: value.to(bound.info.dtype) if _is_float(value) and value.dim() else value
@@ -259,7 +260,7 @@ def _as_plain(state: Mapping[str, Any], bound: BoundParameter) -> dict[str, Any]
     }
 
 
-def unshard_states(optimizer: Optimizer, bounds: list[BoundParameter]) -> None:
+def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
     """Make the states of these parameters whole, as plain torch has them.  Collective."""
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:

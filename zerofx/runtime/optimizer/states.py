@@ -1,24 +1,265 @@
-"""Where an optimizer's states are, and how much of them is to come: device, host memory, files."""
+"""Where an optimizer's states are, and how much memory they take: device, host memory, files.
+
+A bucket's states in files are one layout: all of the first state's shards, one behind the other,
+then all of the next one's, so that one kernel takes them as they lie in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zerofx import compat
+from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.trace.arguments import read_arguments
+from zerofx.codegen.trace.shadow import shadow_of
+from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.context import UpdateContext
-from zerofx.runtime.optimizer.file_states import Group, Parts, bring_back, parts_of
+from zerofx.runtime.optimizer.precision import StateStorage
+from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.storage.bucket import Bucket, Key, Left, Part, Reader
 from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.tier import FileTier
+
+States = Sequence[dict[str, Any]]
+"""What ``optimizer.state`` holds of a bucket's parameters, in the bucket's order."""
+
+
+Parts = tuple[Part, ...]
+
+
+def parts_of(kept: Sequence[Mapping[str, tuple[torch.dtype, int]]]) -> Parts:
+    """Lay out what is kept per element, by each parameter's states' names: dtype and length."""
+    found: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
+    for place, states in enumerate(kept):
+        for name, (dtype, numel) in states.items():
+            found.setdefault((name, dtype), []).append((place, numel))
+    return tuple(
+        Part(name, dtype, tuple(numels))
+        for (name, dtype), numels in sorted(found.items(), key=lambda item: str(item[0]))
+    )
+
+
+def parts_there(states: States) -> Parts:
+    """The layout of the states that there are, wherever they lie."""
+    return parts_of(
+        [
+            {name: (value.dtype, value.numel()) for name, value in per_element(state)}
+            for state in states
+        ]
+    )
+
+
+def per_element(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The states that are there per element: not the count of steps."""
+    for name, value in list(state.items()):
+        if isinstance(value, Tensor) and value.dim():
+            yield name, value
+
+
+class StateBucket(Bucket):
+    """The states of one group of updates.
+
+    ``stubs`` stand for its values in ``optimizer.state`` while nobody updates them, by place and
+    name; none while it holds nothing.
+    """
+
+    what = "optimizer states"
+    is_copied_by_gpu = False
+
+    def __init__(
+        self,
+        tier: FileTier,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        parts: Parts,
+    ) -> None:
+        super().__init__(tier, name, parts)
+        self.optimizer = weakref.ref(optimizer)
+        self.parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.stubs: dict[Key, GuardedState] = {}
+
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        return _key(self.optimizer(), [reference() for reference in self.parameters])
+
+    def is_of(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether it is for these very objects."""
+        mine = [reference() for reference in self.parameters]
+        return self.optimizer() is optimizer and all(
+            one is other for one, other in zip(mine, parameters, strict=True)
+        )
+
+    def states(self) -> States:
+        """What the optimizer holds of its parameters now."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return [{} for _ in self.parameters]
+        return [optimizer.state.get(reference(), {}) for reference in self.parameters]
+
+    def is_whole_of(self, states: States) -> bool:
+        """Whether these are all its own, and all that it holds."""
+        there = {
+            (place, name): value
+            for place, state in enumerate(states)
+            for name, value in per_element(state)
+        }
+        return (
+            bool(self.stubs)
+            and there.keys() == self.stubs.keys()
+            and all(there[key] is stub for key, stub in self.stubs.items())
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        return self.optimizer() is None
+
+    def has_any(self) -> bool:
+        return any(
+            getattr(value, "bucket", None) is self
+            for state in self.states()
+            for _, value in per_element(state)
+        )
+
+    def prepare(self) -> None:
+        """Have all states at hand that come from elsewhere: a state dict, or other buckets."""
+        states = self.states()
+        if not self.is_whole_of(states):
+            bring_back(states)
+            self.forget()
+
+    def arrive(self, views: Mapping[str, Tensor]) -> None:
+        """Have the optimizer hold what is in memory, with what comes from elsewhere copied there.
+
+        States of another kind than were expected stay where they are.
+        """
+        states = self.states()
+        if not self.stubs:
+            for state in states:
+                state.update(
+                    (name, value.cpu()) for name, value in state.items() if _is_elsewhere(value)
+                )
+            if parts_there(states) != self.parts:
+                return
+            self.take(states, views)
+        self.give(states, views)
+
+    def leave(self, views: Mapping[str, Tensor]) -> Left:
+        """Take the states back from the optimizer, with those that its update has made."""
+        states = self.states()
+        parts = parts_there(states)
+        if not parts:
+            return Left.NOTHING
+        if parts != self.parts:
+            return Left.RELAYOUT
+        is_new = not self.stubs
+        self.take(states, views)
+        return Left.NEW if is_new else Left.KNOWN
+
+    def give(self, states: States, views: Mapping[str, Tensor]) -> None:
+        """Have the optimizer hold what is in memory, each parameter its part of it."""
+        for (place, name), value in self.split(views):
+            states[place][name] = value
+
+    def take(self, states: States, views: Mapping[str, Tensor]) -> None:
+        """Copy what does not lie in the bucket's memory already there; leave stubs.
+
+        What a stub of this bucket stands for lies there: ``give``, or this, was interrupted.
+        """
+        for (place, name), view in self.split(views):
+            value = states[place][name]
+            if value is self.stubs.get((place, name)):
+                continue
+            if value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+        self.leave_stubs(states)
+
+    def leave_stubs(self, states: States) -> None:
+        """Put what stands for the values in their place."""
+        if not self.stubs:
+            with ordinary_tensors():
+                for part in self.parts:
+                    for place, numel in part.numels:
+                        stub = _without_memory(part.dtype, numel)
+                        stub.bucket, stub.key = self, (place, part.name)
+                        stub.of = f"state {part.name!r} of {self.name!r}"
+                        self.stubs[place, part.name] = stub
+        for (place, name), stub in self.stubs.items():
+            states[place][name] = stub
+
+    def forget(self) -> None:
+        """Hold nothing: the optimizer's values come from elsewhere now."""
+        for stub in self.stubs.values():
+            stub.bucket = None
+        self.stubs = {}
+
+    def lay_out_anew(self) -> None:
+        self.forget()
+        self.parts = parts_there(self.states())
+
+
+Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
+"""Whose states a bucket holds, what it is called, and what it will hold."""
+
+
+def state_buckets(tier: FileTier, groups: Sequence[Group]) -> list[StateBucket]:
+    """Return the buckets of these groups of updates: those that there are, or new ones."""
+    found: list[StateBucket] = []
+    for optimizer, parameters, words, parts in groups:
+        bucket = tier.find(_key(optimizer, parameters))
+        assert bucket is None or isinstance(bucket, StateBucket), "no other one has such a key"
+        is_known = bucket is not None and bucket.is_of(optimizer, parameters)
+        if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
+            # One that holds nothing yet is not worth its room if it is of another layout.
+            bucket = StateBucket(tier, tier.name(words), optimizer, parameters, parts)
+        found.append(bucket)
+    return found
+
+
+def _key(optimizer: Any, parameters: Sequence[Any]) -> Hashable:
+    return (id(optimizer), *map(id, parameters))
+
+
+def with_values(state: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """Return one parameter's state with values in place of stubs; on the CPU if from files.
+
+    Raises: FileTierError if a value is gone; StepError if it is in a checkpoint that is gone.
+    """
+    return {
+        name: value.read_by(reader) if isinstance(value, GuardedState) else value
+        for name, value in state.items()
+    }
+
+
+def bring_back(states: States) -> None:
+    """Have the optimizer hold values where it holds stubs, in memory beside the cache's bound."""
+    reader = Reader()
+    for state in states:
+        state.update(with_values(state, reader))
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.device.type != "cpu"
+
+
+def _without_memory(dtype: torch.dtype, numel: int) -> GuardedState:
+    tensor = torch.empty(numel, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    tensor.__class__ = GuardedState
+    return tensor
 
 
 class StatePlaces:
-    """The states of one optimizer's parameters; with ``host``, updates keep them there."""
+    """The states of one optimizer's parameters."""
 
-    def __init__(self, context: UpdateContext, host: HostMemory | None) -> None:
-        self._context, self._host = context, host
+    def __init__(self, context: UpdateContext) -> None:
+        self._context, self._host = context, context.settings.host
 
     def bytes_to_come(self, parameters: Iterable[int]) -> int:
         """Bytes that the states of these parameters will take in host memory and do not yet.
@@ -110,3 +351,63 @@ class StatePlaces:
 
 def _has_shape(value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
+
+
+_SHAPE = (4, 4)
+
+
+def bytes_of_states(
+    optimizer: torch.optim.Optimizer,
+    infos: Mapping[int, ParameterInfo],
+    precision: Precision,
+) -> dict[int, float]:
+    """What the optimizer keeps per element, by the ``id`` of the parameter.  Units: bytes.
+
+    ``infos`` are the parameters that count, by ``id`` too.  States that there are decide; else the
+    optimizer's own step runs once on a copy with one small tensor for each group and dtype.
+    Parameters are left out for which that step fails.
+    """
+    storage = StateStorage(precision, type(optimizer).__name__)
+    made: dict[tuple[int, torch.dtype], Mapping[str, Any] | None] = {}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            info = infos.get(id(parameter))
+            if info is None:
+                continue
+            kept: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            tensors = [v for v in kept.values() if isinstance(v, Tensor) and v.numel() > 1]
+            if tensors:
+                like = max(tensors, key=Tensor.numel)
+            else:
+                compute = precision.compute_dtype(info.dtype)
+                if (number, compute) not in made:
+                    made[number, compute] = _tried(optimizer, number, compute)
+                states = made[number, compute]
+                if states is None:
+                    continue
+                kept, like = states, torch.empty(_SHAPE, device="meta")
+            parts = storage.kept(kept, like, info.numel, info).values()
+            nbytes = sum(dtype.itemsize * numel for dtype, numel in parts)
+            found[id(parameter)] = nbytes / max(info.numel, 1)
+    return found
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype
+) -> Mapping[str, Any] | None:
+    """The states that one step makes of a small parameter; None if it fails."""
+    with (
+        compat.real_tensors(),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        parameter = torch.nn.Parameter(torch.ones(_SHAPE, dtype=dtype))
+        parameter.grad = torch.ones(_SHAPE, dtype=dtype)
+        try:
+            shadow = shadow_of(optimizer, {(group, 0): parameter})
+            type(shadow).step(shadow)
+        except Exception:
+            return None
+        return dict(shadow.state[parameter])

@@ -1,17 +1,20 @@
-"""The steps that a program's optimizers make in a call: when they begin and end, who runs them."""
+"""The steps that a program's optimizers make in a call, and their updates on the device."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
 
 from zerofx.codegen.kernels import Keep
+from zerofx.codegen.rewrite.gradient_norm import squares_of
+from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.ir.effects import gradients_read_after_update, owned_parameters
+from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
-from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
+from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained, UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
@@ -46,13 +49,15 @@ class OptimizerSteps:
                 handle: OptimizerRunner(
                     optimizer,
                     parameters,
-                    rank=rank,
-                    sharded=device.stage > 0,
-                    gradients_read_later=read_later,
-                    keep_source=keep_source,
-                    precision=device.precision,
-                    owned=owned.get(handle, frozenset()),
-                    host=memory,
+                    UpdateSettings(
+                        rank=rank,
+                        sharded=device.stage > 0,
+                        gradients_read_later=read_later,
+                        keep_source=keep_source,
+                        precision=device.precision,
+                        owned=owned.get(handle, frozenset()),
+                        host=memory,
+                    ),
                 )
                 for handle, optimizer in trained.optimizers.items()
             }
@@ -155,3 +160,70 @@ class OptimizerSteps:
             keep_groups = runner.end()
             if self._delayed is not None and runner is self.on_host.get(optimizer):
                 self._delayed.keep_groups(runner.live_optimizer(), keep_groups)
+
+
+class DeviceUpdates:
+    """What runs a program's updates on the device, in its optimizers' steps."""
+
+    def __init__(self, steps: OptimizerSteps, communicator: Communicator) -> None:
+        self.steps = steps
+        self.communicator = communicator
+
+    def update(
+        self,
+        values: torch.Tensor,
+        grad: torch.Tensor,
+        optimizer: int,
+        parameter: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.steps.is_skipped(found_inf):
+            return values
+        runner = self.steps.runner_with_states(optimizer, [parameter])
+        return runner.run(values.detach(), grad, parameter)
+
+    def update_together(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+        work: GradientWork | None = None,
+        coefficients: Sequence[torch.Tensor] = (),
+        norm: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Several updates of one optimizer that follow one another, as one.
+
+        Each with ``work`` of these coefficients done to its gradient first.  For a ``norm``,
+        numbers follow the new values, as many: the gradients' squares, divided among them.
+        """
+        if self.steps.is_skipped(found_inf):
+            if norm is None:
+                return values
+            done = grads if work is None else [work(grad, *coefficients) for grad in grads]
+            return [*values, *map(squares_of, done)]
+        data = [value.detach() for value in values]
+        runner = self.steps.runner_with_states(optimizer, parameters)
+        if norm is None:
+            return runner.run_together(data, grads, parameters, work, coefficients)
+        squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
+        nothing = torch.zeros_like(squares)
+        return [*data, squares, *[nothing] * (len(data) - 1)]
+
+    def on_owners(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        owners: list[int],
+        flops: int,
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Begin these updates, as far as what needs whole tensors; ``update`` goes on with it."""
+        if self.steps.is_skipped(found_inf):
+            return grads
+        runner = self.steps.runner_with_states(optimizer, parameters)
+        shards = [value.detach() for value in values]
+        return runner.run_on_owners(shards, grads, parameters, owners, self.communicator)

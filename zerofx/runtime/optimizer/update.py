@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.gradient_work import GradientWork
-from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.context import ReadyUpdate, UpdateContext
-from zerofx.runtime.optimizer.joined_updates import JoinedUpdates
-from zerofx.runtime.optimizer.owned_updates import OwnedUpdates
+from zerofx.runtime.optimizer.fused import JoinedUpdates
+from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
-from zerofx.runtime.storage.host import HostMemory
-
-PLAIN = Precision()
+from zerofx.runtime.optimizer.whole_tensors import OwnedUpdates
 
 
 class OptimizerRunner:
@@ -32,12 +28,8 @@ class OptimizerRunner:
     elsewhere have been cut by ``attach_optimizer``.  Hyperparameters are read from the live
     ``optimizer.param_groups`` once per step and group.
 
-    ``parameters`` maps the index that the program uses to the user's parameter and its layout;
-    ``rank`` is named in errors; ``gradients_read_later`` are the parameters whose gradient
-    somebody reads after the update; ``keep_source`` is given the kernels that are generated;
-    ``precision`` is what states are kept in.  ``owned`` are the parameters whose update may need
-    them whole: ``run_on_owners`` begins it and ``run`` ends it.  With ``host``, updates run on CPU
-    tensors and their states are kept there.
+    ``parameters`` maps the index that the program uses to the user's parameter and its layout.
+    ``run_on_owners`` begins the update of ``settings.owned`` parameters, and ``run`` ends it.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.  For ``run``,
     ``ready`` may do all but the elements, which another thread can do, and ``finish`` the rest.
@@ -47,29 +39,12 @@ class OptimizerRunner:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
-        *,
-        rank: int,
-        sharded: bool,
-        gradients_read_later: Collection[int] = (),
-        keep_source: Keep | None = None,
-        precision: Precision = PLAIN,
-        owned: Collection[int] = (),
-        host: HostMemory | None = None,
+        settings: UpdateSettings,
     ) -> None:
-        self._context = UpdateContext(
-            optimizer,
-            parameters,
-            rank=rank,
-            sharded=sharded,
-            gradients_read_later=gradients_read_later,
-            keep_source=keep_source,
-            precision=precision,
-            owned=owned,
-            on_host=host is not None,
-        )
+        self._context = UpdateContext(optimizer, parameters, settings)
         self._owned = OwnedUpdates(self._context)
         self._joined = JoinedUpdates(self._context)
-        self.states = StatePlaces(self._context, host)
+        self.states = StatePlaces(self._context)
 
     @property
     def trace_count(self) -> int:
@@ -95,7 +70,7 @@ class OptimizerRunner:
         with context.outside_of_a_step():
             for parameter in parameters:
                 reference, info = context.parameters[parameter]
-                group, is_owned = context.group_of(parameter), parameter in context.owned
+                group, is_owned = context.group_of(parameter), parameter in context.settings.owned
                 context.storage.check(info)
                 if is_owned:
                     self._owned.check_precision(info)
@@ -125,9 +100,9 @@ class OptimizerRunner:
         with torch.no_grad():
             values = optimizer.state.get(user_parameter) or {}
             context.storage.adopt(values, data, info)
-            if context.sharded:
+            if context.settings.sharded:
                 context.check_shards(values, data, info)
-            shard_shape = tuple(data.shape) if context.sharded else None
+            shard_shape = tuple(data.shape) if context.settings.sharded else None
             logical = context.storage.logical(values, info)
             state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)
             traced, arguments = context.traces.find(optimizer, parameter, group, state)

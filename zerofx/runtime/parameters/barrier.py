@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofx import compat
 from zerofx.runtime.comm.agreement import rendezvous
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class Barrier:
@@ -24,10 +24,10 @@ class Barrier:
     def __init__(self, join_timeout_s: float, load_timeout_s: float) -> None:
         self.join_timeout_s = join_timeout_s
         self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
-        self.written: dict[BoundParameter, set[str]] = {}
+        self.written: dict[ParameterState, set[str]] = {}
         self._last_destination: tuple[weakref.ref[Any], int] | None = None
 
-    def wait(self, bounds: Iterable[BoundParameter], name: str) -> None:
+    def wait(self, bounds: Iterable[ParameterState], name: str) -> None:
         """Return once every rank that holds shards of ``bounds`` is in ``name`` too.
 
         Raises: RuntimeError on the ranks that came, if one does not.
@@ -38,7 +38,7 @@ class Barrier:
             _meet(communicator, name, self.join_timeout_s)
 
     def wait_once(
-        self, destination: Any, epoch: int, bounds: Iterable[BoundParameter], name: str
+        self, destination: Any, epoch: int, bounds: Iterable[ParameterState], name: str
     ) -> None:
         """Do as ``wait``, at the first of several parameters that fill the same ``destination``.
 
@@ -54,12 +54,12 @@ class Barrier:
         except TypeError:  # a plain dict from the user: the ranks meet at every parameter
             self._last_destination = None
 
-    def note_write(self, bound: BoundParameter, how: str) -> None:
+    def note_write(self, bound: ParameterState, how: str) -> None:
         """Note that this rank has written its shards: each other rank must write its own too."""
         if bound.communicator.world_size > 1:
             self.written.setdefault(bound, set()).add(how)
 
-    def confirm_writes(self, bounds: Iterable[BoundParameter]) -> None:
+    def confirm_writes(self, bounds: Iterable[ParameterState]) -> None:
         """Return once all ranks have written their shards of ``bounds``, if this one has.
 
         Each rank loads a state dict by itself, and no rank waits for another until values are

@@ -19,7 +19,7 @@ from zerofx.runtime.memory.flat import (
     whole_from_flat,
 )
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class Buckets:
@@ -40,7 +40,7 @@ class Buckets:
         self.communicator = communicator
         self.table = table
         self.in_place, self.moved_out = list(in_place), moved_out
-        self._bounds: Sequence[BoundParameter] = ()
+        self._bounds: Sequence[ParameterState] = ()
         # Weakly: a bucket's memory goes with its parameters.
         self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
         self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
@@ -49,7 +49,7 @@ class Buckets:
         self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
         self._parameter_storages: set[int] = set()
 
-    def bind(self, bounds: Sequence[BoundParameter]) -> None:
+    def bind(self, bounds: Sequence[ParameterState]) -> None:
         """Know the program's parameters, and so the memory of its buckets."""
         self._bounds = bounds
         self._memories = []

@@ -15,7 +15,7 @@ from zerofx.runtime.memory.flat import (
     without_storage,
 )
 from zerofx.runtime.parameters.guarded import ShardedGradient, UnreducedGradient
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class GradientRegistry:
@@ -27,16 +27,16 @@ class GradientRegistry:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock: Any = lock
-        self._stubs: dict[int, BoundParameter] = {}
-        self._averaged: list[BoundParameter] = []  # whose p.grad is a whole mean over the ranks
+        self._stubs: dict[int, ParameterState] = {}
+        self._averaged: list[ParameterState] = []  # whose p.grad is a whole mean over the ranks
         self._is_plain = False
 
-    def lookup(self, stub: torch.Tensor) -> BoundParameter | None:
+    def lookup(self, stub: torch.Tensor) -> ParameterState | None:
         """The parameter for whose gradient this tensor stands; None if it is no stub."""
         found = self._stubs.get(id(stub))
         return found if found is not None and found.stub is stub else None
 
-    def forget(self, bound: BoundParameter) -> None:
+    def forget(self, bound: ParameterState) -> None:
         self._stubs.pop(id(bound.stub), None)
 
     def make_plain(self) -> None:
@@ -63,7 +63,7 @@ class GradientRegistry:
             bound.see_eager_accumulation()
 
     def store(
-        self, bound: BoundParameter, gradient: torch.Tensor, *, unreduced: bool = False
+        self, bound: ParameterState, gradient: torch.Tensor, *, unreduced: bool = False
     ) -> torch.Tensor:
         """Keep a gradient's shard, and return what to store as ``parameter.grad``.
 
@@ -81,7 +81,7 @@ class GradientRegistry:
                 _guard_stub(bound)
             return bound.stub
 
-    def shard(self, bound: BoundParameter, gradient: torch.Tensor) -> torch.Tensor:
+    def shard(self, bound: ParameterState, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
 
         Raises: RuntimeError for a stub whose gradient has been released, another's stub, or a
@@ -96,7 +96,7 @@ class GradientRegistry:
             return take_shard(gradient, bound.info, bound.communicator.rank)
 
     def unreduced(
-        self, bound: BoundParameter, gradient: torch.Tensor, is_changed: bool
+        self, bound: ParameterState, gradient: torch.Tensor, is_changed: bool
     ) -> torch.Tensor:
         """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
 
@@ -123,7 +123,7 @@ class GradientRegistry:
         return bound.gradient
 
     def mark_averaged(
-        self, gradient: torch.Tensor, bound: BoundParameter | None = None
+        self, gradient: torch.Tensor, bound: ParameterState | None = None
     ) -> torch.Tensor:
         """Note that a whole gradient, about to be some ``p.grad``, is the mean over the ranks.
 
@@ -134,7 +134,7 @@ class GradientRegistry:
             self._averaged.append(bound)
         return gradient
 
-    def check_averaged(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+    def check_averaged(self, bound: ParameterState, gradient: torch.Tensor) -> None:
         """Raise RuntimeError for what is not the whole mean over the ranks.
 
         That is a whole gradient that one rank computed for itself, or a stub.
@@ -157,17 +157,17 @@ class GradientRegistry:
             "p.grad = None before the step."
         )
 
-    def _with_stub(self) -> list[tuple[BoundParameter, nn.Parameter]]:
+    def _with_stub(self) -> list[tuple[ParameterState, nn.Parameter]]:
         pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
         return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
 
 
-def _guard_stub(bound: BoundParameter) -> None:
+def _guard_stub(bound: ParameterState) -> None:
     assert bound.stub is not None
     bound.stub.__class__ = UnreducedGradient if bound.is_unreduced else ShardedGradient
 
 
-def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
+def _refuse_unreduced(bound: ParameterState) -> NoReturn:
     raise RuntimeError(
         f"the gradient of parameter {bound.name!r} was left by a function with "
         f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
@@ -176,6 +176,6 @@ def _refuse_unreduced(bound: BoundParameter) -> NoReturn:
     )
 
 
-def _has_average(bound: BoundParameter) -> bool:
+def _has_average(bound: ParameterState) -> bool:
     parameter = bound.parameter
     return parameter is not None and hasattr(parameter.grad, "_zerofx_averaged")

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from zerofx.deferred.ledger import LEDGER
+from zerofx.errors import FileTierError
 from zerofx.ir.parameters import storage_order
+from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.memory.guard import Guarded, Special, guarded_among
+from zerofx.runtime.storage.bucket import Bucket, Key, Reader
 
 
 class Keepers(Protocol):
@@ -62,15 +65,26 @@ class UnreducedGradient(GuardedGradient):
 class GuardedState(Kept, torch.Tensor):
     """An optimizer's state between steps, whose values are in files.
 
-    ``bucket`` is where they are, None once they are elsewhere; ``place`` and ``field_name`` say
-    which of it, ``of`` says so in words.
+    ``bucket`` is where they are, None once they are elsewhere; ``key`` says which tensor of the
+    bucket it is, ``of`` says so in words.
     """
 
-    bucket: Any = None
-    place: int
-    state_name: str
-    field_name: str
+    bucket: Bucket | None = None
+    key: Key
     of: str
+
+    def read_by(self, reader: Reader) -> torch.Tensor:
+        """Return a copy of the values, on the CPU.
+
+        Raises: FileTierError if they are gone, or cannot be read.
+        """
+        if self.bucket is None:
+            raise FileTierError(
+                f"{self.of} has been replaced since this tensor stood for it, by load_state_dict or"
+                " by a function without offload_tier='nvme': take it from optimizer.state_dict()"
+            )
+        with ordinary_tensors():
+            return reader.read(self.bucket, self.key).clone()
 
 
 @functools.cache

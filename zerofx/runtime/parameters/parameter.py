@@ -1,11 +1,12 @@
-"""One parameter between steps: its shard, its gradient's shard, and the whole value for a while."""
+"""One parameter between steps: the state it is in, its shard, and its gradient's shard."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,23 +23,34 @@ from zerofx.runtime.memory.flat import (
 )
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.storage.bucket import Bucket, Key, Left, Location, Part, Reader
 from zerofx.runtime.storage.host import HostMemory
 
-if TYPE_CHECKING:
-    from zerofx.runtime.parameters.file_shards import ShardBucket
+
+class State(Enum):
+    """How a parameter is held between steps."""
+
+    WHOLE = auto()
+    """Stages 0 to 2: its values are its own."""
+    SHARDED = auto()
+    """Stage 3: this rank keeps a shard, and the parameter has no storage."""
+    OPEN = auto()
+    """Stage 3: it is whole for now, inside ``full_params``."""
+    RETIRED = auto()
+    """It has been given back by ``unshard``, or is gone."""
 
 
 @dataclass(eq=False)
-class BoundParameter:
+class ParameterState:
     """One parameter that zero-compiled functions have taken charge of.
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
     tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
     whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
     one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
-    ``memory``.  ``host`` is the memory that the shard lies in if that is not the device's.
-    ``file`` is the bucket that it may be in instead while nobody uses it there, and is if it
-    ``is_in_file``: the shard is then an empty tensor, and the same one as before.
+    ``memory``.  ``location`` is where the values of the shard lie between uses; ``host`` is the
+    memory for those that are not on the device.  ``file`` is the bucket that they may be in, and
+    are if ``location`` is a file: the shard is then an empty tensor, and the same one as before.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -49,18 +61,22 @@ class BoundParameter:
     guarded_class: type
     bucket: object = None
     memory: BucketMemory | None = None
-    host: HostMemory | None = None
+    host: HostMemory = field(default_factory=HostMemory, repr=False)
+    location: Location = Location.DEVICE
     file: ShardBucket | None = None
-    is_in_file: bool = False
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
-    open_count: int = 0
-    retired: bool = False
+    open_count: int = 0  # of nested ``full_params``
+    state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
     _freed: torch.Tensor | None = field(default=None, repr=False)
     _accumulation_hook: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.stage == 3:
+            self.state = State.SHARDED
 
     @property
     def name(self) -> str:
@@ -73,8 +89,8 @@ class BoundParameter:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the values live in ``shard`` (stage 3) and not in the parameter."""
-        return self.stage == 3 and not self.retired
+        """Whether this rank keeps a shard of it between steps (stage 3)."""
+        return self.state in (State.SHARDED, State.OPEN)
 
     @property
     def what_is_kept(self) -> str:
@@ -86,7 +102,12 @@ class BoundParameter:
     @property
     def is_open(self) -> bool:
         """Whether the parameter is whole for now, inside ``full_params``."""
-        return self.open_count > 0
+        return self.state is State.OPEN
+
+    @property
+    def retired(self) -> bool:
+        """Whether the parameter has been given back, or is gone."""
+        return self.state is State.RETIRED
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -101,64 +122,67 @@ class BoundParameter:
             raise RuntimeError(
                 f"parameter {self.name!r} was given back by zerofx.unshard: bind it again"
             )
-        if self.open_count:
+        if self.is_open:
             raise RuntimeError(
                 f"parameter {self.name!r} is whole inside `with zerofx.full_params(model):`, and "
                 "a compiled step works on its shards. Call the step after the with block."
             )
         return self._shard
 
-    def live_in(self, buffer: torch.Tensor, host: HostMemory | None = None) -> None:
-        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``.
-
-        ``host`` is the memory that the buffer is of, if that is not the device's.
-        """
+    def live_in(self, buffer: torch.Tensor, location: Location) -> None:
+        """Keep the shard in its bucket's buffer from now on.  Before the first ``free``."""
         shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
-        self._shard, self.host = _in_its_place(shard, host), host
+        self.move_to(shard, location)
 
-    def move_to(self, shard: torch.Tensor, host: HostMemory | None = None) -> None:
+    def move_to(self, shard: torch.Tensor, location: Location) -> None:
         """Keep the shard there from now on, where its values are already, and in no file."""
-        self._shard, self.host = _in_its_place(shard, host), host
-        self.file, self.is_in_file = None, False
+        # A view on the host would hold its memory when the shard has left for a file.
+        self._shard = without_base(shard) if location is Location.HOST else shard
+        self.location, self.file = location, None
 
-    def values(self) -> torch.Tensor:
+    def values(self, reader: Reader | None = None) -> torch.Tensor:
         """The shard's values, wherever they are: the shard itself, or a copy of what is in a file.
+
+        With a ``reader``, the copy is the reader's: not to be written to.
 
         Raises: FileTierError if they are lost, or cannot be read.
         """
         assert self._shard is not None
-        if self.file is not None and self.is_in_file:
-            return self.file.value_of(self)
-        return self._shard
+        if self.file is None or self.location is not Location.FILE:
+            return self._shard
+        key = self.file.key_of(self)
+        return reader.read(self.file, key) if reader else Reader().read(self.file, key).clone()
 
     def lie_in(self, part: torch.Tensor) -> None:
         """Have the shard in this memory: with what is there, or what it has brought along."""
         assert self._shard is not None
         with torch.no_grad(), ordinary_tensors():
-            if not self.is_in_file:
+            if self.location is not Location.FILE:
                 self._settle()
                 part.copy_(self._shard)
-                self.is_in_file = True  # whoever interrupts this finds the values in the part
+                self.location = (
+                    Location.FILE
+                )  # whoever interrupts this finds the values in the part
             self._shard.data = part
 
     def leave_memory(self) -> None:
         """Be an empty tensor until the values come back from the file."""
         assert self._shard is not None
-        if self.is_in_file:
+        if self.location is Location.FILE:
             self._settle()  # a GPU may still copy it: its memory is given out again
             with torch.no_grad(), ordinary_tensors():
                 self._shard.data = self._shard.new_empty(0)
 
     def _leave_file(self) -> None:
         """Have memory for new values of all the shard: those in the file are no longer its own."""
-        if self.is_in_file:
-            assert self._shard is not None and self.host is not None
+        if self.location is Location.FILE:
+            assert self._shard is not None
             pinned = self.info.device.type == "cuda"
             with ordinary_tensors():
                 self._shard.data = self.host.empty(
                     self.info.shard_numel, self.info.dtype, pinned
                 ).zero_()
-            self.is_in_file = False
+            self.location = Location.HOST
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
@@ -182,7 +206,7 @@ class BoundParameter:
     def _settle(self) -> None:
         """Wait until nothing reads the shard that may now be written to."""
         SNAPSHOTS.before_change([self.parameter])
-        if self.host is not None and self._shard is not None:
+        if self.location is not Location.DEVICE and self._shard is not None:
             self.host.settle(self._shard)
 
     def gather(self) -> torch.Tensor:
@@ -219,7 +243,7 @@ class BoundParameter:
         with ordinary_tensors():
             whole = parameter.detach()
             if self._shard is None or self._shard.dtype != self.info.dtype:
-                self.host = self.file = None
+                self.location, self.file = Location.DEVICE, None
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
                 copy_range(self._shard, whole, self.info, self.communicator.rank)
@@ -256,8 +280,9 @@ class BoundParameter:
         parameter = self.parameter
         if self.memory is not None and parameter is not None:
             self.memory.leave(parameter)
-        self.retired, self.gradient, self._shard, self.memory = True, None, None, None
-        self.file, self.is_in_file = None, False
+        self.state = State.RETIRED
+        self.gradient = self._shard = self.memory = self.file = None
+        self.location = Location.DEVICE
 
     def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
         if self.gradient is not None and parameter.grad is not self.stub:
@@ -335,6 +360,53 @@ class BoundParameter:
         self.info, self._freed = info, None
 
 
-def _in_its_place(shard: torch.Tensor, host: HostMemory | None) -> torch.Tensor:
-    """The shard; no view on the host, which would hold its memory when it has left for a file."""
-    return shard if host is None else without_base(shard)
+class ShardBucket(Bucket):
+    """This rank's shards of one bucket's parameters, one behind the other, of one dtype.
+
+    ``infos`` are of the parameters; ``adopt`` says which they are.
+    """
+
+    what = "parameter shards"
+
+    def __init__(self, tier: Any, name: str, infos: Sequence[ParameterInfo]) -> None:
+        numels = tuple((number, info.shard_numel) for number, info in enumerate(infos))
+        super().__init__(tier, name, (Part("shard", infos[0].dtype, numels),))
+        self._bounds: list[weakref.ref[ParameterState]] = []
+        self._has_new = False
+
+    def adopt(self, bounds: Sequence[ParameterState]) -> None:
+        """Be the bucket of these parameters, whose shards are still where they are."""
+        self._bounds = [weakref.ref(bound) for bound in bounds]
+        for bound in bounds:
+            bound.file = self
+
+    def key_of(self, bound: ParameterState) -> Key:
+        return self._members().index(bound), "shard"
+
+    def _members(self) -> list[ParameterState | None]:
+        """The parameters in it, in order; None for one that is gone, or has left it."""
+        bounds = [reference() for reference in self._bounds]
+        return [bound if bound is not None and bound.file is self else None for bound in bounds]
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._bounds) and not any(self._members())
+
+    def has_any(self) -> bool:
+        return any(
+            bound is not None and bound.location is Location.FILE for bound in self._members()
+        )
+
+    def arrive(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Have each shard, the same tensor as ever, lie in this memory; copy what does not yet."""
+        for bound, (_, part) in zip(self._members(), self.split(views), strict=True):
+            if bound is not None:
+                self._has_new |= bound.location is not Location.FILE
+                bound.lie_in(part)
+
+    def leave(self, views: Mapping[str, torch.Tensor]) -> Left:
+        for bound in self._members():
+            if bound is not None:
+                bound.leave_memory()
+        left, self._has_new = Left.NEW if self._has_new else Left.KNOWN, False
+        return left

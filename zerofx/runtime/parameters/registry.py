@@ -30,7 +30,8 @@ from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
 from zerofx.runtime.parameters.gradients import GradientRegistry
 from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardable, guarded_class
-from zerofx.runtime.parameters.parameter import BoundParameter
+from zerofx.runtime.parameters.parameter import ParameterState, State
+from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tiers import FileTiers
 
@@ -40,7 +41,7 @@ class Delayed(Protocol):
 
     def settle(
         self,
-        bounds: Collection[BoundParameter],
+        bounds: Collection[ParameterState],
         optimizers: Collection[torch.optim.Optimizer] = (),
         taken_over: Collection[Any] = (),
     ) -> None: ...
@@ -62,7 +63,7 @@ class ParameterRegistry:
         self.host = HostMemory()
         self.files = FileTiers(self.host)
         self.delayed: set[Delayed] = set()
-        self._bound: dict[int, BoundParameter] = {}
+        self._bound: dict[int, ParameterState] = {}
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
         self._guarded: list[tuple[Any, type, type]] | None = None
@@ -73,12 +74,12 @@ class ParameterRegistry:
     def __len__(self) -> int:
         return len(self._bound)
 
-    def lookup(self, parameter: Any) -> BoundParameter | None:
+    def lookup(self, parameter: Any) -> ParameterState | None:
         """The entry of ``parameter``, or None if no compiled function has seen it."""
         bound = self._bound.get(id(parameter))
         return bound if bound is not None and bound.reference() is parameter else None
 
-    def keeper(self, tensor: torch.Tensor) -> BoundParameter | None:
+    def keeper(self, tensor: torch.Tensor) -> ParameterState | None:
         """The entry behind a parameter or behind a gradient's stub."""
         return self.lookup(tensor) or self.gradients.lookup(tensor)
 
@@ -90,9 +91,9 @@ class ParameterRegistry:
         stage: int,
         moves_whole: bool = False,
         on_host: Collection[int] = (),
-        on_sharded: Callable[[list[BoundParameter]], None] = lambda bounds: None,
+        on_sharded: Callable[[list[ParameterState]], None] = lambda bounds: None,
         sources: Mapping[int, Source] = MappingProxyType({}),
-    ) -> list[BoundParameter]:
+    ) -> list[ParameterState]:
         """Take charge of a step's parameters: make them rank 0's, and shard them at stage 3.
 
         At stages 1 and 2, with ``moves_whole``, they move into their bucket's memory.  Shards of
@@ -138,7 +139,7 @@ class ParameterRegistry:
         members: Mapping[int, list[Member]],
         communicator: Any,
         on_host: Collection[int],
-        on_sharded: Callable[[list[BoundParameter]], None],
+        on_sharded: Callable[[list[ParameterState]], None],
         sources: Mapping[int, Source],
     ) -> None:
         """Cut new parameters, by bucket, to their shards: whole are those of a batch at a time."""
@@ -149,13 +150,13 @@ class ParameterRegistry:
             bounds = [self._add(*member, communicator, stage=3) for member in batch]
             for bound in bounds:
                 info, number = bound.info, bound.info.place.bucket
-                host = self.host if info.index in on_host else None
+                location = Location.HOST if info.index in on_host else Location.DEVICE
                 if info.shares_bucket:
                     bound.bucket = buckets.setdefault(number, object())
-                if info.shares_bucket or host is not None:
+                if info.shares_bucket or location is Location.HOST:
                     if number not in memory:
-                        memory[number] = _empty_bucket(info, host)
-                    bound.live_in(memory[number], host)
+                        memory[number] = self._empty_bucket(info, location)
+                    bound.live_in(memory[number], location)
                 bound.freed()  # now, while no parameter is whole
             have_values([one for one in batch if one[1].index not in sources], communicator)
             for bound in bounds:
@@ -186,13 +187,21 @@ class ParameterRegistry:
         for batch in batches(itertools.chain.from_iterable(members.values())):
             have_values(batch, communicator)
 
-    def place(self, bounds: Iterable[BoundParameter], on_host: bool) -> None:
+    def _empty_bucket(self, info: ParameterInfo, location: Location) -> torch.Tensor:
+        if location is Location.HOST:
+            pinned = info.device.type == "cuda"
+            return self.host.empty(info.place.shard_numel, info.dtype, pinned).zero_()
+        buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
+        prefer_huge_pages(buffer)
+        return buffer
+
+    def place(self, bounds: Iterable[ParameterState], location: Location) -> None:
         """Move shards to host memory, or back to their devices: those of a bucket side by side.
 
         For what functions with other options have bound, or used since.
         """
         with self._lock, ordinary_tensors():
-            buckets: dict[tuple, list[BoundParameter]] = {}
+            buckets: dict[tuple, list[ParameterState]] = {}
             for bound in dict.fromkeys(bounds):
                 key = (bound.bucket or bound, bound.info.dtype, bound.info.device)
                 buckets.setdefault(key, []).append(bound)
@@ -200,17 +209,17 @@ class ParameterRegistry:
                 members.sort(key=lambda bound: (bound.info.place.offset, bound.info.numel))
                 device = members[0].info.device
                 shards = [bound.values() for bound in members if bound.shard is not None]
-                if on_host:
+                if location is Location.HOST:
                     parts = self.host.take_in_shards(shards, pinned=device.type == "cuda")
                 else:
                     lengths = [shard.numel() for shard in shards]
                     parts = list(torch.cat([s.to(device) for s in shards]).split(lengths))
                 for bound, part in zip(members, parts, strict=True):
-                    bound.move_to(part, self.host if on_host else None)
+                    bound.move_to(part, location)
 
     def _add(
         self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
-    ) -> BoundParameter:
+    ) -> ParameterState:
         key = id(parameter)
 
         def forget(reference: Any) -> None:
@@ -220,8 +229,8 @@ class ParameterRegistry:
         own = type(parameter)
         guarded = guarded_class(own)  # type: ignore[arg-type]
         reference = weakref.ref(parameter, forget)
-        bound = self._bound[key] = BoundParameter(
-            reference, info, stage, communicator, own, guarded
+        bound = self._bound[key] = ParameterState(
+            reference, info, stage, communicator, own, guarded, host=self.host
         )
         return bound
 
@@ -243,7 +252,7 @@ class ParameterRegistry:
             found[index] = place
         return found
 
-    def _drop(self, bound: BoundParameter, key: int) -> None:
+    def _drop(self, bound: ParameterState, key: int) -> None:
         self._bound.pop(key, None)
         self.barrier.written.pop(bound, None)
         self.gradients.forget(bound)
@@ -326,16 +335,16 @@ class ParameterRegistry:
             self._guarded = [
                 (bound.reference, bound.own_class, bound.guarded_class)
                 for bound in list(self._bound.values())
-                if bound.is_sharded and not bound.open_count
+                if bound.state is State.SHARDED
             ]
         return self._guarded
 
-    def _guard_again(self, bound: BoundParameter) -> None:
+    def _guard_again(self, bound: ParameterState) -> None:
         self._guarded = None
         if self._depth == 0:
             bound.parameter.__class__ = bound.guarded_class
 
-    def open(self, bound: BoundParameter) -> None:
+    def open(self, bound: ParameterState) -> None:
         """Give a sharded parameter its whole value and its own class.  Collective; nests."""
         with self._lock:
             if bound.open_count == 0:
@@ -344,14 +353,18 @@ class ParameterRegistry:
                 parameter.__class__ = bound.own_class
                 parameter.data = whole  # type: ignore[union-attr]
                 self._guarded = None
+                bound.state = State.OPEN
             bound.open_count += 1
 
-    def close(self, bound: BoundParameter) -> None:
+    def close(self, bound: ParameterState) -> None:
         """Undo one ``open``: the last one keeps this rank's range of what was written."""
         with self._lock:
             bound.open_count -= 1
             parameter = bound.parameter
-            if bound.open_count or bound.retired or parameter is None:
+            if bound.open_count or bound.retired:
+                return
+            bound.state = State.SHARDED
+            if parameter is None:
                 return
             try:
                 self._follow(bound, parameter)
@@ -361,7 +374,7 @@ class ParameterRegistry:
             bound.free()
             self._guard_again(bound)
 
-    def write(self, bound: BoundParameter, whole: torch.Tensor) -> None:
+    def write(self, bound: ParameterState, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole`` as the sharded parameter's value."""
         with self._lock:
             self.settle([bound])
@@ -371,7 +384,7 @@ class ParameterRegistry:
 
     def settle(
         self,
-        bounds: Collection[BoundParameter],
+        bounds: Collection[ParameterState],
         optimizers: Collection[torch.optim.Optimizer] = (),
     ) -> None:
         """Wait for delayed updates of these and what they were left with, and store them.
@@ -381,7 +394,7 @@ class ParameterRegistry:
         for delayed in list(self.delayed):
             delayed.settle(bounds, optimizers)
 
-    def value_for_state_dict(self, bound: BoundParameter, destination: Any) -> torch.Tensor:
+    def value_for_state_dict(self, bound: ParameterState, destination: Any) -> torch.Tensor:
         """Return the whole value on the CPU, for ``Module.state_dict`` to put in ``destination``.
 
         A parameter with two names is gathered once: as in plain torch, both entries share memory.
@@ -396,14 +409,14 @@ class ParameterRegistry:
             return value
         return value.detach()
 
-    def _follow(self, bound: BoundParameter, parameter: nn.Parameter) -> None:
+    def _follow(self, bound: ParameterState, parameter: nn.Parameter) -> None:
         was = bound.info
         bound.follow(parameter)
         if bound.info is not was:
             self.gradients.forget(bound)
             bound.stub = bound.gradient = None
 
-    def retire(self, bound: BoundParameter) -> None:
+    def retire(self, bound: ParameterState) -> None:
         """Forget a parameter, which must be whole by now, and leave it plain."""
         with self._lock:
             parameter = bound.parameter
@@ -423,7 +436,7 @@ class ParameterRegistry:
             parameter = bound.parameter
             if parameter is None:
                 continue
-            shard = bound.shard if bound.is_sharded and not bound.is_open else None
+            shard = bound.shard if bound.state is State.SHARDED else None
             parameters += parameter.nbytes if shard is None else shard.nbytes
             if bound.memory is not None:
                 memories.add(bound.memory)
@@ -446,15 +459,6 @@ class ParameterRegistry:
         }
 
 
-def _empty_bucket(info: ParameterInfo, host: HostMemory | None) -> torch.Tensor:
-    if host is not None:
-        pinned = info.device.type == "cuda"
-        return host.empty(info.place.shard_numel, info.dtype, pinned).zero_()
-    buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
-    prefer_huge_pages(buffer)
-    return buffer
-
-
 def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     def forget(_reference: Any) -> None:
         table.pop(key, None)
@@ -462,7 +466,7 @@ def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     return forget
 
 
-def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) -> None:
+def _check_same_options(bound: ParameterState, communicator: Any, stage: int) -> None:
     remedy = (
         "A model is bound by the first zero-compiled function it goes through, evaluation "
         "included: give every function that touches it the same options, or call "
@@ -483,7 +487,7 @@ def _check_same_options(bound: BoundParameter, communicator: Any, stage: int) ->
         )
 
 
-def _check_same_place(bound: BoundParameter, info: ParameterInfo) -> None:
+def _check_same_place(bound: ParameterState, info: ParameterInfo) -> None:
     """Programs are laid out like what is bound when they are compiled, but not what is later."""
     mine, other = bound.info.place, info.place
     same = (mine.offset, mine.extent, mine.shard_numel) == (

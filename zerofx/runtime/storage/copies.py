@@ -13,23 +13,23 @@ from torch import Tensor
 
 from zerofx.runtime.memory.buffers import BufferPool
 from zerofx.runtime.memory.flat import adjoin, join
-from zerofx.runtime.storage.file_values import ValueBucket
+from zerofx.runtime.storage.bucket import ValueBucket
 from zerofx.runtime.storage.host import HostMemory
-from zerofx.runtime.storage.workers import Lane
+from zerofx.runtime.storage.workers import Worker
 
 
-class Mover:
+class Copies:
     """The moves of one compiled function, its staging buffers and its updates in host memory.
 
     ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
-    Where there is no GPU, a move is a copy that is made as it starts, or on a lane of ``copies``,
-    which are by way.  The way over CUDA streams has not been run on one.
+    Without a GPU, a move is a copy that is made as it starts, or by the worker of its way in
+    ``workers``.  The code for CUDA streams has not been run on a GPU.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self.updates = Lane("updates")
-        self.copies: Mapping[str, Lane] = {}
+        self.updates = Worker("updates")
+        self.workers: Mapping[str, Worker] = {}
         self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
         self.filed: dict[int, ValueBucket] = {}  # by slot, what is in a file instead
         self._slots: dict[int, Tensor] = {}
@@ -57,7 +57,7 @@ class Mover:
             if memory is not None:
                 self.memory.is_read_until(event, into)
         else:
-            event = self._copy_on_lane("to host", pieces, into)
+            event = self._copy_by_worker("to host", pieces, into)
         self.to_host_bytes += into.nbytes
         self._started[id(into)] = into, pieces, None, event
         return into
@@ -76,7 +76,7 @@ class Mover:
                 self.memory.is_read_until(event, piece)
         else:
             into = buffers.empty(numel, pieces[0])
-            event = self._copy_on_lane("to device", pieces, into)
+            event = self._copy_by_worker("to device", pieces, into)
         self.to_device_bytes += into.nbytes
         self._started[id(into)] = into, pieces, device, event
         return into
@@ -89,7 +89,7 @@ class Mover:
             if _on_gpu(device):  # behind what has been brought from there, which it waited for
                 event = self._copy_beside("to host", device, parts, place, None)
             else:
-                event = self._copy_on_lane("to host", parts, place)
+                event = self._copy_by_worker("to host", parts, place)
         self.to_host_bytes += sum(piece.nbytes for piece in pieces)
         self._started[id(into)] = into, pieces, None, event
         return into
@@ -140,8 +140,8 @@ class Mover:
 
     def abandon(self) -> None:
         """Forget what is under way, after a step that failed."""
-        for lane in (self.updates, *self.copies.values()):
-            lane.abandon()
+        for worker in (self.updates, *self.workers.values()):
+            worker.abandon()
         for *_, event in self._started.values():
             if event is not None and not isinstance(event, _Copying):
                 event.synchronize()
@@ -155,10 +155,10 @@ class Mover:
             known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
         return known
 
-    def _copy_on_lane(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> _Copying | None:
-        """Copy on this way's lane, or now if it has none."""
-        if way in self.copies:
-            return _Copying(self.copies[way].start(partial(_copy, pieces, into)))
+    def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> _Copying | None:
+        """Have the worker of this way copy, or copy now if it has none."""
+        if way in self.workers:
+            return _Copying(self.workers[way].start(partial(_copy, pieces, into)))
         _copy(pieces, into)
         return None
 
@@ -182,7 +182,7 @@ class Mover:
 
 
 class _Copying:
-    """A copy on a lane, as what waits for a GPU's sees it."""
+    """A copy by a worker, with the interface of a GPU's event."""
 
     def __init__(self, copying: Future) -> None:
         self.synchronize = copying.result

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from zerofx.errors import FileTierError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.storage.bucket import Bucket, Left, ValueBucket, words_for
 from zerofx.runtime.storage.disk import FileStore, HostCache
 from zerofx.runtime.storage.disk.system import SystemCalls
-from zerofx.runtime.storage.file_bucket import FiledBucket, Left, words_for
-from zerofx.runtime.storage.file_values import ValueBucket
 from zerofx.runtime.storage.host import HostMemory
 
 DEFAULT_SHARE = 0.5
@@ -55,21 +54,19 @@ class FileTier:
         self.cache: HostCache | None = None
         self._system = system
         self._bound_bytes = cache_bytes
-        self._by_key: weakref.WeakValueDictionary[Hashable, FiledBucket] = (
-            weakref.WeakValueDictionary()
-        )
-        self._all: weakref.WeakSet[FiledBucket] = weakref.WeakSet()
+        self._by_key: weakref.WeakValueDictionary[Hashable, Bucket] = weakref.WeakValueDictionary()
+        self._all: weakref.WeakSet[Bucket] = weakref.WeakSet()
         self._lost_with: list[tuple[Any, Any]] = []  # optimizers, and the states that they had
         self._numbers = itertools.count()
         self._gone: deque[str] = deque()  # names in the store that nobody needs any more
-        self._in_use: dict[FiledBucket, int] = {}  # how often each is, in order
+        self._in_use: dict[Bucket, int] = {}  # how often each is, in order
         self.is_pinned = False
         # A worker may fetch and release while the thread that runs the step asks for something.
         self._lock = threading.RLock()
 
     # Before the first step
 
-    def find(self, key: Hashable) -> FiledBucket | None:
+    def find(self, key: Hashable) -> Bucket | None:
         """The bucket with this key that has room here, if there is one."""
         with self._lock:
             return self._by_key.get(key)
@@ -78,7 +75,7 @@ class FileTier:
         """A name for a new bucket, which no other one has."""
         return f"{words}, {next(self._numbers)}"
 
-    def reserve(self, buckets: Sequence[FiledBucket], in_use_bytes: int = 0) -> None:
+    def reserve(self, buckets: Sequence[Bucket], in_use_bytes: int = 0) -> None:
         """Make room on disk for what of a program's buckets is new, for all of it or for none.
 
         ``in_use_bytes`` is what the program uses at once, at most.
@@ -94,7 +91,7 @@ class FileTier:
             self._check_cache(buckets, in_use_bytes)
             self._make_room(new)
 
-    def _make_room(self, new: Sequence[FiledBucket]) -> None:
+    def _make_room(self, new: Sequence[Bucket]) -> None:
         try:
             self.store.add([bucket.layout for bucket in new])
         except FileTierError as error:
@@ -108,7 +105,7 @@ class FileTier:
                 self._by_key[bucket.key] = bucket
             self.is_pinned |= bucket.is_copied_by_gpu and torch.cuda.is_available()
 
-    def cache_bytes_to_come(self, buckets: Sequence[FiledBucket]) -> int:
+    def cache_bytes_to_come(self, buckets: Sequence[Bucket]) -> int:
         """Host memory that the cache will take for these buckets and does not hold yet."""
         total = sum({bucket.name: bucket.layout.nbytes for bucket in buckets}.values())
         return max(min(total, self.cache_bytes) - self.cached_bytes, 0)
@@ -124,7 +121,7 @@ class FileTier:
         assert self._bound_bytes is not None, "known once buckets have been reserved"
         return self._bound_bytes
 
-    def _check_cache(self, buckets: Sequence[FiledBucket], in_use_bytes: int) -> None:
+    def _check_cache(self, buckets: Sequence[Bucket], in_use_bytes: int) -> None:
         sizes = {bucket: bucket.layout.nbytes for bucket in buckets}
         if not sizes:
             return
@@ -152,7 +149,7 @@ class FileTier:
                 f"a smaller {smaller}."
             )
 
-    def _no_room(self, new: Sequence[FiledBucket], error: FileTierError) -> FileTierError:
+    def _no_room(self, new: Sequence[Bucket], error: FileTierError) -> FileTierError:
         needed = sum(bucket.layout.nbytes for bucket in new)
         return FileTierError(
             f"this rank's {words_for(new)} need {needed} bytes in files: {error}",
@@ -162,7 +159,7 @@ class FileTier:
 
     # In a step
 
-    def begin(self, buckets: Sequence[FiledBucket]) -> None:
+    def begin(self, buckets: Sequence[Bucket]) -> None:
         """Start a step that uses these buckets, each time it does, in this order.
 
         Raises: FileTierError if what they hold is lost, or a write has failed since.
@@ -179,7 +176,7 @@ class FileTier:
             else:
                 self.cache.begin(order)
 
-    def fetch(self, bucket: FiledBucket) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """Have a bucket in host memory, where its user finds it.
 
         What comes from elsewhere (the device, a state dict, other buckets) comes in here.
@@ -189,11 +186,11 @@ class FileTier:
         with self._lock, ordinary_tensors():
             assert self.cache is not None, "a step has begun"
             views = self.cache.use(bucket.name)
-            bucket.make_whole()
+            bucket.prepare()
             self._in_use[bucket] = self._in_use.get(bucket, 0) + 1  # it may be interrupted
             bucket.arrive(views)
 
-    def release(self, bucket: FiledBucket, *, is_dirty: bool = True, is_void: bool = False) -> None:
+    def release(self, bucket: Bucket, *, is_dirty: bool = True, is_void: bool = False) -> None:
         """Take a bucket back from its user, with what has been changed or made of it.
 
         If it ``is_void`` nobody wants what it holds.
@@ -230,7 +227,8 @@ class FileTier:
                 raise StepError(str(self._no_room([larger], error))) from error
             self.cache.replace(bucket.name, larger.name)
             self._gone.append(bucket.name)
-            bucket.name, bucket.num_bytes = larger.name, num_bytes
+            bucket.name = larger.name
+            bucket.resize(num_bytes)
             weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
 
     def finish(self) -> None:
@@ -268,7 +266,7 @@ class FileTier:
                     (weakref.ref(one), one.state) for one in optimizers if one.state
                 ]
 
-    def read(self, bucket: FiledBucket) -> dict[str, Tensor]:
+    def read(self, bucket: Bucket) -> dict[str, Tensor]:
         """All of a bucket, in memory of its own, at any time.
 
         Raises: FileTierError if it is lost, or cannot be read.
@@ -278,7 +276,7 @@ class FileTier:
             assert self.cache is not None, "what holds something has been in a step"
             return self.cache.read(bucket.name)
 
-    def _lay_out_anew(self, bucket: FiledBucket) -> None:
+    def _lay_out_anew(self, bucket: Bucket) -> None:
         """Write values that do not fit a bucket's layout, and give it theirs from now on."""
         self._gone.append(bucket.name)
         bucket.name = self.name(bucket.name.rpartition(", ")[0])

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 
-class Lane:
+class Worker:
     """A thread that does what it is given in order; it begins with the first, and goes with this.
 
     What must have happened is waited for with the ``Future`` that ``start`` returns, which raises

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.storage.workers import Lane
+from zerofx.runtime.storage.workers import Worker
 
 
 def test_it_does_one_thing_after_another_in_one_thread():
-    lane, done = Lane("test"), []
-    futures = [lane.start(lambda n=n: done.append((n, threading.get_ident()))) for n in range(20)]
+    worker, done = Worker("test"), []
+    futures = [worker.start(lambda n=n: done.append((n, threading.get_ident()))) for n in range(20)]
     for future in futures:
         future.result()
     assert [number for number, _ in done] == list(range(20))
@@ -24,12 +24,12 @@ def test_it_does_one_thing_after_another_in_one_thread():
 
 
 def test_an_error_comes_out_where_it_is_waited_for_and_the_next_goes_on():
-    lane, error = Lane("test"), ValueError("no")
+    worker, error = Worker("test"), ValueError("no")
 
     def fail():
         raise error
 
-    failed, after = lane.start(fail), lane.start(lambda: 7)
+    failed, after = worker.start(fail), worker.start(lambda: 7)
     with pytest.raises(ValueError) as raised:
         failed.result()
     assert raised.value is error and "fail" in [entry.name for entry in raised.traceback]
@@ -37,25 +37,25 @@ def test_an_error_comes_out_where_it_is_waited_for_and_the_next_goes_on():
 
 
 def test_what_is_abandoned_has_ended_or_never_begins():
-    lane, begun, ended = Lane("test"), threading.Event(), []
+    worker, begun, ended = Worker("test"), threading.Event(), []
 
     def slow():
         begun.set()
         time.sleep(0.2)
         ended.append("slow")
 
-    lane.start(slow)
-    lane.start(lambda: ended.append("never"))
+    worker.start(slow)
+    worker.start(lambda: ended.append("never"))
     begun.wait()
-    lane.abandon()
+    worker.abandon()
     assert ended == ["slow"]
-    assert lane.start(lambda: 1).result() == 1 and ended == ["slow"]
+    assert worker.start(lambda: 1).result() == 1 and ended == ["slow"]
 
 
 @pytest.mark.parametrize("is_queued", (True, False))
 def test_who_interrupts_a_start_abandons_it_too(is_queued, monkeypatch):
-    lane, begun, ended = Lane("test"), threading.Event(), []
-    lane.start(lambda: None).result()
+    worker, begun, ended = Worker("test"), threading.Event(), []
+    worker.start(lambda: None).result()
 
     def slow():
         begun.set()
@@ -73,20 +73,20 @@ def test_who_interrupts_a_start_abandons_it_too(is_queued, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            lane.start(slow)
-    lane.abandon()
+            worker.start(slow)
+    worker.abandon()
     assert ended == ["slow"] * is_queued, "nothing goes on behind"
-    assert lane.start(lambda: 1).result() == 1
+    assert worker.start(lambda: 1).result() == 1
 
 
 def test_its_thread_goes_with_it():
     def is_there():  # by its name: threads of other tests may end meanwhile
-        return any("lane that goes" in thread.name for thread in threading.enumerate())
+        return any("worker that goes" in thread.name for thread in threading.enumerate())
 
-    lane = Lane("lane that goes")
-    lane.start(lambda: None).result()
+    worker = Worker("worker that goes")
+    worker.start(lambda: None).result()
     assert is_there()
-    del lane
+    del worker
     gc.collect()
     for _ in range(100):
         if not is_there():
@@ -101,19 +101,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.storage.workers import Lane
-lane = Lane("test")
-assert lane.start(lambda: 1).result() == 1
-pending = lane.start(lambda: time.sleep(0.3))
+from zerofx.runtime.storage.workers import Worker
+worker = Worker("test")
+assert worker.start(lambda: 1).result() == 1
+pending = worker.start(lambda: time.sleep(0.3))
 child = os.fork()
 if child == 0:
-    lane.abandon()  # what its parent has started is its parent's
-    assert lane.start(os.getpid).result() == os.getpid()
+    worker.abandon()  # what its parent has started is its parent's
+    assert worker.start(os.getpid).result() == os.getpid()
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 pending.result()
-assert lane.start(lambda: 2).result() == 2
-lane.start(lambda: time.sleep(0.2) or print("ended"))
+assert worker.start(lambda: 2).result() == 2
+worker.start(lambda: time.sleep(0.2) or print("ended"))
 """
 
 

@@ -1,0 +1,187 @@
+"""Buckets: flat tensors that are in files together, for users that let go of them between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.memory.flat import ordinary_tensors, without_base
+from zerofx.runtime.storage.disk import BucketLayout, Field
+
+
+class Location(Enum):
+    """Where values lie while nothing uses them."""
+
+    DEVICE = auto()
+    HOST = auto()
+    FILE = auto()
+
+
+class Left(Enum):
+    """What a bucket holds after its user has let go of it."""
+
+    NOTHING = auto()
+    KNOWN = auto()
+    """What it held before, with the changes that its user has made."""
+    NEW = auto()
+    """Values that it did not hold before."""
+    RELAYOUT = auto()
+    """Values that do not fit its layout: its user still has them."""
+
+
+Key = tuple[int, str]
+"""One tensor of a bucket: its number, and the name of its part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of one name and dtype, one behind the other; ``numels`` are (number, elements)."""
+
+    name: str
+    dtype: torch.dtype
+    numels: tuple[tuple[int, int], ...]
+
+    @property
+    def field(self) -> Field:
+        kind = str(self.dtype).removeprefix("torch.")
+        return Field(f"{self.name} ({kind})", self.dtype, sum(numel for _, numel in self.numels))
+
+
+class Bucket:
+    """Tensors in files, or in the host memory that caches them, for a user that lets go of them.
+
+    A use is ``acquire``, which has the user find them in memory, then ``release``, which takes
+    them back.  ``tier`` is the ``FileTier`` that the bucket is in, under ``name``.  ``what`` says
+    in words what it holds; ``optimizer`` gives the optimizer into which a checkpoint has to be
+    loaded when that is lost, if there is one.  ``key`` is what other programs find it by.
+    """
+
+    what = "values"
+    outlives_steps = True
+    is_copied_by_gpu = True
+    key: Hashable = None
+    optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
+
+    def __init__(self, tier: Any, name: str, parts: tuple[Part, ...]) -> None:
+        self.tier, self.name, self.parts = tier, name, parts
+
+    def acquire(self) -> None:
+        """Have its user find the values in host memory.
+
+        Values from elsewhere (the device, a state dict, other buckets) come in here.
+
+        Raises: FileTierError if they cannot be read.
+        """
+        self.tier.fetch(self)
+
+    def release(self, *, dirty: bool = True, void: bool = False) -> None:
+        """Take the values back; ``dirty`` if they were changed, ``void`` if nothing needs them."""
+        self.tier.release(self, is_dirty=dirty, is_void=void)
+
+    @property
+    def layout(self) -> BucketLayout:
+        return BucketLayout(self.name, tuple(part.field for part in self.parts))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its values, without padding, also before it holds any."""
+        return sum(field.nbytes for field in self.layout.fields)
+
+    def split(self, views: Mapping[str, Tensor]) -> list[tuple[Key, Tensor]]:
+        """Cut the fields of its layout into its tensors."""
+        found = []
+        with ordinary_tensors():
+            for part in self.parts:
+                pieces = views[part.field.name].split([numel for _, numel in part.numels])
+                for (number, _), piece in zip(part.numels, pieces, strict=True):
+                    found.append(((number, part.name), without_base(piece)))
+        return found
+
+    # What each kind of bucket says of its user
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left that could use it."""
+        return False
+
+    def has_any(self) -> bool:
+        """Return whether its user still needs something that lies here."""
+        return False
+
+    def forget(self) -> None:
+        """Hold nothing: the values that its user needs come from elsewhere now."""
+
+    def prepare(self) -> None:
+        """Have all values at hand before there is memory for them.  It may fail."""
+
+    def arrive(self, views: Mapping[str, Tensor]) -> None:
+        """Have its user find the values in memory: ``views`` of the layout's fields."""
+        raise NotImplementedError
+
+    def leave(self, views: Mapping[str, Tensor]) -> Left:
+        """Take the values back from the user, which no longer finds them in this memory."""
+        raise NotImplementedError
+
+    def lay_out_anew(self) -> None:
+        """Forget what it holds, and take the layout of what its user has."""
+        raise NotImplementedError
+
+
+class ValueBucket(Bucket):
+    """Room for one saved value of a step at a time, of at most ``num_bytes``.
+
+    ``memory`` is where it lies while something uses it, uint8[num_bytes].
+    """
+
+    what = "activations"
+    outlives_steps = False
+
+    def __init__(self, tier: Any, name: str, num_bytes: int) -> None:
+        super().__init__(tier, name, ())
+        self.memory: Tensor | None = None
+        self.resize(num_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.parts = (Part("value", torch.uint8, ((0, num_bytes),)),)
+
+    def arrive(self, views: Mapping[str, Tensor]) -> None:
+        ((_, self.memory),) = self.split(views)
+
+    def leave(self, views: Mapping[str, Tensor]) -> Left:
+        self.memory = None
+        return Left.NEW
+
+
+class Reader:
+    """Reads values out of turn, a bucket at a time.
+
+    It keeps the last bucket that it has read: drop the reader when it has served.
+    """
+
+    def __init__(self) -> None:
+        self._bucket: Bucket | None = None
+        self._values: dict[Key, Tensor] = {}
+
+    def read(self, bucket: Bucket, key: Key) -> Tensor:
+        """One tensor of a bucket, on the CPU: not to be written to.
+
+        Raises: FileTierError if it is lost, or cannot be read.
+        """
+        if bucket is not self._bucket:
+            self._bucket, self._values = None, {}  # before there is another
+            self._values = dict(bucket.split(bucket.tier.read(bucket)))
+            self._bucket = bucket
+        return self._values[key]
+
+
+def words_for(buckets: Iterable[Bucket]) -> str:
+    """Say what these hold that outlives a step, or what they hold at all if nothing does."""
+    buckets = list(buckets)
+    kept = [bucket for bucket in buckets if bucket.outlives_steps] or buckets
+    return " and ".join(sorted({bucket.what for bucket in kept}))
