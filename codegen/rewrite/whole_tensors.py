@@ -21,7 +21,7 @@ from zerofx.codegen.rewrite.elementwise import (
     why_not_elementwise,
 )
 from zerofx.codegen.trace.trace import Update
-from zerofx.ir.graph import aliased_inputs, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 
 
 def newton_schulz_flops(shape: Sequence[int], group: Mapping[str, Any]) -> int:

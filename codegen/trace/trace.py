@@ -30,7 +30,7 @@ from zerofx.codegen.trace.symbolic import (
     frame_line,
     innermost_line,
 )
-from zerofx.ir.graph import aliased_inputs, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.parameters import ParameterInfo
 
 

@@ -18,7 +18,8 @@ from torch import fx
 from zerofx.cost.program import live_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
-from zerofx.ir.graph import program_order, set_kept_gathered, set_resident
+from zerofx.ir.graph import program_order
+from zerofx.ir.interface import set_kept_gathered, set_resident
 from zerofx.ir.parameters import KeptGathered
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.residency import stay_on_device

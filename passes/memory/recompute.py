@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from zerofx import compat
-from zerofx.ir.graph import Builder, erase_unused, mark_kept
+from zerofx.ir.graph import Builder, erase_unused
+from zerofx.ir.interface import mark_kept
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory.saved_values import SavedValues, backward_calls, nbytes
 

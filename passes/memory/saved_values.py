@@ -13,7 +13,9 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, input_role, is_backward, mutated_inputs, program_order
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import input_role
 
 aten = torch.ops.aten
 

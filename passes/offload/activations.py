@@ -13,16 +13,9 @@ from torch import fx
 
 from zerofx.cost.program import seconds
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliased_inputs,
-    aliases,
-    done_with,
-    input_role,
-    is_backward,
-    memory_of,
-    mutated_inputs,
-    program_order,
-)
+from zerofx.ir.aliases import aliased_inputs, aliases, done_with, memory_of, mutated_inputs
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import input_role
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.saved_values import is_fused

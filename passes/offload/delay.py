@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.errors import StepError
-from zerofx.ir.graph import input_role, placeholders, writers
+from zerofx.ir.aliases import writers
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.parameters import ParameterTable
 
 

@@ -11,20 +11,11 @@ from torch import fx
 
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    input_role,
-    is_backward,
-    is_kept_on_host,
-    mutated_inputs,
-    placeholders,
-    set_input_role,
-    shard_of,
-    source_line,
-    updated_by,
-    writers,
-)
+from zerofx.ir.aliases import is_kept_on_host, mutated_inputs, shard_of, writers
+from zerofx.ir.graph import Builder, is_backward, updated_by
+from zerofx.ir.interface import input_role, placeholders, set_input_role
 from zerofx.ir.roles import role
+from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
 
 aten = torch.ops.aten

@@ -11,16 +11,9 @@ from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    aliased_inputs,
-    aliases,
-    erase_unused,
-    mark_kept,
-    program_order,
-    resident,
-    why_kept,
-)
+from zerofx.ir.aliases import aliased_inputs, aliases
+from zerofx.ir.graph import Builder, erase_unused, program_order
+from zerofx.ir.interface import mark_kept, resident, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged, slot_of
 from zerofx.ir.roles import provenance
 from zerofx.ir.sizes import hinted_bytes, value_bytes

@@ -10,15 +10,9 @@ from torch import fx
 
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    is_kept_on_host,
-    memory_of,
-    mutated_inputs,
-    placeholders,
-    program_order,
-    shard_of,
-)
+from zerofx.ir.aliases import is_kept_on_host, memory_of, mutated_inputs, shard_of
+from zerofx.ir.graph import Builder, program_order
+from zerofx.ir.interface import placeholders
 from zerofx.ir.offload import copies_activation, copies_to_device, released_at, uses_of_files
 from zerofx.ir.parameters import ParameterInfo, shard_numel
 from zerofx.ir.roles import bucket_of

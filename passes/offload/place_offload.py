@@ -13,16 +13,9 @@ from torch import fx
 from zerofx.cost.program import live_bytes
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    is_kept_on_host,
-    is_owned,
-    memory_of,
-    program_order,
-    resident,
-    set_resident,
-    writers,
-)
+from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
+from zerofx.ir.graph import Builder, is_owned, program_order
+from zerofx.ir.interface import resident, set_resident
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.parameters import Resident
 from zerofx.passes.base import Counts, PassContext

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import is_backward, mutated_inputs
+from zerofx.ir.aliases import mutated_inputs
+from zerofx.ir.graph import is_backward
 from zerofx.ir.roles import role
 from zerofx.passes.memory.saved_values import is_fused
 

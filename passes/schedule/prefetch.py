@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.cost.timeline import predict
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases
+from zerofx.ir.aliases import aliases
 from zerofx.ir.roles import provenance
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.move_times import start_moves_ahead

@@ -10,7 +10,8 @@ from torch import fx
 from zerofx.cost.program import live_bytes, seconds
 from zerofx.cost.timeline import transfer_s
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, program_order
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import program_order
 from zerofx.ir.roles import bucket_of, parameter_of, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, is_owned, is_random, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
+from zerofx.ir.graph import is_owned, is_random
 from zerofx.passes.base import Counts, PassContext
 
 

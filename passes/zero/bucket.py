@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerofx.ir.graph import aliased_inputs, input_role, is_backward, placeholders, program_order
+from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.parameters import ParameterInfo, Place, shard_numel
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS

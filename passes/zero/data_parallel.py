@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, mark_gradient
+from zerofx.ir.graph import Builder
+from zerofx.ir.interface import mark_gradient
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist, sink_past_fused, stagger_waits
 from zerofx.passes.zero.local_gradients import leave_unreduced, take_in_unreduced

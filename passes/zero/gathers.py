@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, aliases, is_backward, last_use, program_order
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import Builder, is_backward, last_use, program_order
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import bucket_of, parameter_of
 from zerofx.passes.base import PassContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.roles import Provenance
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    aliased_inputs,
+from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.graph import Builder
+from zerofx.ir.interface import (
     gradient_outputs,
     input_role,
     placeholders,

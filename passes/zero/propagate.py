@@ -14,25 +14,19 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
+from zerofx.ir.aliases import aliased_inputs, aliases, memory_of, mutated_inputs, writers
+from zerofx.ir.graph import Builder, erase_unused, rank_varying
+from zerofx.ir.interface import (
     InputRole,
-    aliased_inputs,
-    aliases,
-    erase_unused,
     gradient_outputs,
     input_role,
-    memory_of,
-    mutated_inputs,
-    rank_varying,
     set_input_role,
     sharded_results,
-    source_line,
     unreduced_results,
-    writers,
     written_gradients,
 )
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.source import source_line
 from zerofx.passes.base import PassContext
 from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.zero.gathers import GatherSource, insert_gathers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.roles import role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist, stagger_waits

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.roles import parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.propagate import ShardPropagation

@@ -7,8 +7,10 @@ from torch import fx
 
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, rank_varying, source_line
+from zerofx.ir.graph import rank_varying
+from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.source import source_line
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.kit.programs import assert_same_numerics, capture, evaluation, execute, listing, mlp_step
 from zerofx import compat
 from zerofx.capture.normalize import normalize
-from zerofx.ir.graph import InputRole, placeholders, set_input_role
+from zerofx.ir.interface import InputRole, placeholders, set_input_role
 
 aten = torch.ops.aten
 

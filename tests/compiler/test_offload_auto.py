@@ -18,7 +18,7 @@ from tests.kit.trainings import (
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import BudgetError
-from zerofx.ir.graph import resident
+from zerofx.ir.interface import resident
 from zerofx.runtime.parameters.registry import REGISTRY
 
 WIDTH, LAYERS, ROWS = 64, 4, 96

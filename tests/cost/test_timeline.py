@@ -11,7 +11,7 @@ from zerofx.cost.program import flops, seconds
 from zerofx.cost.timeline import LANES, Timeline, predict
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import InputRole, set_input_role
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten

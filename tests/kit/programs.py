@@ -30,7 +30,8 @@ from zerofx.compiler.program import state_bytes, whole_updates
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import gradient_outputs, input_role, placeholders, updated_by
+from zerofx.ir.graph import updated_by
+from zerofx.ir.interface import gradient_outputs, input_role, placeholders
 from zerofx.ir.offload import changes_files, copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance

@@ -19,7 +19,7 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.ir import ops
-from zerofx.ir.graph import InputRole, set_input_role
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.lower import lowering
 from zerofx.lower.gradient_work import fold_gradient_work
 from zerofx.lower.regions import CompiledRegion, is_compute

@@ -8,7 +8,8 @@ from torch import fx, nn
 
 from tests.kit.programs import Captured, capture, mlp_step, nodes_of, rewritten
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, input_role, placeholders
+from zerofx.ir.graph import Builder
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.lower.in_place import buckets_updated_in_place
 
 aten = torch.ops.aten

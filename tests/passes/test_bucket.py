@@ -31,8 +31,10 @@ from tests.kit.programs import (
 from zerofx import GraphError
 from zerofx.cost.traffic import wire_bytes
 from zerofx.ir import ops
+from zerofx.ir.aliases import aliases
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import InputRole, aliases, program_order, set_input_role
+from zerofx.ir.graph import program_order
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.ir.roles import role
 from zerofx.options import resolve

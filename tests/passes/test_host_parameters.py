@@ -35,7 +35,9 @@ from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, is_kept_on_host, placeholders, program_order
+from zerofx.ir.aliases import aliases, is_kept_on_host
+from zerofx.ir.graph import program_order
+from zerofx.ir.interface import placeholders
 from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters
 from zerofx.passes.schedule.start_times import chain_of
 from zerofx.verify.verifier import verify

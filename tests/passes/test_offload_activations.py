@@ -41,7 +41,9 @@ from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
 from zerofx.hardware import parse
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, is_backward, program_order, why_kept
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import why_kept
 from zerofx.ir.offload import slot_of
 from zerofx.ir.roles import provenance
 from zerofx.ir.sizes import hinted_bytes

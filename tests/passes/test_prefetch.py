@@ -27,7 +27,8 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, program_order
+from zerofx.ir.graph import program_order
+from zerofx.ir.interface import input_role
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 

@@ -10,7 +10,7 @@ from tests.kit.programs import assert_same_numerics, capture, execute, rewritten
 from zerofx import StepError
 from zerofx.cost.program import live_bytes
 from zerofx.ir import ops
-from zerofx.ir.graph import resident
+from zerofx.ir.interface import resident
 
 OFFLOADED = {"offload": "optimizer", "update_in_backward": True, "bucket": True}
 WIDTH = 16

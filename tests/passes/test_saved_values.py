@@ -31,15 +31,10 @@ from tests.kit.programs import (
     run_passes,
 )
 from zerofx.cost.program import live_bytes
+from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import (
-    aliased_inputs,
-    input_role,
-    is_backward,
-    placeholders,
-    program_order,
-    why_kept,
-)
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import input_role, placeholders, why_kept
 from zerofx.ir.roles import provenance, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.memory.saved_values import LONGEST_CHAIN, _Network

@@ -23,7 +23,7 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import gradient_outputs, input_role, placeholders
+from zerofx.ir.interface import gradient_outputs, input_role, placeholders
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 

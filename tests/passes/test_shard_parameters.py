@@ -31,7 +31,9 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, input_role, is_backward, placeholders, program_order
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.roles import role
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE

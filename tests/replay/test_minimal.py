@@ -5,7 +5,7 @@ import torch
 
 from tests.kit.programs import clone, context_of, mlp_step, nodes_of, rewritten, smallest_step
 from zerofx.ir import ops
-from zerofx.ir.graph import input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.replay.minimal import Differences, compare_by_name, cut_out, minimal
 from zerofx.replay.replayed import ObservedProgram
 

@@ -24,16 +24,9 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    Builder,
-    InputRole,
-    aliases,
-    input_role,
-    placeholders,
-    program_order,
-    set_input_role,
-    updates,
-)
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import Builder, program_order, updates
+from zerofx.ir.interface import InputRole, input_role, placeholders, set_input_role
 from zerofx.ir.roles import Provenance, provenance, role
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline

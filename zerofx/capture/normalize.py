@@ -11,14 +11,9 @@ import operator
 import torch
 from torch import fx
 
-from zerofx.ir.graph import (
-    Builder,
-    aliased_inputs,
-    erase_unused,
-    input_role,
-    memory_of,
-    placeholders,
-)
+from zerofx.ir.aliases import aliased_inputs, memory_of
+from zerofx.ir.graph import Builder, erase_unused
+from zerofx.ir.interface import input_role, placeholders
 
 aten = torch.ops.aten
 

@@ -18,8 +18,10 @@ from zerofx import compat
 from zerofx.capture.normalize import normalize
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import InputRole, set_input_role, source_line, updates
+from zerofx.ir.graph import updates
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.source import source_line
 
 
 @dataclass(frozen=True)

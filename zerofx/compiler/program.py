@@ -23,7 +23,8 @@ from zerofx.compiler.progress import progress
 from zerofx.cost.timeline import predict
 from zerofx.errors import StepError
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import copied, kept_gathered, updates
+from zerofx.ir.graph import copied, updates
+from zerofx.ir.interface import kept_gathered
 from zerofx.lower.in_place import buckets_updated_in_place
 from zerofx.lower.lowering import lower
 from zerofx.options import Options, environment

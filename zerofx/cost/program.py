@@ -13,7 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from zerofx import compat
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, done_with, input_role, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
+from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import role
 from zerofx.ir.rules import FILES, TO_HOST

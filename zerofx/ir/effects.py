@@ -7,14 +7,9 @@ from collections import Counter
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliases,
-    input_role,
-    placeholders,
-    updated_by,
-    writers,
-    written_gradients,
-)
+from zerofx.ir.aliases import aliases, writers
+from zerofx.ir.graph import updated_by
+from zerofx.ir.interface import input_role, placeholders, written_gradients
 from zerofx.ir.offload import is_staged, operands_of_updates
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, is_kept_on_host, program_order
+from zerofx.ir.aliases import aliases, is_kept_on_host
+from zerofx.ir.graph import program_order
 from zerofx.ir.roles import parameter_of
 from zerofx.ir.rules import FILES, TO_DEVICE, TO_HOST
 from zerofx.ir.sizes import hinted_bytes

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, erase_unused, program_order
+from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.graph import erase_unused, program_order
 from zerofx.lower.gradient_work import may_be_overwritten
 
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ from torch import fx, nn
 
 from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, erase_unused, program_order, writers
+from zerofx.ir.aliases import aliased_inputs, writers
+from zerofx.ir.graph import erase_unused, program_order
 from zerofx.ir.sizes import value_bytes
 
 

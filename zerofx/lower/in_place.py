@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, input_role, is_owned, mutated_inputs, program_order
+from zerofx.ir.aliases import aliases, mutated_inputs
+from zerofx.ir.graph import is_owned, program_order
+from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import parameter_of, role
 

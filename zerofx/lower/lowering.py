@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx, nn
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, erase_unused
+from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.graph import erase_unused
 from zerofx.ir.rules import LINK
 from zerofx.lower.gradient_norms import fold_gradient_norms
 from zerofx.lower.gradient_work import fold_gradient_work

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, aliases, call_text, layout_text, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, aliases, mutated_inputs
+from zerofx.ir.source import call_text, layout_text
 
 aten = torch.ops.aten
 

@@ -17,17 +17,9 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    InputRole,
-    aliases,
-    copied,
-    memory_of,
-    mutated_inputs,
-    placeholders,
-    program_order,
-    set_input_role,
-    writers,
-)
+from zerofx.ir.aliases import aliases, memory_of, mutated_inputs, writers
+from zerofx.ir.graph import copied, program_order
+from zerofx.ir.interface import InputRole, placeholders, set_input_role
 from zerofx.replay.in_process_group import in_turns
 from zerofx.replay.replayed import ObservedProgram
 

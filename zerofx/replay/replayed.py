@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from zerofx.errors import CommandError
 from zerofx.ir import ops
-from zerofx.ir.graph import copied, unreduced_results, written_gradients
+from zerofx.ir.graph import copied
+from zerofx.ir.interface import unreduced_results, written_gradients
 from zerofx.passes.base import PassContext
 from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, random_inputs

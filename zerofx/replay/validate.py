@@ -17,8 +17,9 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.errors import ValidationError
-from zerofx.ir.graph import copied, source_line
+from zerofx.ir.graph import copied
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.source import source_line
 from zerofx.passes.base import Pass, PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.replay.in_process_group import MOST_RANKS_IN_TURNS, in_turns

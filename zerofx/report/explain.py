@@ -10,7 +10,8 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
-from zerofx.ir.graph import input_role, placeholders, resident, updates
+from zerofx.ir.graph import updates
+from zerofx.ir.interface import input_role, placeholders, resident
 from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.options import Options
 from zerofx.passes.manager import TURNED_OFF

@@ -11,14 +11,9 @@ from torch import fx
 
 from zerofx.cost.program import Allocation, allocations
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliased_inputs,
-    gradient_of,
-    input_role,
-    is_backward,
-    memory_of,
-    updated_by,
-)
+from zerofx.ir.aliases import aliased_inputs, memory_of
+from zerofx.ir.graph import is_backward, updated_by
+from zerofx.ir.interface import gradient_of, input_role
 from zerofx.ir.offload import is_staged, operands_of_updates, staged_until
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import bucket_of, parameter_of, role

@@ -17,17 +17,17 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.graph import (
+from zerofx.ir.interface import (
     gradient_of,
     gradient_outputs,
     input_role,
     placeholders,
     sharded_results,
-    source_of,
     why_kept,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import bucket_of, parameter_of, provenance
+from zerofx.ir.source import source_of
 from zerofx.report.python_text import (
     EXACT,
     comment,

@@ -22,9 +22,9 @@ from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.graph import source_of
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import bucket_of, provenance, role
+from zerofx.ir.source import source_of
 from zerofx.passes.base import PassContext
 from zerofx.report.folder import DumpFolder
 from zerofx.report.memory import Piece, alive, parameters_of, phases_of, pieces_of

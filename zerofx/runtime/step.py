@@ -14,13 +14,13 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.ir import effects, ops
-from zerofx.ir.graph import (
+from zerofx.ir.graph import updates
+from zerofx.ir.interface import (
     gradient_outputs,
     input_role,
     placeholders,
     sharded_results,
     unreduced_results,
-    updates,
     written_gradients,
 )
 from zerofx.ir.offload import uses_of_files

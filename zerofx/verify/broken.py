@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.errors import GraphError
-from zerofx.ir.graph import source_line
 from zerofx.ir.roles import provenance
+from zerofx.ir.source import source_line
 
 
 def broken(node: fx.Node, rule: str) -> GraphError:

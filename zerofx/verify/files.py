@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import aliases, input_role, mutated_inputs, placeholders
+from zerofx.ir.aliases import aliases, mutated_inputs
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.offload import changes_files, copies_to_device, is_fetch
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.rules import FILES, TO_HOST

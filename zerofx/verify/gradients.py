@@ -5,14 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    gradient_outputs,
-    input_role,
-    mutated_inputs,
-    rank_varying,
-    unreduced_results,
-    written_gradients,
-)
+from zerofx.ir.aliases import mutated_inputs
+from zerofx.ir.graph import rank_varying
+from zerofx.ir.interface import gradient_outputs, input_role, unreduced_results, written_gradients
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance

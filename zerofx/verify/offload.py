@@ -8,15 +8,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliases,
-    input_role,
-    is_kept_on_host,
-    memory_of,
-    mutated_inputs,
-    shard_of,
-    writers,
-)
+from zerofx.ir.aliases import aliases, is_kept_on_host, memory_of, mutated_inputs, shard_of, writers
+from zerofx.ir.interface import input_role
 from zerofx.ir.offload import (
     brought_from,
     copies_activation,

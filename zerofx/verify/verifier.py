@@ -13,22 +13,13 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.ir import ops
-from zerofx.ir.graph import (
-    aliases,
-    call_text,
-    captured_updates,
-    gradient_of,
-    input_role,
-    layout_text,
-    mutated_inputs,
-    placeholders,
-    program_order,
-    shard_of,
-    updates,
-)
+from zerofx.ir.aliases import aliases, mutated_inputs, shard_of
+from zerofx.ir.graph import program_order, updates
+from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
+from zerofx.ir.source import call_text, layout_text
 from zerofx.verify.broken import broken
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import verify_averages

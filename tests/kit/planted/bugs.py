@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.ir.graph import layout_text, memory_of
+from zerofx.ir.aliases import memory_of
 from zerofx.ir.roles import provenance
+from zerofx.ir.source import layout_text
 
 KINDS = ("delete", "duplicate", "apply twice", "move up", "move down", "swap", "constant")
 

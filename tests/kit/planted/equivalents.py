@@ -9,7 +9,8 @@ from torch import fx
 
 from tests.kit.planted.bugs import Bug, layout, roots, stand_in
 from zerofx.ir import ops
-from zerofx.ir.graph import aliased_inputs, is_random, memory_of, mutated_inputs, updated_by
+from zerofx.ir.aliases import aliased_inputs, memory_of, mutated_inputs
+from zerofx.ir.graph import is_random, updated_by
 from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten

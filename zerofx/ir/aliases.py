@@ -1,0 +1,128 @@
+"""Who shares whose memory in a program, who writes to it, and until when it is read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.interface import input_role
+from zerofx.ir.roles import parameter_of
+
+aten = torch.ops.aten
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose memory the node's result may share."""
+    if node.op != "call_function":
+        return []
+    shares = ops.rules(node).shares
+    if shares is not None:
+        return list(shares(node))
+    if node.target is operator.getitem and node.args[0].target is ops.wait_shards:
+        (start,) = node.args[0].args
+        return [mutated_inputs(start)[node.args[1]]]  # and not those written to with it
+    if node.target in (operator.getitem, aten._unsafe_view.default):  # its schema does not say so
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    return _arguments(node, _aliased_arguments(node.target))
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the node writes to."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    return _arguments(node, _written_arguments(node.target))
+
+
+@cache
+def _aliased_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments whose memory a result may share."""
+    schema = operator_._schema
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and schema.returns
+    )
+
+
+@cache
+def _written_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator_._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _arguments(node: fx.Node, which: Iterable[tuple[int, str]]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for position, name in which:
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        fx.node.map_arg(value, found.append)
+    return found
+
+
+def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
+    """``node`` and every later node that may share its memory.
+
+    ``through_gathers`` takes what is gathered from a shard for the shard's memory too.
+    """
+    found = {node}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            sources = aliased_inputs(user)
+            if through_gathers and ops.rules(user).gathers:
+                sources = user.all_input_nodes
+            if user not in found and any(source in found for source in sources):
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def memory_of(node: fx.Node) -> set[fx.Node]:
+    """``node`` and every earlier node whose memory it may share."""
+    found = {node}
+    pending = [node]
+    while pending:
+        sources = set(aliased_inputs(pending.pop())) - found
+        found |= sources
+        pending += sources
+    return found
+
+
+def is_kept_on_host(node: fx.Node) -> bool:
+    """Whether a node's memory is that of a parameter's shard which is kept in host memory."""
+    return any(
+        source.op == "placeholder" and input_role(source).on_host for source in memory_of(node)
+    )
+
+
+def shard_of(node: fx.Node) -> int:
+    """Index of the parameter that a flat shard is of, or is laid out like; -1 for none."""
+    if node.target is aten.copy_.default:
+        return shard_of(node.args[0])
+    if node.op == "placeholder":
+        return input_role(node).parameter if input_role(node).sharded else -1
+    return parameter_of(node)
+
+
+def writers(node: fx.Node) -> set[fx.Node]:
+    """Every node that writes to ``node``'s memory."""
+    return {
+        user for alias in aliases(node) for user in alias.users if alias in mutated_inputs(user)
+    }
+
+
+def done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
+    """When a reader needs its operands no more: what is started reads them until its wait."""
+    if ops.is_collective(reader) or ops.is_move(reader):
+        return max(done_with(user, order) for user in reader.users)
+    return order[reader]

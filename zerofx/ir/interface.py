@@ -1,0 +1,111 @@
+"""What a program's inputs, results and nodes are: facts that its metadata hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir.parameters import KeptGathered, Resident
+
+
+@dataclass(frozen=True)
+class InputRole:
+    """What an input is: ``parameter``, ``gradient``, ``buffer``, ``number`` or ``other``.
+
+    A ``number`` is one that the user passes, and not a size of some tensor.
+
+    ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
+    other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
+    ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks,
+    ``on_host`` that it is a shard in host memory.
+    """
+
+    kind: str
+    parameter: int = -1
+    sharded: bool = False
+    unreduced: bool = False
+    on_host: bool = False
+
+
+def input_role(node: fx.Node) -> InputRole:
+    return node.meta["zerofx_input"]
+
+
+def set_input_role(node: fx.Node, role: InputRole) -> None:
+    node.meta["zerofx_input"] = role
+
+
+def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
+    """The program's inputs, all or of one kind."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    return nodes if kind is None else [node for node in nodes if input_role(node).kind == kind]
+
+
+def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
+    """Positions of results that become some ``p.grad`` -> that parameter's index."""
+    return graph.output_node().meta.get("zerofx_gradients", {})
+
+
+def sharded_results(graph: fx.Graph) -> set[int]:
+    """Positions of results that leave as this rank's shards; to be added to."""
+    return graph.output_node().meta.setdefault("zerofx_sharded_results", set())
+
+
+def unreduced_results(graph: fx.Graph) -> set[int]:
+    """Positions of results that become some ``p.grad`` without being averaged; to be added to."""
+    return graph.output_node().meta.setdefault("zerofx_unreduced_results", set())
+
+
+def written_gradients(graph: fx.Graph) -> dict[int, int]:
+    """Positions of results that replace an unreduced gradient that came in -> its parameter.
+
+    They are behind those that the step returns; to be added to.
+    """
+    return graph.output_node().meta.setdefault("zerofx_written_gradients", {})
+
+
+def set_kept_gathered(graph: fx.Graph, kept: KeptGathered) -> None:
+    """Record what the program keeps gathered within its budget."""
+    graph.output_node().meta["zerofx_kept_gathered"] = kept
+
+
+def kept_gathered(graph: fx.Graph) -> KeptGathered | None:
+    """What the program keeps gathered within its budget; None if it has none or needs none."""
+    return graph.output_node().meta.get("zerofx_kept_gathered")
+
+
+def set_resident(graph: fx.Graph, resident: Resident) -> None:
+    """Record what stays on the device of what the program could offload."""
+    graph.output_node().meta["zerofx_resident"] = resident
+
+
+def resident(graph: fx.Graph) -> Resident | None:
+    """What stays on the device of what the program could offload; None if nobody has decided."""
+    return graph.output_node().meta.get("zerofx_resident")
+
+
+def mark_gradient(node: fx.Node, parameter: int) -> None:
+    """Record that a node is a parameter's local gradient, one of those that become its average."""
+    node.meta["zerofx_gradient_of"] = gradient_of(node) | {parameter}
+
+
+def gradient_of(node: fx.Node) -> frozenset[int]:
+    """The parameters whose local gradient a node is; none if nobody knows."""
+    return node.meta.get("zerofx_gradient_of", frozenset())
+
+
+def captured_updates(graph: fx.Graph) -> Counter[tuple[int, int]] | None:
+    """The updates that the program had when it was captured; None if nobody recorded them."""
+    return graph.output_node().meta.get("zerofx_updates")
+
+
+def mark_kept(node: fx.Node, reason: str) -> None:
+    """Record that a value is kept from forward to backward, and why."""
+    node.meta["zerofx_kept"] = reason
+
+
+def why_kept(node: fx.Node) -> str | None:
+    """Why a value is kept from forward to backward; None if nobody decided on it."""
+    return node.meta.get("zerofx_kept")
