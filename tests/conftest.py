@@ -4,13 +4,13 @@ Plans are made with fixed figures, in the ranks that tests spawn too: nothing is
 program is the same in every run.
 """
 
-import gc
 import logging
 import os
 
 import pytest
 import torch._dynamo
 
+from tests.kit.ranks import forget
 from tests.kit.tiers import (  # noqa: F401  # hooks
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -25,11 +25,8 @@ os.environ.setdefault("ZEROFX_HARDWARE", "latency_s=2.5e-4 bytes_per_s=1e9")
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_to_collect():
-    """Spare later modules' collections what this one leaves: millions of objects, after a while."""
     yield
-    torch._dynamo.reset()
-    gc.collect()
-    gc.freeze()
+    forget()
 
 
 if "zero" not in torch._dynamo.list_backends():

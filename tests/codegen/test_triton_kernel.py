@@ -29,7 +29,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("name", first(8, OPTIMIZERS))
+@pytest.mark.parametrize("name", first(4, OPTIMIZERS))
 def test_errors_are_of_the_size_of_torch_optims(name, run):
     """20 steps at each length: at most twice torch.optim's own error, or a rounding."""
     for tensor, (own, plain, largest) in run(interpreted.errors_against_float64, name).items():

@@ -2,7 +2,10 @@
 
 import os
 
-from tests.kit.ranks import ranks_fixture  # noqa: F401
+import torch
+import torch._dynamo.convert_frame
+
+from tests.kit.ranks import kept, ranks_fixture  # noqa: F401
 
 
 def hash_and_environment():
@@ -14,3 +17,25 @@ def test_ranks_hash_strings_differently_and_have_the_environment_of_now(ranks, m
     (one, here), (other, there) = ranks(2).run(hash_and_environment)
     assert one != other
     assert here == there == "yes"
+
+
+def test_their_processes_are_kept_while_the_environment_is_the_same(ranks, monkeypatch):
+    before = ranks(2).run(os.getpid)
+    assert ranks(2).run(os.getpid) == before
+    monkeypatch.setenv("ZEROFX_TESTED", "again")
+    assert not set(ranks(2).run(os.getpid)) & set(before)
+
+
+def test_behind_a_module_they_forget_what_is_compiled(ranks):
+    assert ranks(2).run(compile_something) == [1, 1]
+    kept().forget()
+    assert ranks(2).run(num_compiled) == [0, 0]
+
+
+def compile_something():
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    return num_compiled()
+
+
+def num_compiled():
+    return len(torch._dynamo.convert_frame.output_codes.seen)

@@ -4,7 +4,7 @@ import operator
 
 import pytest
 
-from tests.kit.covering import only
+from tests.kit.covering import first, only
 from tests.kit.offloaded_programs import (
     FACTS,
     OFFLOADED,
@@ -164,7 +164,7 @@ def check_numerics(step, world_size, stage, options):
 
 @pytest.mark.parametrize("world_size", only((2,), (1, 2)))
 @of((PARAMS, WITH_STATES, ALL))
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", first(3, STEPS))
 def test_computes_bitwise_what_it_did_with_shards_there_when_used(name, offload, world_size):
     check_numerics(STEPS[name](), world_size, 3, offload)
 

@@ -73,6 +73,46 @@ ALONE_SAYS_IT = {
     *(f"optimizer_{name}" for name in OPTIMIZERS if name not in ("AdamW", "RMSprop_centered")),
 }
 assert set(QUICK) >= ALONE_SAYS_IT
+# What the default run has of each kind of form.
+OF_EACH_KIND = (
+    "plain",
+    "double_precision",
+    "channels_last_weights",
+    "counting_buffers",
+    "tied_weights",
+    "frozen_parameters",
+    "batch_norm",
+    "dropout",
+    "checkpointed_dropout",
+    "batches_whose_shape_changes",
+    "several_parameter_groups",
+    "parameter_group_added_after_the_first_step",
+    "requires_grad_flipped_after_the_first_step",
+    "optimizer_AdamW",
+    "optimizer_SGD_nesterov",
+    "optimizer_RMSprop_centered",
+    "optimizer_Lion",
+    "tensor_lr",
+    "one_cycle_of_lr_and_momentum",
+    "closure",
+    "zero_grad_last_to_zeros",
+    "gradients_never_zeroed",
+    "gradients_centred",
+    "accumulation_in_a_loop",
+    "accumulation_in_a_loop_sharded",
+    "accumulation_across_two_functions_local",
+    "update_at_every_other_call",
+    "two_updates_of_one_batch",
+    "parameters_read_after_the_update",
+    "old_values_read_after_the_update",
+    "weights_decayed_by_hand",
+    "penalty_in_the_loss",
+    "evaluation_after_each_step",
+    "clip_by_norm_2_foreach_True",
+    "clip_by_value_foreach",
+    "scaler_with_unscaled_clipping",
+    "two_scalers",
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +126,7 @@ def on_two_ranks(ranks):  # noqa: F811
     return train
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", only(OF_EACH_KIND, QUICK))
 def test_alone_a_step_is_the_eager_one(name):
     assert_trains_alike(name, 3, [trained(name, 3)])
 
@@ -95,7 +135,6 @@ def test_alone_a_step_is_the_eager_one(name):
     "name",
     only(
         (
-            "tied_weights_autocast_and_clipping",
             "accumulation_in_a_loop",
             "gradients_never_zeroed",
             "scaler_with_unscaled_clipping",

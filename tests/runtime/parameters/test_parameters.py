@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.kit.covering import nightly
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.access import full_params, unshard
@@ -86,7 +87,7 @@ def weight(stage: int = 3) -> tuple[nn.Linear, nn.Parameter]:
     return model, model.weight
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, nightly(3)])
 def world(request, ranks):  # noqa: F811
     return ranks(request.param)
 
