@@ -138,7 +138,7 @@ class Search:
         self.at: dict[int, Trial] = {}
 
     def difference(self, trial: Trial) -> float:
-        """How far a run's numbers are from the reference's, relative."""
+        """Return how far a run's numbers are from the reference's, relative."""
         assert self.reference is not None, "the reference runs before anything is compared with it"
         return furthest(trial.numbers, self.reference.numbers)
 
@@ -171,7 +171,7 @@ class Search:
         return self.at[level]
 
     def _ends(self) -> tuple[int, int]:
-        """A level that is good and a higher one that is bad."""
+        """Run the ends of the search; return a good level and a higher, bad one."""
         top = len(LEVELS) - 1
         everything = self.at[top] = self.command.run("as it is", LEVELS[top])
         if everything.succeeded and self.command.metric is None:
@@ -224,7 +224,7 @@ class Search:
             )
 
     def table(self) -> str:
-        """A row for each run."""
+        """Return a table with a row for each run."""
         has_metric = self.command.metric is not None
         rows = []
         for trial in self.command.trials:
@@ -242,7 +242,7 @@ class Search:
     def _report(
         self, name: str, before: Trial, behind: Trial, without: Trial | None, validated: Trial
     ) -> Iterator[str]:
-        """The pass, how to see it again, and what it does to the program."""
+        """Tell the pass, what it does to the program, and how to run it again."""
         changed = "begins to fail" if not behind.succeeded else "prints other numbers"
         yield f"Behind {name} the run {changed}."
         if error := behind.error():
@@ -267,7 +267,7 @@ class Search:
 
 
 def _verdict(behind: Trial, validated: Trial) -> str:
-    """What ``ZEROFX_VALIDATE=1`` has said."""
+    """Return what the run with ``ZEROFX_VALIDATE=1`` has found."""
     if found := re.search(r"ValidationError: (.*)", validated.text()):
         return f"Validation (run {validated.number}): {found[1]}"
     if not validated.succeeded and validated.error() != behind.error():
@@ -283,7 +283,7 @@ def _verdict(behind: Trial, validated: Trial) -> str:
 
 
 def _minimal(dumps: Path) -> Iterator[str]:
-    """The least of the programs before and behind the pass that shows what is wrong with it."""
+    """Show the smallest parts of the programs before and behind the pass that differ."""
     for before in sorted(dumps.glob("rank0/*/minimal_before.py")):
         yield from ("", "The least that shows it, before the pass and behind it:")
         for path in (before, before.with_name("minimal_after.py")):
@@ -294,7 +294,7 @@ def _minimal(dumps: Path) -> Iterator[str]:
 
 
 def _programs(name: str, dumps: Path) -> Iterator[str]:
-    """How to see what the pass has changed in rank 0's programs, also in a rejected one."""
+    """Tell how to see what the pass has changed in rank 0's programs, rejected ones too."""
     found = sorted(dumps.glob(f"rank0/*/[0-9]*_{name}.*py"))
     if not found:
         yield (

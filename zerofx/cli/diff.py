@@ -19,7 +19,7 @@ from zerofx.report.read import WORD, DumpedProgram, Statement, function_folders,
 from zerofx.report.write import REJECTED
 
 _SHOWN = 4
-"""How many names of one kind are listed without --full."""
+"""Without --full, at most so many names of one kind are listed."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -50,7 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """What leads from one program to another; ``unchanged`` counts the rest, with inputs.
+    """The statements that differ between two programs; ``unchanged`` counts all others.
 
     ``moved`` are statements in another order, as ``difflib`` matches names, by the name of the next
     statement that stays; ``changed`` are those that read or call something else, or have another
@@ -102,7 +102,7 @@ def report(before: DumpedProgram, after: DumpedProgram, full: bool = False) -> I
 
 
 class _Groups:
-    """Lines by what they are about: a bucket, a parameter, a module of the user's or a line."""
+    """Groups lines by their subject: a bucket, a parameter, a module or line of the user's."""
 
     def __init__(
         self, programs: tuple[DumpedProgram, DumpedProgram], found: Difference, full: bool
@@ -172,7 +172,7 @@ class _Groups:
         return f"at {_short(statement.place)}" if statement.place else "elsewhere"
 
     def _parameter_of(self, statement: Statement) -> str:
-        """The parameter that an input is, or that a statement of no module marks or writes to."""
+        """Name the parameter that an input is, or that a statement of no module marks or writes."""
         if statement.role == "input":
             return self._parameter_of_input(statement.name)
         if statement.role or statement.gradient_of or statement.module:
@@ -196,7 +196,7 @@ class _Groups:
         self.lines.setdefault(title, []).append(line)
 
     def ordered(self) -> list[str]:
-        """Titles: buckets and parameters as the program lists them, then modules, then the rest."""
+        """Order titles: buckets and parameters as in the program, then modules, then the rest."""
         place = {name: number for number, name in enumerate(self.names)}
 
         def key(title: str) -> tuple[int, int, str]:
@@ -219,7 +219,7 @@ _SEPARATOR = re.compile(r"[\\/]")
 
 
 def _replaced(old: Statement, new: Statement) -> Mapping[str, str]:
-    """What a statement reads instead of what, if nothing else about it has changed."""
+    """Return the names that a statement reads instead of others, if that is all that changed."""
     was, now = WORD.findall(old.call), WORD.findall(new.call)
     replaced = {a: b for a, b in zip(was, now, strict=False) if a != b}
     is_all = WORD.sub(lambda match: replaced.get(match[0], match[0]), old.call) == new.call
@@ -231,7 +231,7 @@ _COST = re.compile(r"# (allocated at most|sent|collectives|moved to the \w+) {2,
 
 
 def _costs(before: DumpedProgram, after: DumpedProgram) -> list[str]:
-    """The costs in the two headers that differ."""
+    """Return lines for the costs that differ between the two headers."""
     costs = []
     for program in (before, after):
         matches = map(_COST.match, program.text[:4000].splitlines())

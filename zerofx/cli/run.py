@@ -36,7 +36,7 @@ def add_to(subparsers: Any) -> None:
     how.add_argument("--random", action="store_true", help="on random inputs")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     parser.add_argument(
-        "--sgd", action="store_true", help="update with plain SGD, whatever the optimizer was"
+        "--sgd", action="store_true", help="update with plain SGD, not with the dumped optimizer"
     )
     parser.set_defaults(run=run)
 
@@ -79,7 +79,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def check_runs(program: DumpedProgram) -> None:
-    """Raises: CommandError for what the dump does not hold enough of, or is of another torch."""
+    """Raise CommandError if a dump lacks what it takes to run it, or is of another torch."""
     if program.facts["OBSTACLES"]:
         raise CommandError(
             f"{program.path} can be read, but not run: {'; '.join(program.facts['OBSTACLES'])}"
@@ -105,7 +105,7 @@ def refuse_missing_devices(program: DumpedProgram) -> None:
 
 
 def all_ranks(program: DumpedProgram) -> list[DumpedProgram] | None:
-    """Every rank's dump of this program, from the folders beside its own; None if not all are."""
+    """Return every rank's dump of this program; None if one is missing beside it."""
     if program.world_size > MOST_RANKS_IN_TURNS:
         return None
     try:
@@ -115,7 +115,7 @@ def all_ranks(program: DumpedProgram) -> list[DumpedProgram] | None:
 
 
 def of_rank(program: DumpedProgram, rank: int) -> DumpedProgram:
-    """Another rank's dump of the same program.  Raises: CommandError, OSError if there is none."""
+    """Return another rank's dump of a program.  Raises: CommandError, OSError if there is none."""
     if rank == program.rank:
         return program
     path = program.path.absolute()
@@ -127,7 +127,7 @@ def of_rank(program: DumpedProgram, rank: int) -> DumpedProgram:
 
 
 def run_fake(program: DumpedProgram) -> Any:
-    """Run the program on tensors without elements, through every operator's own idea of shapes."""
+    """Run the program on tensors without elements: each operator checks and gives shapes."""
     names = program.namespace()
     with compat.fake_tensors():
         inputs = [
@@ -153,7 +153,7 @@ def _tell(program: DumpedProgram, results: Results, how: str, chosen: argparse.N
 
 
 def _table(values: Any, program: DumpedProgram) -> str:
-    """A line per tensor: shape, and of one with elements a checksum and its norm."""
+    """Return a table with each tensor's shape and, if it has elements, checksum and norm."""
     named = dict(values) if isinstance(values, Mapping) else _named(values, program)
     rows = []
     for name, value in named.items():
@@ -175,7 +175,7 @@ def _named(values: Sequence[Any], program: DumpedProgram) -> dict[str, Any]:
 
 
 def checksum(value: torch.Tensor) -> str:
-    """Of a tensor's elements, bit by bit, whatever its strides."""
+    """Return a checksum of the bits of a tensor's elements; strides do not count."""
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
 

@@ -20,14 +20,14 @@ from zerofx.options import environment, turned_off
 from zerofx.passes.pipeline import PIPELINE
 
 SWITCHED = (*(step.name for step in PIPELINE if step.optional), "fuse_optimizer")
-"""What is turned off from the end: the optional passes in their order, and what lowering does."""
+"""Passes that can be turned off: the optional ones in their order, then lowering's."""
 
 GRACE_S = 40.0
-"""How long a command that was told to end may take: torchrun gives its workers 30 s."""
+"""A command that was told to end has so long to do it: torchrun gives its workers 30 s."""
 
 
 class Level(NamedTuple):
-    """How much of the compiler runs; ``adds`` is the pass that the level below has not."""
+    """A part of the compiler that runs; ``adds`` is the pass that the level below lacks."""
 
     adds: str
     off: tuple[str, ...] = ()

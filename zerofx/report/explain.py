@@ -1,4 +1,4 @@
-"""A compiled program in tables: what is kept and sent, what limits it, what passes did."""
+"""A compiled program in tables: what it keeps and sends, what limits it, what passes did."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
 
 
 def peak_bytes(program: Program) -> int:
-    """The most that a program, as it is now, has allocated at once on its device."""
+    """Return the most that a program, as it is now, has allocated at once on its device."""
     ranks = program.function.communicator.world_size
     sockets = not program.options.peer_memory
     return max(live_bytes(program.gm.graph, ranks, sockets=sockets, hinted=True), default=0)
 
 
 def first_words(program: Program) -> str:
-    """A line that says what a step has become: for the log, when it is first compiled."""
+    """Return the line that the log has of a step when it is first compiled."""
     communicator = program.function.communicator
     collectives = wire_bytes(program.gm, communicator.world_size).num_collectives
     was = program.captured_peak
@@ -91,7 +91,7 @@ def first_words(program: Program) -> str:
 
 
 def _passes(program: Program, with_seconds: bool) -> str:
-    """A row for each pass: what it did, or why it is off."""
+    """Return a table with a row for each pass: what it did, or why it is off."""
     rows = []
     for report in program.reports:
         row = [report.name, "off" if report.skipped else "on", _counts(report.counts)]
@@ -110,7 +110,7 @@ def _passes(program: Program, with_seconds: bool) -> str:
 
 
 def why_not_fused(options: Options) -> str:
-    """Why updates are not run as one kernel; empty if they are."""
+    """Return why updates do not run as one kernel; an empty string if they do."""
     if not options.fuse_optimizer:
         return f"{TURNED_OFF}; ZEROFX_FUSE_OPTIMIZER=1 turns it on"
     if options.lowering != "inductor":
@@ -119,7 +119,7 @@ def why_not_fused(options: Options) -> str:
 
 
 def limit_text(timeline: Timeline) -> str:
-    """The lane that has most to do, for how much of the step, and what would give it less."""
+    """Name the busiest lane, its share of the step, and what would give it less to do."""
     lane = timeline.busiest
     share = timeline.lanes[lane] / timeline.step_s if timeline.step_s else 0.0
     waiting = f"{milliseconds(timeline.exposed_s)} of it a rank only waits"
@@ -143,13 +143,13 @@ _REMEDIES = {
 
 
 def _lanes(timeline: Timeline) -> str:
-    """Seconds by lane, the busiest first."""
+    """Return the seconds of each lane, the busiest first."""
     busy = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
     return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busy if seconds)
 
 
 def _offload(program: Program) -> list[tuple[str, str]]:
-    """What a step keeps in host memory, and moves there and back; nothing without offload."""
+    """Return rows on host memory and the moves there and back; none without offload."""
     moved = moved_bytes(program.gm)
     if not (program.options.offload or moved.to_device):
         return []
@@ -182,7 +182,7 @@ def _offload(program: Program) -> list[tuple[str, str]]:
 
 
 def _ways(program: Program) -> str:
-    """How long activations travel in a step, and for how much of that compute waits."""
+    """Return how long activations travel in a step, and how long compute waits for them."""
     ranks = program.function.communicator.world_size
     transfers = predict(program.gm.graph, program.figures, program.table, ranks).transfers
     ways = [way for start, way in transfers.items() if copies_activation(start)]
@@ -191,7 +191,7 @@ def _ways(program: Program) -> str:
 
 
 def _files(program: Program) -> list[tuple[str, str]]:
-    """What a step keeps in files; nothing without ``offload_tier="nvme"``."""
+    """Return rows on files; none without ``offload_tier="nvme"``."""
     files = program.runtime.files if program.runtime is not None else None
     if files is None:
         return []
@@ -222,14 +222,15 @@ def _counts(counts) -> str:
 
 
 _FIRST_SHARDED = {"parameters": 3, "gradients": 2, "optimizer states": 1}
-"""The stage from which on a rank keeps a share of them."""
+"""The first stage at which a rank keeps only a share of them."""
 
 
 def memory_by_stage(program: Program) -> list[str]:
-    """Lines of a table: whole, or divided by the ranks, as the stage says, and what is here.
+    """Return a table of what a rank keeps at each stage by ZeRO's formulas, and in this program.
 
-    ZeRO's (2 + 2 + K) bytes per element, with this model's own dtypes.  What is here has padding,
-    and is in host memory or in files where that is so; gradients are those that are alive together.
+    The formulas are ZeRO's (2 + 2 + K) bytes per element, with this model's own dtypes.  This
+    program's column has padding, and counts host memory and files too; its gradients are the most
+    that are alive together.
 
     Source: ZeRO, Rajbhandari et al. 2020, section 5.
     """
@@ -276,7 +277,7 @@ def _share(nbytes: int, what: str, stage: int, ranks: int) -> int:
 
 
 def _state_bytes(program: Program) -> dict[int, float]:
-    """What the optimizers of a program keep per element, by the parameter's index."""
+    """Return the bytes per element that optimizers keep, by the parameter's index."""
     runtime = program.runtime
     if runtime is None:
         return {}
@@ -298,14 +299,14 @@ def _state_bytes(program: Program) -> dict[int, float]:
 
 
 def _gradient_bytes(program: Program) -> int:
-    """The most that a step has of gradients at once, averaged or not, whole or shards."""
+    """Return the most bytes of gradients at once, averaged or not, whole or shards."""
     graph, ranks = program.gm.graph, program.function.communicator.world_size
     pieces = pieces_of(graph, program.table, ranks, sockets=not program.options.peer_memory)
     return max(alive(pieces, len(graph.nodes)).get("gradients", ()), default=0)
 
 
 def kept_bytes(program: Program) -> int:
-    """Bytes of parameters that this rank keeps on its device; optimizer states come on top."""
+    """Return the bytes of parameters that this rank keeps on its device."""
     if program.options.stage < 3:
         return sum(info.nbytes for info in program.table)
     shards = sum(info.shard_numel * info.dtype.itemsize for info in program.table)
@@ -313,7 +314,7 @@ def kept_bytes(program: Program) -> int:
 
 
 def on_host_bytes(program: Program) -> int:
-    """Bytes of parameters that this rank keeps in host memory."""
+    """Return the bytes of parameters that this rank keeps in host memory."""
     roles = map(input_role, placeholders(program.gm.graph, "parameter"))
     infos = (program.table[role.parameter] for role in roles if role.on_host)
     return sum(info.shard_numel * info.dtype.itemsize for info in infos)

@@ -1,4 +1,4 @@
-"""Where a run's dumps go: a folder that a rerun replaces, and no other living run writes to."""
+"""The folder of a run's dumps: a rerun replaces it, and no other living run writes to it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zerofx import compat
 logger = logging.getLogger("zerofx")
 
 CLAIM = ".zerofx-run"
-"""Names the run that a folder belongs to; its processes share a lock on it while they live."""
+"""A file with the name of the folder's run; the run's processes share a lock on it."""
 
 MARKER = ".zerofx-dump"
-"""Lies in every folder that a run has made, and that the next may remove."""
+"""A file in every folder that a run has made and the next run may remove."""
 
 _MOST_RUNS = 1000
 
 
 class DumpFolder:
-    """A folder to write to.  The first file that cannot be written costs a warning and the rest.
+    """A folder to write to.  After the first file that cannot be written, it warns and stops.
 
     ``path`` has a folder per rank, those one per compiled program.
     """
@@ -62,7 +62,7 @@ class DumpFolder:
         )
 
     def close(self) -> None:
-        """Let go of the folder, as the end of the process does."""
+        """Release the folder, as the end of the process does."""
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
@@ -71,8 +71,8 @@ class DumpFolder:
 def claim(path: str | Path, run: str) -> DumpFolder:
     """Return the folder of this run below ``path``, the same for all processes of the run.
 
-    It is ``path`` itself, and what an earlier run has left there goes; if a run that still lives
-    writes there, ``path/run2`` or the next.
+    It is ``path`` itself, without the dumps of earlier runs; if a living run writes there, it is
+    ``path/run2`` or the next.
     """
     folder = DumpFolder(path)
     try:
@@ -92,10 +92,10 @@ def claim(path: str | Path, run: str) -> DumpFolder:
 
 
 def run_of_this_process() -> str:
-    """A name for the run that this process is a rank of: other runs have another.
+    """Return the name of the run that this process is a rank of; other runs have other names.
 
-    The first rank to ask chooses it; nobody waits for a rank that does not ask.  A process whose
-    store answers nothing, as that of torch's fake group, is a run of its own.
+    The first rank to ask chooses it, and no rank waits for another.  A process whose store does not
+    answer, as that of torch's fake group, is a run of its own.
     """
     mine = uuid.uuid4().hex
     store = compat.world_store()
@@ -126,7 +126,7 @@ def _claimed(path: Path, run: str) -> DumpFolder:
 
 
 def _taken(folder: Path, run: str) -> DumpFolder:
-    """Write the claim, and share its lock with the run's other processes."""
+    """Write the claim, and share its lock with the other processes of the run."""
     folder.mkdir(exist_ok=True)
     claimed = DumpFolder(folder)
     claimed._claim = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
@@ -137,7 +137,7 @@ def _taken(folder: Path, run: str) -> DumpFolder:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether no process of the run that a folder belongs to is alive."""
+    """Return whether every process of the folder's run has ended."""
     claim = os.open(folder / CLAIM, os.O_RDWR)
     try:
         return _lock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,7 +146,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def _remove_dumps(folder: Path) -> None:
-    """Remove what a run has made, and nothing that it has not."""
+    """Remove what a run has made, and nothing else."""
     for marker in list(folder.glob(f"rank*/*/{MARKER}")):
         shutil.rmtree(marker.parent)
         with contextlib.suppress(OSError):  # something else is in there
@@ -158,7 +158,7 @@ def _remove_dumps(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Keep other processes from claiming below ``path`` meanwhile."""
+    """Keep other processes from claiming a folder below ``path`` meanwhile."""
     directory = os.open(path, os.O_RDONLY)
     try:
         _lock(directory, fcntl.LOCK_EX)
@@ -168,7 +168,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Whether the lock is held now; file systems without locks always give it."""
+    """Take a lock; return whether it is held now, which it is where there are no locks."""
     try:
         fcntl.flock(descriptor, how)
     except BlockingIOError:

@@ -198,7 +198,7 @@ class _Kinds:
 
 
 def _inputs(nodes: Sequence[fx.Node]) -> list[Piece]:
-    """What the step finds in memory and leaves there: parameters, gradients, the batch."""
+    """List what is in memory before and after the step: parameters, gradients, the batch."""
     kinds = {"parameter": "parameters", "gradient": "gradients"}
     last = len(nodes) - 1
     found = []
@@ -214,7 +214,7 @@ def _inputs(nodes: Sequence[fx.Node]) -> list[Piece]:
 def _states(
     nodes: Sequence[fx.Node], table: ParameterTable, state_bytes: Mapping[tuple[int, int], float]
 ) -> list[Piece]:
-    """What the optimizers keep; states in files count while they are read."""
+    """List the optimizers' states; those in files count while they are in host memory."""
     filed = _filed(nodes)
     found: dict[tuple[int, int], Piece] = {}
     for node in nodes:
@@ -231,7 +231,7 @@ def _states(
 
 
 def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
-    """From where to where states that are kept in files are in host memory."""
+    """Return, by update, the positions between which states of files are in host memory."""
     order = {node: position for position, node in enumerate(nodes)}
     found = {}
     for node in nodes:
@@ -243,7 +243,7 @@ def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
-    """The parameters that a node updates, each with the number of elements updated here."""
+    """Return the parameters that a node updates, each with the number of elements."""
     if node.target is ops.update:
         return [(node.args[3], value_bytes(node) // node.meta["val"].dtype.itemsize)]
     if node.target is ops.optimizer_step:
@@ -253,7 +253,7 @@ def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
 
 
 def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
-    """The host memory that moves to the host write to, while it is in use."""
+    """List the host memory that moves to the host write to, while it is in use."""
     order = {node: position for position, node in enumerate(nodes)}
     found = []
     for node in nodes:
@@ -265,7 +265,7 @@ def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
 
 
 def _value(allocation: Allocation) -> str:
-    """The tensor that an allocation holds, as text; empty if it is no result."""
+    """Return the tensor that an allocation holds, as text; empty if it is no result."""
     if allocation.own:
         return ""
     value = allocation.node.meta.get("val")

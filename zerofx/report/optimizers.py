@@ -1,4 +1,4 @@
-"""An optimizer as plain data that a dump can hold, and an optimizer made of it again."""
+"""Describes an optimizer as plain data for a dump, and makes an optimizer of it again."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TENSOR = "tensor"
 
 
 def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Its class, defaults and groups with their hyperparameters, all of them literals.
+    """Return an optimizer's class, defaults and groups with their hyperparameters, as literals.
 
-    ``names`` are those of the program's parameters, by the ``id`` of each.  What is neither
-    a literal nor a tensor of one element is listed as ``omitted``.  States are not kept.
+    ``names`` are those of the program's parameters, by the ``id`` of each.  A hyperparameter that
+    is neither a literal nor a tensor of one element is listed as ``omitted``.  States are left out.
     """
     kind = type(optimizer)
     omitted: set[str] = set()
@@ -51,7 +51,7 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
 def rebuild(
     described: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of the same class, with the same hyperparameters and no states.
+    """Make an optimizer of the described class, with its hyperparameters and no states.
 
     Raises: CommandError if its class cannot be imported or made this way.
     """

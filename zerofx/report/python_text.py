@@ -1,4 +1,4 @@
-"""Values, names and functions as a dumped program writes them."""
+"""Writes values, names and functions as dumped programs have them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WIDTH = 100
 
 
 def quoted_name(name: str) -> str:
-    """A parameter's name; in quotes if a reader could not tell where it ends."""
+    """Return a parameter's name, in quotes if a reader could not tell where it ends."""
     return name if re.fullmatch(r"[^\s,;:()\"\\]+", name) else json.dumps(name)
 
 
 def comment(text: str) -> list[str]:
-    """One comment, on as many lines as it needs; all but the first are set back."""
+    """Return the lines of one comment; all but the first are indented."""
     if len(text) <= WIDTH - 6:
         return [f"    # {text}"]
     wrapped = textwrap.wrap(
@@ -58,11 +58,11 @@ _SHORT = {
 
 EXACT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
 EXACT |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-"""Dtypes whose elements Python's literals give back bit by bit."""
+"""Dtypes whose elements Python's literals reproduce bit by bit."""
 
 
 def target_text(target: Any) -> str | None:
-    """What the program calls a function by; None if no import finds it."""
+    """Return the name by which a program calls a function; None if no import finds it."""
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         if ops.is_ours(target):

@@ -53,7 +53,7 @@ class DumpedProgram:
         return self.facts["WORLD_SIZE"]
 
     def table(self) -> ParameterTable:
-        """The parameters as the program's passes have laid them out."""
+        """Return the parameters as the program's passes have laid them out."""
         return ParameterTable(
             tuple(
                 ParameterInfo(
@@ -73,7 +73,7 @@ class DumpedProgram:
         )
 
     def namespace(self) -> dict[str, Any]:
-        """Execute the file, and return its names: ``program``, which nobody has called yet.
+        """Execute the file, and return its names; the function ``program`` is defined, not run.
 
         Raises: CommandError if it is no Python any more, or its constants are gone.
         """
@@ -148,7 +148,7 @@ def _order(folder: Path) -> tuple[int, int, str]:
 
 
 def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgram:
-    """What ``text`` says of a program.  Raises: CommandError if it is not whole."""
+    """Parse the text of a program.  Raises: CommandError if it is not whole."""
     lines = text.splitlines()
     try:
         start = lines.index("def program(")
@@ -161,13 +161,13 @@ def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgr
 
 
 def missing(facts: Mapping[str, Any]) -> set[str]:
-    """The facts that every dump has, and this one has not."""
+    """Return the facts that every dump has and this one lacks."""
     needed = {"RANK", "WORLD_SIZE", "STAGE", "PARAMETERS", "OPTIMIZERS", "INPUTS", "GRADIENTS"}
     return (needed | {"SHARDED_RESULTS", "OBSTACLES"}) - facts.keys()
 
 
 def _literals(text: str) -> dict[str, Any]:
-    """Constants that are literals, by name; what is none is for the program alone."""
+    """Return the constants that are literals, by name; others are for the program alone."""
     found = {}
     for statement in ast.parse(text).body:
         match statement:

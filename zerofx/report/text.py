@@ -1,7 +1,7 @@
-"""A program as the text of a Python file: what ``dump.py`` writes and ``dumped.py`` reads.
+"""A program as the text of a Python file, which ``write.py`` writes and ``read.py`` reads.
 
-The file holds the facts that it takes to run the program again, all of them literals, and the
-program: every node is one line of a function, under comments that say where it comes from.
+The file holds the program and, as literals, the facts that are needed to run it again.  Every node
+is one line of a function, under comments that say where it comes from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zerofx.report.python_text import (
 )
 
 FORMAT = 2
-"""Of dumped files.  It grows whenever an older reader would misread one."""
+"""The format of dumped files.  It grows when an older reader would misread one."""
 
 CONSTANTS_FILE = "constants.pt"
 
@@ -65,13 +65,13 @@ if __name__ == "__main__":
 _GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "zerofx", "CONSTANTS"}
 
 _FEW = 3
-"""Members of a bucket that are named with everything that serves it."""
+"""A bucket with at most so many parameters is named in full by each node that serves it."""
 
 _IN_TEXT = 64
-"""Elements of a constant that are still written into the program."""
+"""A constant with at most so many elements is written into the program."""
 
 _LARGEST_CONSTANT = 64 * 2**20
-"""Bytes of a constant that is still written, next to the program."""
+"""A constant of at most so many bytes is written to a file next to the program."""
 
 
 def program_text(
@@ -90,9 +90,9 @@ def program_text(
 
 
 def program_facts(gm: fx.GraphModule, table: ParameterTable) -> dict[str, Any]:
-    """What a dumped program's text says of its parameters, inputs and results, by the same names.
+    """Return the facts of a dumped program: its parameters, inputs and results.
 
-    Optimizers and obstacles are not among them.
+    They have the names that the file has; optimizers and obstacles are not among them.
     """
     return _Text(gm, table, {}, {}).facts()
 
@@ -201,7 +201,7 @@ class _Text:
         return "\n".join(lines)
 
     def _notes(self, node: fx.Node) -> list[str]:
-        """What passes have noted about a node, each of it a comment."""
+        """List the comments about a node: what passes have noted on it."""
         found = []
         origin = provenance(node)
         if origin is not None:
@@ -217,7 +217,7 @@ class _Text:
         return found
 
     def _served(self, node: fx.Node) -> str:
-        """The parameters that an inserted node is for, by name.
+        """Return the names of the parameters that an inserted node is for.
 
         Those of a large bucket are named where something starts: a collective, a move, an update.
         """
@@ -241,7 +241,7 @@ class _Text:
         return f"{target}({', '.join(arguments)})"
 
     def _arguments(self, node: fx.Node) -> list[str]:
-        """Positional arguments; those of our operators by name, from the first number on."""
+        """Write positional arguments; ours by name, from the first that is no tensor on."""
         if not ops.is_ours(node.target):
             return list(map(self._argument, node.args))
         shown: list[str] = []
@@ -274,7 +274,7 @@ class _Text:
         return f"CONSTANTS[{name!r}]"
 
     def _argument(self, value: Any) -> str:
-        """An argument as Python reads it."""
+        """Write an argument as Python reads it."""
         if isinstance(value, fx.Node):
             return self.names[value]
         value = compat.scalar_hint(value)
@@ -304,7 +304,7 @@ class _Text:
         return repr(one_line(without_addresses(repr(value))))
 
     def _unknown(self, node: fx.Node, why: str) -> str:
-        """A node that nobody could run again, as something to read."""
+        """Write a node that cannot be run again, to be read; note it as an obstacle."""
         self.obstacles.append(f"{self.names[node]}: {one_line(without_addresses(why))}")
         reads = ", ".join(self.names[read] for read in node.all_input_nodes)
         return f"({without_addresses(str(node.target))!r}, [{reads}])"
@@ -325,7 +325,7 @@ def _described(info: ParameterInfo) -> dict[str, Any]:
 
 
 def _python_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Every node's own name, but for those that the file means something else by."""
+    """Return every node's name; one that the file uses for something else gets a ``_``."""
     names = {node: node.name for node in graph.nodes}
     taken = set(names.values())
     for node, name in names.items():
@@ -338,7 +338,7 @@ def _python_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, what nothing reads after it."""
+    """Return, by node, the nodes that nothing reads after it."""
     dying: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -41,7 +41,7 @@ LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files
 """Threads of a trace, in order; ``host`` is there when a device's own times are measured."""
 
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
-"""How many tensors at the peak, waits, and parameters of each the words list."""
+"""The words list so many tensors at the peak, so many waits, and so many parameters of each."""
 
 _REMEDIES = {
     "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
@@ -176,7 +176,7 @@ def process_events(process: int, title: str, lanes: Collection[str]) -> list[dic
 def span_event(
     process: int, lane: str, name: str, kind: str, begin_s: float, end_s: float, **args: Any
 ) -> dict[str, Any]:
-    """A bar on a lane, in whole nanoseconds: those of viewers, which round no two bars together."""
+    """Return a bar on a lane, in whole nanoseconds, so that no viewer rounds bars together."""
     return {
         "ph": "X",
         "pid": process,
@@ -215,7 +215,7 @@ class _Writer:
         ]
 
     def arrows(self) -> list[dict[str, Any]]:
-        """An arrow from each transfer to the wait that it keeps waiting."""
+        """Lead an arrow from each transfer to the wait that it holds up."""
         begins = {s.node: s for s in self.timeline.spans if s.lane not in ("compute", "waiting")}
         found = []
         for span in self.timeline.spans:
@@ -269,7 +269,7 @@ class _Writer:
         return "reduce" if role(node) == "reduce_gradient" else "other collectives"
 
     def _carried(self, node: fx.Node, lane: str) -> int:
-        """Bytes that a node puts on a lane; 0 where it moves none."""
+        """Return the bytes that a node puts on a lane; 0 where it moves none."""
         if node.target is ops.on_owners:
             return owned_bytes(node, self.world_size, self.table) if lane == "link" else 0
         if lane != ops.lane(node) or ops.updates_on_host(node):
@@ -287,9 +287,9 @@ def _operator(node: fx.Node) -> str:
 def _counters(
     pieces: Iterable[Piece], issued_s: Sequence[float], place: str
 ) -> list[dict[str, Any]]:
-    """Memory over time: in all, and by kind.
+    """Return memory over time: in all, and by kind.
 
-    Of nodes at the same time, which take none, the highest and the last are shown.
+    Several nodes may run at one time, if they take none: the highest and the last are shown.
     """
     kinds = alive(pieces, len(issued_s), place)
     columns = list(zip(*kinds.values(), strict=True))
@@ -312,7 +312,7 @@ def _counters(
 
 
 def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
-    """The step, its peak with its largest tensors, and its longest waits, as lines."""
+    """Describe the step, its peak with its largest tensors, and its longest waits."""
     timeline = writer.timeline
     lines = [f"A step is predicted to take {duration(timeline.step_s)}, {_waiting(timeline)}."]
     kinds = alive(pieces, len(writer.nodes))

@@ -23,17 +23,17 @@ from zerofx.report.text import CONSTANTS_FILE, FORMAT, program_text
 from zerofx.versions import __version__
 
 EXPLANATION = "explain.txt"
-"""What lies beside a function's programs once the last of them has run."""
+"""The file of ``explain``, beside a program that has run."""
 
 REJECTED = ".rejected"
-"""Behind a pass's name where its program has broken a rule: ``06_bucket.rejected.py``."""
+"""Ends the name of a program that has broken a rule: ``06_bucket.rejected.py``."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a program costs on one rank and in one step, before and after a pass.
+    """A program's costs on one rank and in one step.
 
-    ``peak`` is what it has allocated on the device at most, beside its inputs.  Units: bytes.
+    ``peak`` is the most that it allocates on the device at once, beside its inputs.  Units: bytes.
     """
 
     peak: int
@@ -46,10 +46,10 @@ class Costs:
 class ProgramDump:
     """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
 
-    ``figures`` is a line for every program's header: what its plan was made with.  ``optimizers``
-    are described by handle.  Without a ``folder`` programs go to torch's structured trace alone,
-    where they go in any case, if there is one.  Files hold no time: the same step gives the same
-    bytes again, on every rank; ``summary.txt`` has the seconds.
+    ``figures`` is a line for every program's header: the hardware that its plan was made with.
+    ``optimizers`` are described by handle.  Programs also go to torch's structured trace, if there
+    is one; without a ``folder`` they go there alone.  Only ``summary.txt`` has seconds: the same
+    step gives the same files again, on every rank.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class ProgramDump:
         self.costs: list[tuple[str, Costs]] = []
 
     def write(self, name: str, gm: fx.GraphModule, report) -> Path | None:
-        """Write one program, with what the pass that made it did in its first lines.
+        """Write one program; its first lines say what the pass that made it did.
 
-        Return where it is, if it is in a file.
+        Return its path, if it is in a file.
         """
         number = len(self.costs)
         self.costs.append((name, self._costs_of(gm)))
@@ -90,15 +90,15 @@ class ProgramDump:
         return path
 
     def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
-        """Write what a pass has left that an error has ended, as far as it is a program.
+        """Write what is there when an error ends a pass, without costs.
 
-        It has no costs: they are those of programs.
+        It may not be a whole program; the file then lists the graph's nodes as comments.
         """
         number = len(self.costs)
         lines = [*self._first_lines(number, name), f"rejected: {one_line(str(error))}"]
         try:
             text = program_text(gm, self.table, self.optimizers, self.constants)
-        except Exception as broken:  # whatever it is that is not as in a program
+        except Exception as broken:  # anything may be broken in it
             lines += [f"No program can be made of it: {type(broken).__name__}: {broken}", ""]
             lines += str(gm.graph).splitlines()
             text = ""
@@ -107,7 +107,7 @@ class ProgramDump:
         return self._write(f"{number:02d}_{name}{REJECTED}.py", text)
 
     def write_minimal(self, before: fx.GraphModule, after: fx.GraphModule) -> str:
-        """Write the parts of two programs in which they differ; say where, in a sentence."""
+        """Write the parts of two programs that differ; return a sentence that says where."""
         for name, gm in (("minimal_before", before), ("minimal_after", after)):
             text = program_text(gm, self.table, self.optimizers, self.constants)
             lines = self._first_lines(len(self.costs) - 1, name)
@@ -119,15 +119,15 @@ class ProgramDump:
         return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
 
     def write_kernel(self, name: str, source: str) -> None:
-        """Write a kernel that was generated for the program, when it first ran."""
+        """Write a kernel that was generated for the program."""
         self._write(name, source)
 
     def write_explanation(self, text: str) -> None:
-        """Write what the program keeps, sends and waits for, when it has run once."""
+        """Write what a program that has run keeps, sends and waits for."""
         self._write(EXPLANATION, text + "\n")
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
-        """Write what each pass did and took, and what the step cost before and after it."""
+        """Write a table of the passes: what each did, its seconds, and the costs around it."""
         (captured, before), *after_passes = self.costs
         costs_after = dict(after_passes)
         rows: list[tuple[str, ...]] = [("00", captured, *_shown(None, before), "")]
@@ -188,7 +188,7 @@ class ProgramDump:
         ]
 
     def _with_facts(self, lines: Sequence[str]) -> str:
-        """A file's first lines as comments, and what they say that programs need."""
+        """Return a file's first lines as comments, and the facts that running it needs."""
         facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
         comments = (f"# {line}".rstrip() for line in lines)
         return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])
@@ -211,9 +211,9 @@ _COSTS = {
 
 
 def file_name(function: str) -> str:
-    """A folder's name for a function: of any alphabet, but nothing that a path means something by.
+    """Return a folder's name for a function: in any alphabet, without characters that paths use.
 
-    Longer names than a file system takes are cut; what follows the last ``_`` stays.
+    Names that are too long for file systems are cut; the number after the last ``_`` stays.
     """
     plain = re.sub(r"[^\w.-]", "_", function).lstrip(".")
     stem, separator, number = plain.rpartition("_")
