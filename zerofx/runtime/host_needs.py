@@ -1,4 +1,4 @@
-"""What a program will take of host memory that it has not taken yet."""
+"""The host memory that a program will take and has not taken yet."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ class BufferPool:
 
     Memory fresh from the system is zeroed page by page when it is first written, which every
     layer would pay again.  A buffer is given out again once nothing else holds its
-    memory, so whoever keeps one, or a view of it, keeps it (a tensor: while a program runs,
-    nobody asks for bare storages).  CUDA's allocator does all of this.
+    memory, so a buffer stays with the code that holds it, or a view of it (as a tensor:
+    while a program runs, nothing holds bare storages).  CUDA's allocator does all of this.
     With ``is_on`` false nothing is kept, so that a budget knows of every byte.
     """
 

@@ -232,7 +232,7 @@ def in_memory_of_its_own(
 ) -> torch.Tensor:
     """The tensor with the parameter's strides and dtype, in memory that nothing else looks at.
 
-    ``users`` counts who looks at a storage, by its address.  A copy, if it is not so already.
+    ``users`` counts the tensors over a storage, by its address.  A copy, if it is not so already.
     """
     storage = tensor.untyped_storage()
     is_own = users[storage.data_ptr()] == 1 and storage.nbytes() == info.nbytes
@@ -244,7 +244,7 @@ def in_memory_of_its_own(
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view, whose base Dynamo would guard at every call."""
+    """Return the same memory as a tensor that is no view: Dynamo would guard a view's base."""
     if tensor._base is None:
         return tensor
     with ordinary_tensors():

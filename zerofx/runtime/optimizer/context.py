@@ -1,4 +1,4 @@
-"""What the updates of one optimizer have in common, and the step of it that is under way."""
+"""The state that the updates of one optimizer share, and the step of it that is under way."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class UpdateContext:
                 )
 
     def in_blocks(self, update: Update, data: Tensor, grad: Tensor) -> Callable[..., Sequence[Any]]:
-        """What runs an update of moments in eight bits, operator by operator."""
+        """Return a function that runs an update of moments in eight bits, operator by operator."""
         choice = self.kernels.find(update, data, grad, is_compiled=False)
         if choice is None:
             raise UpdateError(

@@ -13,16 +13,15 @@ from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.storage.host import HostMemory
 
 Key = tuple[weakref.ref[torch.optim.Optimizer], tuple[ParameterState, ...]]
-"""An optimizer, and whose shards it updates together."""
+"""An optimizer, and the parameters that it updates together."""
 
 
 class DelayedUpdate:
     """One bucket's update that may be under way between two calls.
 
     ``values`` and ``gradients`` are flat, in host memory, with a part for each of ``bounds``: the
-    update writes to the first and reads the second, which are nobody else's.  ``updating`` is the
-    update, which ``complete``s; ``keep_groups`` writes back what it has changed of the optimizer's
-    groups.  An optimizer that is gone leaves only values.
+    update writes to the first and reads the second, and nothing else uses them.  ``updating`` is
+    the update under way; ``keep_groups`` writes back its changes of the optimizer's groups.  If the optimizer has been freed, only parameter values are kept.
     """
 
     def __init__(self, key: Key, values: Tensor, gradients: Tensor) -> None:
@@ -66,7 +65,7 @@ class DelayedUpdate:
 
 
 class DelayedUpdates:
-    """What one compiled function has left to do between its calls; at stage 3.
+    """The updates that one compiled function leaves to do between its calls; at stage 3.
 
     ``pending`` are the updates whose values the shards do not hold yet.  ``all_pending`` are those
     of the process that have any, and keep them however long their function lives.

@@ -215,7 +215,7 @@ class JoinedUpdates:
     def _counts_on(
         self, piece: Sequence[Member], member: Member, storage: torch.dtype | None
     ) -> bool:
-        """Whether elements are numbered on from a piece, and its blocks end where it does."""
+        """Return whether elements continue a piece's numbers, and its blocks end where it does."""
         last, _, parameter = piece[-1]
         if storage is torch.int8 and any(len(data) % BLOCK for data, *_ in piece):
             return False

@@ -21,9 +21,9 @@ from zerofx.runtime.storage.copies import Copies
 
 
 class HostUpdates:
-    """What runs a program's updates in host memory, in its optimizers' steps.
+    """Runs a program's updates in host memory, in its optimizers' steps.
 
-    What traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
+    All that traces, compiles, reads hyperparameters or changes ``optimizer.state`` is done in the
     step's thread: where an update is started, or where it is waited for.  The elements are computed
     by the worker of updates of ``copies``, those of a bucket as one if they are ``joined``.
     ``changed_in_files`` is told of states that have changed; None if states are in no files.
@@ -69,7 +69,7 @@ class HostUpdates:
         bounds: Collection[ParameterState],
         optimizers: Collection[torch.optim.Optimizer],
     ) -> None:
-        """Settle any function's delayed updates of these, but for those that this call stores."""
+        """Settle any function's delayed updates of these, except those that this call stores."""
         for delayed in list(REGISTRY.delayed):
             mine = self._delayed_keys.values() if delayed is self.delayed else ()
             delayed.settle(bounds, optimizers, taken_over=mine)

@@ -1,4 +1,4 @@
-"""Optimizer states that a checkpoint has, and that nobody has read yet.
+"""Optimizer states that are in a checkpoint and have not been read yet.
 
 A checkpoint is loaded before the first step knows which part of a state this rank keeps.  Until
 then a tensor without memory stands for the whole of it, then one for this rank's shard: what is
@@ -53,8 +53,8 @@ _UNREAD: weakref.WeakSet[SavedState] = weakref.WeakSet()
 class LateState(GuardedState):
     """Stands for ``saved``, from element ``start`` to ``stop`` of it in ``order``.
 
-    What is longer than that is padding, which is zero.  Whoever needs its values has them read, by
-    using it: it is an ordinary tensor from then on.
+    Elements beyond that are padding, which is zero.  The first use of its values reads them: it is
+    an ordinary tensor from then on.
     """
 
     saved: SavedState
@@ -104,7 +104,7 @@ class LateState(GuardedState):
         del self.saved
 
     def shard(self, info: ParameterInfo, rank: int) -> LateState:
-        """What stands for the range of it that ``rank`` owns.
+        """Return a tensor that stands for the range of it that ``rank`` owns.
 
         Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
         """
@@ -116,7 +116,7 @@ class LateState(GuardedState):
 
 
 def standing_for(saved: SavedState, like: Tensor, device: torch.device) -> LateState:
-    """What stands for all of a state, strided as the parameter ``like`` of the same shape is.
+    """Return a tensor that stands for all of a state, strided as the parameter ``like`` is.
 
     Raises: ValueError if that is not dense.
     """
@@ -125,7 +125,7 @@ def standing_for(saved: SavedState, like: Tensor, device: torch.device) -> LateS
 
 
 def unread() -> bool:
-    """Whether there are any."""
+    """Return whether any saved state has not been read."""
     return bool(_UNREAD)
 
 

@@ -29,7 +29,7 @@ from zerofx.runtime.optimizer.traces import Parameters
 
 
 class Draw:
-    """What the random numbers of one update depend on, as a kernel takes it: 0-dim tensors.
+    """The inputs of one update's random numbers, as a kernel takes them: 0-dim tensors.
 
     ``step`` is how many updates were before it.
     """
@@ -68,7 +68,7 @@ class Draws:
         return self._first_elements[id(reference())] + start
 
     def of(self, parameter: int, values: Mapping[str, Any]) -> Draw | None:
-        """What random numbers are drawn by in the update of ``values``, if any are."""
+        """Return the inputs of random numbers for the update of ``values``, if it draws any."""
         info = self._parameters[parameter][1]
         if not self._precision.draws_for(info.dtype, info.numel):
             return None
@@ -77,7 +77,7 @@ class Draws:
 
 
 class StateStorage:
-    """What one optimizer's states are kept in, by the precision that a step's options ask for."""
+    """Keeps one optimizer's states in the precision that a step's options ask for."""
 
     def __init__(self, precision: Precision, optimizer_name: str) -> None:
         self.precision = precision
@@ -136,7 +136,7 @@ class StateStorage:
     def kept(
         self, there: Mapping[str, Tensor], data: Tensor, numel: int, info: ParameterInfo
     ) -> dict[str, tuple[torch.dtype, int]]:
-        """What will be kept per element of a shard of ``numel``: by name, dtype and length.
+        """Return the states that a shard of ``numel`` has per element: dtype and length, by name.
 
         ``there`` are states like ``data``, as the optimizer makes them or as they are kept.
         """
@@ -249,7 +249,7 @@ class StateStorage:
 
 
 def is_scale(name: str, native: Mapping[str, Any]) -> bool:
-    """Whether a state is the scales of another one's blocks."""
+    """Return whether a state is the scales of another one's blocks."""
     return name.endswith(SCALE) and name.removesuffix(SCALE) in native
 
 

@@ -1,4 +1,4 @@
-"""What a program trains, and how it keeps that on the device and in host memory."""
+"""The objects that a program trains, and how it keeps them on the device and in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofx.runtime.storage.tier import FileTier
 
 @dataclass(frozen=True)
 class Trained:
-    """What a program is about: the table's parameters, buffers, and optimizers by their handle."""
+    """A program's objects: the table's parameters, buffers, and optimizers by their handle."""
 
     table: ParameterTable
     tensors: Sequence[nn.Parameter]
@@ -65,7 +65,7 @@ class DeviceSetup:
 
 @dataclass(frozen=True)
 class HostSetup:
-    """What a program has in host memory.
+    """How a program uses host memory.
 
     The ``copies`` makes its moves; with ``keeps_states`` optimizer states live there, and updates
     run there, those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for

@@ -27,7 +27,7 @@ from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tier import FileTier
 
 States = Sequence[dict[str, Any]]
-"""What ``optimizer.state`` holds of a bucket's parameters, in the bucket's order."""
+"""The entries of ``optimizer.state`` for a bucket's parameters, in the bucket's order."""
 
 
 Parts = tuple[Part, ...]
@@ -65,7 +65,7 @@ def per_element(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 class StateBucket(Bucket):
     """The states of one group of updates.
 
-    ``stubs`` stand for its values in ``optimizer.state`` while nobody updates them, by place and
+    ``stubs`` stand for its values in ``optimizer.state`` between updates, by place and
     name; none while it holds nothing.
     """
 
@@ -97,14 +97,14 @@ class StateBucket(Bucket):
         )
 
     def states(self) -> States:
-        """What the optimizer holds of its parameters now."""
+        """Return the optimizer's entries for its parameters as they are now."""
         optimizer = self.optimizer()
         if optimizer is None:
             return [{} for _ in self.parameters]
         return [optimizer.state.get(reference(), {}) for reference in self.parameters]
 
     def is_whole_of(self, states: States) -> bool:
-        """Whether these are all its own, and all that it holds."""
+        """Return whether these are all its own, and all that it holds."""
         there = {
             (place, name): value
             for place, state in enumerate(states)
@@ -205,7 +205,7 @@ class StateBucket(Bucket):
 
 
 Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
-"""Whose states a bucket holds, what it is called, and what it will hold."""
+"""An optimizer and its parameters, the name of a bucket for their states, and its parts."""
 
 
 def state_buckets(tier: FileTier, groups: Sequence[Group]) -> list[StateBucket]:
@@ -289,7 +289,7 @@ class StatePlaces:
     def _kept(
         self, parameters: Iterable[int]
     ) -> list[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
-        """What will be kept per element of each parameter's shard; outside of a step."""
+        """Return the states of each parameter's shard per element, to come.  Outside of a step."""
         optimizer, traces = self._context.live_optimizer(), self._context.traces
         storage = self._context.storage
         found = []
@@ -313,7 +313,7 @@ class StatePlaces:
         return found
 
     def group_of(self, parameters: Sequence[int]) -> Group:
-        """What ``state_buckets`` takes for the states of these parameters."""
+        """Return the argument of ``state_buckets`` for the states of these parameters."""
         optimizer = self._context.live_optimizer()
         users, names = [], []
         for parameter in parameters:
@@ -361,7 +361,7 @@ def bytes_of_states(
     infos: Mapping[int, ParameterInfo],
     precision: Precision,
 ) -> dict[int, float]:
-    """What the optimizer keeps per element, by the ``id`` of the parameter.  Units: bytes.
+    """Return the bytes that the optimizer keeps per element, by the ``id`` of the parameter.
 
     ``infos`` are the parameters that count, by ``id`` too.  States that there are decide; else the
     optimizer's own step runs once on a copy with one small tensor for each group and dtype.

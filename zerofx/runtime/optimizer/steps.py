@@ -99,7 +99,7 @@ class OptimizerSteps:
         return self.on_device[optimizer].live_optimizer()
 
     def is_skipped(self, found_inf: torch.Tensor | None) -> bool:
-        """Whether a step is skipped, as gradients have overflowed; read once a call."""
+        """Return whether a step is skipped, as gradients have overflowed; read once a call."""
         if found_inf is None:
             return False
         known = self._found_inf.get(id(found_inf))
@@ -108,7 +108,7 @@ class OptimizerSteps:
         return known[1]
 
     def has_begun(self, optimizer: int) -> bool:
-        """Whether a step of it has begun in this call."""
+        """Return whether a step of it has begun in this call."""
         return optimizer in self._updated
 
     def runner(self, optimizer: int, parameters: list[int]) -> OptimizerRunner:
@@ -163,7 +163,7 @@ class OptimizerSteps:
 
 
 class DeviceUpdates:
-    """What runs a program's updates on the device, in its optimizers' steps."""
+    """Runs a program's updates on the device, in its optimizers' steps."""
 
     def __init__(self, steps: OptimizerSteps, communicator: Communicator) -> None:
         self.steps = steps

@@ -224,7 +224,7 @@ class Traces:
         return update, arguments
 
     def _read(self, group: GroupOfStep) -> Arguments:
-        """What a group gives to its parameters' updates in this step."""
+        """Return the arguments that a group gives to its parameters' updates in this step."""
         if group.arguments is None:
             given = group_values(group.values)
             if self._settings.host is not None:  # a tensor's learning rate is read once a step
@@ -241,7 +241,7 @@ class Traces:
         return group.arguments
 
     def check_gradient(self, update: Update, parameter: int) -> None:
-        """Refuse an update that changes a gradient which somebody reads after it."""
+        """Refuse an update that changes a gradient that is read after it."""
         if update.writes_gradient and parameter in self._settings.gradients_read_later:
             name = self._parameters[parameter][1].name
             raise UpdateError(

@@ -124,7 +124,7 @@ class OptimizerRunner:
         return ReadyUpdate(compute, finish)
 
     def has_begun(self, parameter: int) -> bool:
-        """Whether ``run_on_owners`` has begun this parameter's update."""
+        """Return whether ``run_on_owners`` has begun this parameter's update."""
         return self._owned.has_begun(parameter)
 
     def run_on_owners(

@@ -130,7 +130,7 @@ class OwnedUpdates:
         self._begun.clear()
 
     def has_begun(self, parameter: int) -> bool:
-        """Whether ``begin`` has begun this parameter's update."""
+        """Return whether ``begin`` has begun this parameter's update."""
         return parameter in self._begun
 
     def begin(

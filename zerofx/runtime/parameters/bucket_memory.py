@@ -79,7 +79,7 @@ class BucketMemory:
         return max(self.flat.nbytes - used, 0)
 
     def is_made_of(self, shards: Sequence[torch.Tensor]) -> bool:
-        """Whether these are this rank's ranges of all parameters, here, in order."""
+        """Return whether these are this rank's ranges of all parameters, here, in order."""
         mine = [self.shards[id(reference())].data_ptr() for reference in self.parameters]
         return mine == [shard.data_ptr() for shard in shards]
 
@@ -91,7 +91,7 @@ class BucketMemory:
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor, or another process, has this parameter's memory too."""
+    """Return whether another tensor, or another process, has this parameter's memory too."""
     between_processes = parameter.device.type == "cpu" and parameter.is_shared()
     return between_processes or compat.is_memory_shared(parameter)
 

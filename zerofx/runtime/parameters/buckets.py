@@ -23,7 +23,7 @@ from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class Buckets:
-    """What cuts, packs and reduces the parts of buckets, with the memory that they live in.
+    """Cuts, packs and reduces the parts of buckets, with the memory that they live in.
 
     ``in_place`` are the buckets, as their parameters' indices, that the program may write to
     before its last copies do; ``moved_out`` the parameters of which it only moves a shard to the
@@ -46,7 +46,9 @@ class Buckets:
         self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
         self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
         self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
-        self._cuts: dict[object, tuple[torch.Tensor, set[int]]] = {}  # buffers, and who is in them
+        self._cuts: dict[
+            object, tuple[torch.Tensor, set[int]]
+        ] = {}  # buffers, and the parameters in them
         self._parameter_storages: set[int] = set()
 
     def bind(self, bounds: Sequence[ParameterState]) -> None:

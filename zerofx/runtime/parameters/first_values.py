@@ -41,7 +41,7 @@ def read_by_all(members: Iterable[Member]) -> dict[int, Source]:
 
 
 def digest_of(sources: Mapping[int, Source]) -> bytes:
-    """What is equal on ranks that would read the same; empty for nothing."""
+    """Return bytes that are equal on ranks that would read the same; empty for nothing."""
     lines = [f"{index} {sources[index].name}" for index in sorted(sources)]
     return hashlib.sha256("\n".join(lines).encode()).digest() if lines else b""
 

@@ -28,11 +28,11 @@ class GradientRegistry:
     def __init__(self, lock: threading.RLock) -> None:
         self._lock: Any = lock
         self._stubs: dict[int, ParameterState] = {}
-        self._averaged: list[ParameterState] = []  # whose p.grad is a whole mean over the ranks
+        self._averaged: list[ParameterState] = []  # their p.grad is a whole mean over the ranks
         self._is_plain = False
 
     def lookup(self, stub: torch.Tensor) -> ParameterState | None:
-        """The parameter for whose gradient this tensor stands; None if it is no stub."""
+        """Return the parameter whose gradient this stub stands for; None if it is no stub."""
         found = self._stubs.get(id(stub))
         return found if found is not None and found.stub is stub else None
 
@@ -98,7 +98,7 @@ class GradientRegistry:
     def unreduced(
         self, bound: ParameterState, gradient: torch.Tensor, is_changed: bool
     ) -> torch.Tensor:
-        """A whole tensor whose mean over the ranks is ``gradient``: what was stored, or made of it.
+        """Return a whole tensor whose mean over the ranks is ``gradient``: stored, or made of it.
 
         An average is one, and so is its shard times the number of ranks among zeros.
 

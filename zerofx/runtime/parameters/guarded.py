@@ -51,7 +51,7 @@ class ShardedParameter(Kept, nn.Parameter):
 
 
 class GuardedGradient(Kept, torch.Tensor):
-    """A gradient between steps, whose values are not what a reader would take them for."""
+    """A gradient between steps that holds no values, or not those that a reader would expect."""
 
 
 class ShardedGradient(GuardedGradient):
@@ -59,7 +59,7 @@ class ShardedGradient(GuardedGradient):
 
 
 class UnreducedGradient(GuardedGradient):
-    """A gradient between steps, when each rank keeps its own, which nobody has averaged yet."""
+    """A gradient between steps, when each rank keeps its own, not averaged yet."""
 
 
 class GuardedState(Kept, torch.Tensor):
@@ -208,7 +208,7 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     """``parameter.detach()`` as ``Module.state_dict`` calls it: the whole value.
 
     ``state_dict`` reaches each parameter through ``Module._save_to_state_dict`` and nothing
-    else.  Looking at who calls leaves the user's modules without a hook or a patched method,
+    else.  Looking at the caller leaves the user's modules without a hook or a patched method,
     and any other ``detach`` (whose caller would take the result for a live view) refused.
     """
     tensor = args[0]

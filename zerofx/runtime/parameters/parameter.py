@@ -89,24 +89,24 @@ class ParameterState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank keeps a shard of it between steps (stage 3)."""
+        """True if this rank keeps a shard of it between steps (stage 3)."""
         return self.state in (State.SHARDED, State.OPEN)
 
     @property
     def what_is_kept(self) -> str:
-        """In words: what there is of a gradient that crosses calls."""
+        """Say in words what this rank keeps of a gradient that crosses calls."""
         if self.is_unreduced:
             return "accumulate='local' keeps each rank's own, not yet averaged over the ranks,"
         return f"ZeRO stage {self.stage} keeps only this rank's shard of it"
 
     @property
     def is_open(self) -> bool:
-        """Whether the parameter is whole for now, inside ``full_params``."""
+        """True while the parameter is whole, inside ``full_params``."""
         return self.state is State.OPEN
 
     @property
     def retired(self) -> bool:
-        """Whether the parameter has been given back, or is gone."""
+        """True once the parameter has been given back, or is gone."""
         return self.state is State.RETIRED
 
     @property
@@ -160,9 +160,7 @@ class ParameterState:
             if self.location is not Location.FILE:
                 self._settle()
                 part.copy_(self._shard)
-                self.location = (
-                    Location.FILE
-                )  # whoever interrupts this finds the values in the part
+                self.location = Location.FILE  # an interrupt finds the values in the part
             self._shard.data = part
 
     def leave_memory(self) -> None:
@@ -266,7 +264,7 @@ class ParameterState:
             parameter.data = self.freed()
 
     def freed(self) -> torch.Tensor:
-        """What is in the parameter's place when its values are in the shard.
+        """Return the tensor in the parameter's place while its values are in the shard.
 
         To make it takes the memory of a whole parameter for a moment.
         """

@@ -1,8 +1,8 @@
 """Copies of what a rank keeps, made beside the training that goes on to change it.
 
 A step only reads shards and states until it updates them, so that a copy of one can be made while
-the forward and backward pass run.  Whoever is about to change it makes the copy first, if nobody
-has.
+the forward and backward pass run.  Code that is about to change it makes the copy first, if there
+is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerofx.runtime.memory.flat import ordinary_tensors
 
 
 class SnapshotError(RuntimeError):
-    """Something has been changed before it was copied, by who does not know of the copy."""
+    """Something that does not know of a copy has changed the values before they were copied."""
 
 
 class Snapshot:
@@ -139,7 +139,7 @@ class _Copy:
         self._event = stream.record_event()
 
     def make(self) -> None:
-        """Make it, if nobody has."""
+        """Make it, if there is none."""
         with self._lock:
             if self._read is None:
                 return
@@ -148,7 +148,7 @@ class _Copy:
                 with ordinary_tensors():
                     self._values = _on_host(read())
                 self._check_versions()
-            except Exception as error:  # the training goes on: who wants the copy is told
+            except Exception as error:  # the training goes on: the reader of the copy is told
                 self._values, self._error = None, error
             self._sources = []
 

@@ -23,11 +23,11 @@ class Location(Enum):
 
 
 class Left(Enum):
-    """What a bucket holds after its user has let go of it."""
+    """The contents of a bucket after its user has let go of it."""
 
     NOTHING = auto()
     KNOWN = auto()
-    """What it held before, with the changes that its user has made."""
+    """Its former contents, with the changes that its user has made."""
     NEW = auto()
     """Values that it did not hold before."""
     RELAYOUT = auto()
@@ -106,7 +106,7 @@ class Bucket:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is left that could use it."""
+        """True if nothing is left that could use it."""
         return False
 
     def has_any(self) -> bool:

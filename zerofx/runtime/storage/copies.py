@@ -105,7 +105,7 @@ class Copies:
 
     @staticmethod
     def span_bytes(value: Tensor) -> int:
-        """What a value takes where ``offload_start`` copies it."""
+        """Return the bytes that a value takes where ``offload_start`` copies it."""
         return _span(value).nbytes
 
     def reload_start(self, host: Tensor, device: torch.device) -> Tensor:
@@ -113,7 +113,7 @@ class Copies:
         return self._laid_out(self.to_device_start([_span(host)], device, _FRESH), host, device)
 
     def _laid_out(self, into: Tensor, like: Tensor, device: torch.device) -> Tensor:
-        """What a move writes to as a tensor laid out like another; the device waits for it."""
+        """Return the memory that a move writes to, as a tensor laid out like another."""
         laid_out = into.as_strided(like.shape, like.stride())
         _, pieces, _, event = self._started.pop(id(into))
         self._started[id(laid_out)] = laid_out, pieces, device, event
@@ -129,12 +129,12 @@ class Copies:
         return into
 
     def arrival(self, started: Tensor) -> Callable[[], object]:
-        """What returns, in any thread, when a move to the host has come to its end."""
+        """Return a function that returns, in any thread, when a move to the host has ended."""
         *_, event = self._started[id(started)]
         return event.synchronize if event is not None else lambda: None
 
     def bytes_to_come(self, staging: Mapping[int, int]) -> int:
-        """What staging buffers of these sizes, by number, will take that is not there yet."""
+        """Return the bytes that staging buffers of these sizes, by number, will take beyond now."""
         there = {slot: buffer.numel() for slot, buffer in self._slots.items()}
         return sum(max(nbytes - there.get(slot, 0), 0) for slot, nbytes in staging.items())
 
@@ -191,7 +191,7 @@ class _Copying:
 def _to_neighbours(
     pieces: Sequence[Tensor], shards: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-    """What to copy where: all at once to shards that lie next to each other, or one by one."""
+    """Yield copies to make: one to shards that lie next to each other, or one for each."""
     pairs = [
         (piece if piece.shape == shard.shape else piece.expand(shard.shape).contiguous(), shard)
         for piece, shard in zip(pieces, shards, strict=True)
@@ -205,7 +205,7 @@ def _to_neighbours(
 
 
 class _Fresh:
-    """Gives memory of torch's allocator: what comes back to stay for long is nobody's to keep."""
+    """Gives memory of torch's allocator: long-lived reloads do not use the pool."""
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
         return like.new_empty(numel)

@@ -1,4 +1,4 @@
-"""Host memory for what does not stay on the device, and an account of it."""
+"""Host memory for values that do not stay on the device, and an account of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostMemory:
         self._read: dict[int, Any] = {}  # by address: when the last copy of it has been made
 
     def available_bytes(self) -> int | None:
-        """What the machine could still give; None if it does not say."""
+        """Return the bytes that the machine could still give; None if it does not say."""
         try:
             with open("/proc/meminfo", encoding="ascii") as file:
                 lines = dict(line.split(":", 1) for line in file)
@@ -86,7 +86,7 @@ class HostMemory:
         return not self._storages
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that was taken here."""
+        """Return whether a tensor lies in memory that was taken here."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
     def is_read_until(self, event: Any, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The files that a process keeps for what is not in memory: opened, used in order, given up."""
+"""Files for the values that a process does not keep in memory: opened, used in order, given up."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FileTier:
         self._all: weakref.WeakSet[Bucket] = weakref.WeakSet()
         self._lost_with: list[tuple[Any, Any]] = []  # optimizers, and the states that they had
         self._numbers = itertools.count()
-        self._gone: deque[str] = deque()  # names in the store that nobody needs any more
+        self._gone: deque[str] = deque()  # names in the store that nothing needs any more
         self._in_use: dict[Bucket, int] = {}  # how often each is, in order
         self.is_pinned = False
         # A worker may fetch and release while the thread that runs the step asks for something.
@@ -193,7 +193,7 @@ class FileTier:
     def release(self, bucket: Bucket, *, is_dirty: bool = True, is_void: bool = False) -> None:
         """Take a bucket back from its user, with what has been changed or made of it.
 
-        If it ``is_void`` nobody wants what it holds.
+        If it ``is_void``, nothing needs what it holds.
         """
         with self._lock, ordinary_tensors():
             assert self.cache is not None, "a step has begun"
@@ -239,7 +239,7 @@ class FileTier:
     def failed(
         self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> None:
-        """After a step that failed: nobody holds memory of the cache any more.
+        """Leave a step that failed: nothing holds memory of the cache any more.
 
         If what files hold is lost, a checkpoint has to be loaded into these ``optimizers`` too.
         """

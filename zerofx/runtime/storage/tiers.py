@@ -1,4 +1,4 @@
-"""The file tiers of a process: one for each set of directories, closed when nobody uses it."""
+"""The file tiers of a process: one for each set of directories, closed when nothing uses it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Worker:
             self._process, self._started = os.getpid(), []
         self._started = [future for future in self._started if not future.done()]
         future: Future = Future()
-        self._started.append(future)  # first: who interrupts what follows abandons it too
+        self._started.append(future)  # first: an interrupt of what follows abandons it too
         self._thread.submit(_do, job, future)
         return future
 

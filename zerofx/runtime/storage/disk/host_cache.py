@@ -72,14 +72,14 @@ class HostCache:
     ) -> None:
         self.memory_bytes = memory_bytes
         self.held_bytes = 0
-        """What is allocated now; never more than ``memory_bytes``."""
+        """The bytes allocated now; never more than ``memory_bytes``."""
         self.waited_s = 0.0
         """How long ``use`` has waited for the disk, in all."""
         self._store = store
         self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
-        self._void: set[str] = set()  # buckets whose values nobody wants any more
+        self._void: set[str] = set()  # buckets whose values nothing needs any more
         self.follow(order)
 
     def follow(self, order: Sequence[str]) -> None:
@@ -137,11 +137,11 @@ class HostCache:
         try:
             self._wait_for(resident)
         except Exception:
-            # Nothing of it is there: who tries again reads it again.
+            # Nothing of it is there: another try reads it again.
             del self._resident[bucket]
             self._free.append(_Free(resident.memory, resident.load))
             raise
-        except BaseException:  # a key was pressed: nobody has been given it
+        except BaseException:  # a key was pressed: the caller has not been given it
             resident.num_uses -= 1
             raise
         finally:
@@ -158,7 +158,7 @@ class HostCache:
     def release(self, bucket: str, *, dirty: bool, void: bool = False) -> None:
         """Let a bucket go after its use; ``dirty`` if its values were changed.
 
-        ``void`` if nobody wants them any more: they are neither written nor read again.
+        ``void`` if nothing needs them any more: they are neither written nor read again.
 
         Raises: ValueError if it is not in use.
         """
@@ -201,7 +201,7 @@ class HostCache:
         return layout.views(memory)
 
     def drop(self, bucket: str) -> None:
-        """Forget a bucket whose values nobody wants any more, before the store removes it."""
+        """Forget a bucket whose values nothing needs any more, before the store removes it."""
         self._void.discard(bucket)
         resident = self._resident.pop(bucket, None)
         if resident is not None:
@@ -219,7 +219,7 @@ class HostCache:
                 resident.is_dirty = False
         for operation in pending:
             self._store.wait(operation)
-        self._store.check_usable()  # an earlier one may have failed that nobody waited for
+        self._store.check_usable()  # an earlier one may have failed that nothing waited for
 
     def close(self) -> None:
         """Flush, and let go of the memory."""
@@ -262,7 +262,7 @@ class HostCache:
             self._store.wait(resident.load)
         except FileTierError:
             if resident.is_new and not resident.load.is_write:
-                return  # a read that nobody wanted in the end
+                return  # a read that nothing needed in the end
             raise
 
     def _make_room(self, nbytes: int, distance: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from zerofx.runtime.memory.pages import PAGE_BYTES
 
 ALIGNMENT = PAGE_BYTES
-"""What positions, lengths and addresses are multiples of, in bytes: direct I/O asks for it."""
+"""Positions, lengths and addresses are multiples of this, in bytes: direct I/O asks for it."""
 
 
 def round_up(nbytes: int, multiple: int) -> int:

@@ -44,7 +44,7 @@ class Owner:
 
     @classmethod
     def of(cls, folder_name: str) -> Owner | None:
-        """Who made a folder, by its name; None if it is not a run's."""
+        """Return the run that made a folder, by its name; None if no run did."""
         match = _NAME.fullmatch(folder_name)
         if match is None:
             return None
@@ -57,7 +57,7 @@ class Owner:
         )
 
     def is_gone(self) -> bool:
-        """Whether it is known to have ended.  One of another host never is."""
+        """Return whether it is known to have ended.  A run of another host never is."""
         if self.host != _host():
             return False
         return self.boot != _boot_id() or _start_of(self.pid) != self.start
@@ -92,7 +92,7 @@ class RunFolder:
 def remove_stale(directory: str) -> list[str]:
     """Remove what ended runs of this host and this user left in a directory; return the paths.
 
-    A folder is left alone unless its name, its owner's absence and its lock all say that nobody
+    A folder is left alone unless its name, its owner's absence and its lock all say that nothing
     uses it: one whose process lives, or whose lock is held by anybody (a child that the owner
     forked; a process in another container), and any of another host.
     """
@@ -121,7 +121,7 @@ def remove_stale(directory: str) -> list[str]:
 def _make_locked(directory: str, system: SystemCalls) -> tuple[str, int]:
     """Make a folder that is locked before it has its name.
 
-    Whoever cleans up finds it either under the name of one that is being made, or locked.  One
+    A run that cleans up finds it either under the name of one that is being made, or locked.  One
     who takes this process for dead (it looks from another container) may remove it before:
     then another one is made.
     """

@@ -110,7 +110,7 @@ class FileStore:
         del self.layouts[bucket]
 
     def was_written(self, bucket: str) -> bool:
-        """Whether any of a bucket is in its files, or on its way there."""
+        """Return whether any of a bucket is in its files, or on its way there."""
         return bucket in self._last_write
 
     def empty(self, bucket: str) -> torch.Tensor:
@@ -140,7 +140,7 @@ class FileStore:
         """Begin to read a bucket: all of it into memory laid out alike, or some of its fields.
 
         Shapes: uint8[layout.nbytes], or ``[field.numel]`` by the fields' names, on the CPU.  What
-        begins at a multiple of ``ALIGNMENT`` is read without a copy, but for a last block.
+        begins at a multiple of ``ALIGNMENT`` is read without a copy, except for a last block.
         ``after`` are operations that must have ended before, of whatever bucket; if one is a write
         that fails, this one fails too.
 
@@ -208,7 +208,7 @@ class FileStore:
 
     @property
     def bytes_read(self) -> int:
-        """What operations have read since the store was opened, without padding."""
+        """The bytes that operations have read since the store was opened, without padding."""
         return self._transfers.bytes_read
 
     @property

@@ -106,11 +106,11 @@ class Stripes:
             folder.remove()
 
     def _needed(self, plans: list[list[int]]) -> list[int]:
-        """What all these buckets take in each directory.  Units: bytes."""
+        """Return the bytes that all these buckets take in each directory."""
         return [sum(plan[index] for plan in plans) for index in range(len(self._folders))]
 
     def _file_sizes(self, nbytes: int, number: int) -> list[int]:
-        """What bucket ``number`` takes in each directory.  Units: bytes.
+        """Return the bytes that bucket ``number`` takes in each directory.
 
         Each begins in another directory, or the first one would hold all small buckets.
         """

@@ -1,4 +1,4 @@
-"""What the file tier asks of the operating system, behind one object that tests replace."""
+"""The file tier's calls to the operating system, behind one object that tests replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SystemCalls:
         os.fdatasync(fd)
 
     def free_bytes(self, directory: str) -> int:
-        """What this user may still write on a directory's file system."""
+        """Return the bytes that this user may still write on a directory's file system."""
         figures = os.statvfs(directory)
         return figures.f_bavail * figures.f_frsize
 
@@ -59,7 +59,7 @@ class SystemCalls:
 
 
 def supports_direct(system: SystemCalls, folder: str) -> bool:
-    """Whether files in a folder can be read and written past the page cache: by trying it.
+    """Try whether files in a folder can be read and written past the page cache.
 
     Raises: OSError for anything but a refusal of direct I/O.
     """

@@ -24,7 +24,7 @@ from zerofx.runtime.storage.disk.stripes import StripeFile
 from zerofx.runtime.storage.disk.system import SystemCalls
 
 MAX_STALLS = 8
-"""How often a call may end without progress before it is taken for a failure."""
+"""The number of calls without progress that count as a failure."""
 
 
 _WHERE = ("path", "bucket", "offset", "errno")
@@ -47,7 +47,7 @@ class Piece:
 
     @property
     def goes_straight(self) -> bool:
-        """Whether the disk can move it from or into the caller's memory itself."""
+        """Return whether the disk can move it from or into the caller's memory itself."""
         if not self.file.is_direct:
             return True
         return self.address % ALIGNMENT == 0 and len(self.memory) % ALIGNMENT == 0
@@ -247,7 +247,7 @@ class Transfers:
                 raise FileTierError(
                     f"{_doing(operation)} met the end of {file.path} at byte"
                     f" {piece.offset + done}, where {len(memory) - done} more were written:"
-                    " somebody cut it short. Its values are lost; keep other programs out of"
+                    " something cut it short. Its values are lost; keep other programs out of"
                     " that folder and start again from a checkpoint",
                     path=file.path,
                     bucket=operation.bucket,
