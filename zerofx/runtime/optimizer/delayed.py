@@ -21,7 +21,8 @@ class DelayedUpdate:
 
     ``values`` and ``gradients`` are flat, in host memory, with a part for each of ``bounds``: the
     update writes to the first and reads the second, and nothing else uses them.  ``updating`` is
-    the update under way; ``keep_groups`` writes back its changes of the optimizer's groups.  If the optimizer has been freed, only parameter values are kept.
+    the update under way; ``keep_groups`` writes back its changes of the optimizer's
+    groups.  If the optimizer has been freed, only parameter values are kept.
     """
 
     def __init__(self, key: Key, values: Tensor, gradients: Tensor) -> None:

@@ -27,6 +27,7 @@ from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
 from zerofx.runtime.memory.pages import prefer_huge_pages
 from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
+from zerofx.runtime.parameters.claims import Claims, check_same_options, check_same_place
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
 from zerofx.runtime.parameters.gradients import GradientRegistry
 from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardable, guarded_class
@@ -64,8 +65,7 @@ class ParameterRegistry:
         self.files = FileTiers(self.host)
         self.delayed: set[Delayed] = set()
         self._bound: dict[int, ParameterState] = {}
-        self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
+        self._claims = Claims()
         self._guarded: list[tuple[Any, type, type]] | None = None
         self._depth = 0
         self._lock = threading.RLock()
@@ -115,15 +115,15 @@ class ParameterRegistry:
             for parameter, info in parameters:
                 bound = self.lookup(parameter)
                 if bound is not None:
-                    _check_same_options(bound, communicator, stage)
-                    _check_same_place(bound, info)
+                    check_same_options(bound, communicator, stage)
+                    check_same_place(bound, info)
                     if not bound.matches(info) and not bound.is_open:
                         self._follow(bound, parameter)
                 elif id(parameter) not in new:
                     check_guardable(parameter, info.name)
-                    self._claim_storage(parameter, info.name)
+                    self._claims.claim(parameter, info.name)
                     new[id(parameter)] = (parameter, info)
-            new_buffers = self._unseen(buffers)
+            new_buffers = self._claims.unseen(buffers)
             make_equal(new_buffers, communicator)
             members: dict[int, list[Member]] = {}
             for parameter, info in new.values():
@@ -260,42 +260,6 @@ class ParameterRegistry:
         bound.retire()
         for delayed in list(self.delayed):
             delayed.drop_retired()
-
-    def _unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        unseen = []
-        for buffer in buffers:
-            key = id(buffer)
-            if key in self._buffers and self._buffers[key]() is buffer:
-                continue
-            if buffer.is_meta:
-                raise ValueError(
-                    f"a buffer of shape {tuple(buffer.shape)} is on the meta device and has no "
-                    "values. Materialize the model before its first step."
-                )
-            self._buffers[key] = weakref.ref(buffer, _forgetting(self._buffers, key))
-            unseen.append(buffer)
-        return unseen
-
-    def _claim_storage(self, parameter: nn.Parameter, name: str) -> None:
-        """Refuse two parameter objects over the same memory: each would get a shard of its own."""
-        storage = parameter.untyped_storage()
-        start = parameter.storage_offset() * parameter.itemsize
-        stop = start + parameter.nbytes
-        key = id(storage)
-        if key not in self._claims or self._claims[key][0]() is not storage:
-            forget = weakref.ref(storage, _forgetting(self._claims, key))
-            self._claims[key] = (forget, [])
-        claims = self._claims[key][1]
-        for other_start, other_stop, other, other_name in claims:
-            if other() is parameter:
-                return
-            if other() is not None and start < other_stop and other_start < stop:
-                raise ValueError(
-                    f"parameters {other_name!r} and {name!r} are two nn.Parameter objects over the "
-                    "same memory, and each would be sharded and updated on its own. Tie them by "
-                    "assigning the same object: `b.weight = a.weight`."
-                )
-        claims.append((start, stop, weakref.ref(parameter), name))
 
     def while_idle(self, function: Callable[[], None]) -> None:
         """Call it if no compiled call is under way, and let none begin meanwhile."""
@@ -457,49 +421,6 @@ class ParameterRegistry:
             "gradients": gradients,
             "optimizer_states": states,
         }
-
-
-def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
-    def forget(_reference: Any) -> None:
-        table.pop(key, None)
-
-    return forget
-
-
-def _check_same_options(bound: ParameterState, communicator: Any, stage: int) -> None:
-    remedy = (
-        "A model is bound by the first zero-compiled function it goes through, evaluation "
-        "included: give every function that touches it the same options, or call "
-        "zerofx.unshard(model, optimizer) first."
-    )
-    if bound.stage != stage:
-        raise ValueError(
-            f"parameter {bound.name!r} is bound at ZeRO stage {bound.stage}, and this function "
-            f"asks for stage {stage}. {remedy}"
-        )
-    mine, other = bound.communicator, communicator
-    ranks = [(c.rank, c.world_size, getattr(c, "group", None)) for c in (mine, other)]
-    if mine is not other and ranks[0] != ranks[1]:
-        raise ValueError(
-            f"parameter {bound.name!r} is bound to another process group (rank {mine.rank} of "
-            f"{mine.world_size}) than this function asks for (rank {other.rank} of "
-            f"{other.world_size}). {remedy}"
-        )
-
-
-def _check_same_place(bound: ParameterState, info: ParameterInfo) -> None:
-    """Programs are laid out like what is bound when they are compiled, but not what is later."""
-    mine, other = bound.info.place, info.place
-    same = (mine.offset, mine.extent, mine.shard_numel) == (
-        (other.offset, other.extent, other.shard_numel)
-    )
-    if bound.stage > 0 and not same:
-        raise ValueError(
-            f"parameter {bound.name!r} has been given back by zerofx.unshard since this function "
-            "was compiled, and another function has sharded it in other buckets. Call "
-            "torch.compiler.reset(), and this function is compiled anew, or give all functions "
-            "options={'bucket': False}."
-        )
 
 
 REGISTRY = ParameterRegistry()
