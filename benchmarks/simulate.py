@@ -21,7 +21,7 @@ from zerofx.hardware import Figures
 from zerofx.ir import ops
 from zerofx.lower.in_place import buckets_updated_in_place
 from zerofx.lower.lowering import lower
-from zerofx.runtime.storage.workers import Worker
+from zerofx.runtime.storage.copies import Worker
 
 SLACK_S = 0.02
 """How late a thread may be, over a whole step, without those behind it being so: they wake late."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.storage.workers import Worker
+from zerofx.runtime.storage.copies import Worker
 
 
 def test_it_does_one_thing_after_another_in_one_thread():
@@ -101,7 +101,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.storage.workers import Worker
+from zerofx.runtime.storage.copies import Worker
 worker = Worker("test")
 assert worker.start(lambda: 1).result() == 1
 pending = worker.start(lambda: time.sleep(0.3))

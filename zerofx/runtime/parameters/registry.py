@@ -34,7 +34,7 @@ from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardabl
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.host import HostMemory
-from zerofx.runtime.storage.tiers import FileTiers
+from zerofx.runtime.storage.tier import FileTiers
 
 
 class Delayed(Protocol):
