@@ -115,6 +115,8 @@ class Ranks:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         for rank in range(self.world_size):
+            server_of(rank).ensure_running()  # they import side by side
+        for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             settings = (rank, self.world_size, self.store.port, self.group_timeout_s)
             worker = context.Process(
@@ -126,6 +128,8 @@ class Ranks:
             theirs.close()
             self.workers.append(worker)
             self.pipes.append(ours)
+        for pipe in self.pipes:
+            pipe.send_bytes(b"all are there")  # a busy machine takes longer than a group waits
 
     def _answers(self, deadline: float) -> dict[int, tuple]:
         answers: dict[int, tuple] = {}
@@ -164,6 +168,7 @@ def _serve(
     timeout_s: float,
     peer_memory: bool,
 ) -> None:
+    pipe.recv_bytes()
     os.environ.clear()  # the server's is of another time
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -181,8 +186,18 @@ def _serve(
         except Exception as error:
             reply = _dumps_error(error, f"rank {rank}:\n{traceback.format_exc()}")
         pipe.send_bytes(reply)
+        if "coverage" in sys.modules:
+            _save_coverage()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _save_coverage() -> None:
+    """Write down now what has been covered: ranks are killed in the end."""
+    import coverage
+
+    if (current := coverage.Coverage.current()) is not None:
+        current.save()
 
 
 def _dumps_error(error: Exception, trace: str) -> bytes:
