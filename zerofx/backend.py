@@ -39,6 +39,7 @@ from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.copies import Copies
+from zerofx.wrappers import WrappersMet
 
 logger = logging.getLogger("zerofx")
 
@@ -114,6 +115,7 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
+        wrappers = WrappersMet()
         previous = self.backend.function
         if previous is None:
             self.backend.active.recompile_limit = compat.recompile_limit()
@@ -124,7 +126,7 @@ class CompiledFunction:
             REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
         try:
-            with compat.whole_step_tracing(self.backend, substitutes.SUBSTITUTES):
+            with compat.whole_step_tracing(self.backend, substitutes.SUBSTITUTES, wrappers):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
             if not self.backend.active.has_run and sys.exc_info()[1] is handled:
@@ -132,7 +134,7 @@ class CompiledFunction:
         finally:
             REGISTRY.exit_call()
             self.backend.active.function = previous
-            compat.explain_refusal(GRAPH_BREAK, RECOMPILE_LIMIT)
+            compat.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""

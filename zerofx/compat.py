@@ -36,6 +36,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE, ConstantVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -107,19 +108,23 @@ def backend_in_use(translator: Any) -> Any:
         backend = inner
 
 
-# A method of a class, and the plain Python function Dynamo traces in its place.
-Substitutes = Mapping[type, Mapping[str, Callable[..., Any]]]
+# A method of a class, and the plain Python function Dynamo traces in its place.  A class of a
+# library that may not be there goes by its name.
+Substitutes = Mapping[type | str, Mapping[str, Callable[..., Any]]]
 
 
 @contextlib.contextmanager
-def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]:
+def whole_step_tracing(
+    backend: Any, substitutes: Substitutes, met: Callable[[Any], None] = lambda value: None
+) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
     While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
     break is an error.  Everything is put back when a compilation ends, so that other backends see
-    torch as it is.
+    torch as it is.  ``met`` is called with modules that are called, and with optimizers whose own
+    methods are traced: what it raises goes to the user.
 
     Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
     a backend may choose options for the functions it compiles.
@@ -141,7 +146,8 @@ def whole_step_tracing(backend: Any, substitutes: Substitutes) -> Iterator[None]
             )
         )
         for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
-            stack.enter_context(_substituting(variable_class, backend, substitutes))
+            stack.enter_context(_substituting(variable_class, backend, substitutes, met))
+        stack.enter_context(_seeing_modules(backend, met))
         stack.enter_context(_undetached_outputs(backend))
         stack.enter_context(_own_none())
         stack.enter_context(_own_augmented_assignment())
@@ -184,12 +190,17 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) -> Iterator[None]:
+def _substituting(
+    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], None]
+) -> Iterator[None]:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
     ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15; can go when Dynamo lets a backend
     substitute methods.  Class-level wrappers of the methods themselves fail once a scheduler has
     wrapped the instance's ``step``.
+
+    Dynamo forgets what a function sets on an optimizer, so optimizers are made known to its side
+    effects (2.11 to 2.15; can go when its builder does that, as for other objects).
     """
     name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
     inherited = name not in variable_class.__dict__
@@ -197,16 +208,23 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
 
     def look_up(self, tx, attribute):
         value = getattr(self, "value", None)
-        if attribute == "param_groups" and variable_class is OptimizerVariable:
-            if backend_in_use(tx) is backend:  # its own way turns the user's `capturable` on
+        if variable_class is OptimizerVariable and backend_in_use(tx) is backend:
+            effects = tx.output.side_effects
+            if value not in effects:
+                effects.track_object_existing(value, self)
+            if effects.has_pending_mutation_of_attr(self, attribute):
+                return original(self, tx, attribute)
+            if attribute == "param_groups":  # its own way turns the user's `capturable` on
                 return getattr(super(variable_class, self), name)(tx, attribute)
         for owner, methods in substitutes.items():
-            if attribute in methods and isinstance(value, owner):
-                if _is_overridden(type(value), owner, attribute):
-                    break  # the user's own method says what happens
+            if attribute in methods and _has_method_of(value, owner, attribute):
                 if backend_in_use(tx) is not backend:
                     break
-                function = methods[attribute]
+                function = _function_for(value, owner, attribute, methods[attribute])
+                if function is not methods[attribute] and isinstance(value, torch.optim.Optimizer):
+                    _telling(met, value)
+                if function is None:
+                    break  # the user's own method says what happens
                 try:
                     return UserMethodVariable(UserFunctionVariable(function), self)
                 except Exception:  # before 2.15 it takes the plain function
@@ -223,11 +241,63 @@ def _substituting(variable_class: type, backend: Any, substitutes: Substitutes) 
             setattr(variable_class, name, original)
 
 
-def _is_overridden(kind: type, owner: type, attribute: str) -> bool:
-    """Whether a subclass has its own version of a method that ``owner`` implements."""
-    if owner is torch.optim.Optimizer and attribute == "step":
-        return False  # every optimizer has its own; ``update`` runs it
-    return getattr(kind, attribute) is not getattr(owner, attribute)
+def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
+    """Whether an object is an ``owner``, or has this method from the class of that name."""
+    if isinstance(owner, type):
+        return isinstance(value, owner)
+    method = getattr(type(value), attribute, None)
+    name = f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
+    return name == f"{owner}.{attribute}"
+
+
+def _function_for(
+    value: Any, owner: type | str, attribute: str, substitute: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The function to trace for a method that ``owner`` implements; None for the object's own.
+
+    Every optimizer has its own ``step``, which ``update`` runs.  A wrapper's is not one of these,
+    nor what anything but a scheduler has put in its place.  The scheduler's mark is for 2.11 to
+    2.15; can go when schedulers leave ``step`` alone.
+    """
+    if isinstance(owner, str):
+        return substitute
+    if owner is not torch.optim.Optimizer or attribute != "step":
+        is_overridden = getattr(type(value), attribute) is not getattr(owner, attribute)
+        return None if is_overridden else substitute
+    own = type(value).step
+    instead = vars(value).get("step", own)
+    is_scheduled = hasattr(instead, "_wrapped_by_lr_sched")
+    if "param_groups" not in vars(value):
+        return own if is_scheduled else None
+    return substitute if is_scheduled or getattr(instead, "__func__", instead) is own else None
+
+
+def _telling(met: Callable[[Any], None], value: Any) -> None:
+    """Call ``met``, and have Dynamo let through what it raises."""
+    try:
+        met(value)
+    except Exception as error:
+        raise pass_through_dynamo(error) from None
+
+
+@contextlib.contextmanager
+def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``met`` with each module that is called, for ``backend``.
+
+    For 2.11 to 2.15; can go when Dynamo tells a backend which modules a function calls.
+    """
+    original = UnspecializedNNModuleVariable.call_function
+
+    def call_function(self, tx, args, kwargs):
+        if backend_in_use(tx) is backend:
+            _telling(met, self.value)
+        return original(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function
+    try:
+        yield
+    finally:
+        UnspecializedNNModuleVariable.call_function = original
 
 
 @contextlib.contextmanager

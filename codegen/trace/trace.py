@@ -431,7 +431,8 @@ class _Elsewhere:
             f"{self._optimizer}.step looks into its attribute `{self._name}`, where parameters, a "
             "module or another optimizer are, but an update is traced for one parameter at a "
             "time, which is in `self.param_groups` and nowhere else. Go through these, and keep "
-            "what a parameter has of its own in its group or in `self.state[p]`."
+            "what a parameter has of its own in its group or in `self.state[p]`. If it wraps "
+            "another optimizer, give the step that one."
         )
 
     __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = _refuse

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zerofx.ir import ops
+from zerofx.wrappers import refuse_for_scaler
 
 _optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -30,6 +31,7 @@ def handle_of(optimizer: torch.optim.Optimizer) -> int:
 @torch.compiler.assume_constant_result
 def _handle_at(address: int) -> int:
     optimizer = _object_at(address)
+    refuse_for_scaler(optimizer)
     if optimizer not in _handles:
         handle = next(_next_handle)
         _handles[optimizer] = handle
@@ -83,14 +85,21 @@ def step(self, closure=None):
 
 
 def zero_grad(self, set_to_none=True):
-    """``Optimizer.zero_grad``."""
-    for group in self.__dict__["param_groups"]:
+    """``Optimizer.zero_grad``, of a wrapper too: its groups are another's."""
+    own = self.__dict__
+    for group in own["param_groups"] if "param_groups" in own else self.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 if set_to_none:
                     parameter.grad = None
                 else:
                     parameter.grad = torch.zeros_like(parameter.grad)
+
+
+def accelerated_zero_grad(self, set_to_none=None):
+    """``AcceleratedOptimizer.zero_grad``, which looks at a signature, as Dynamo cannot."""
+    if self.gradient_state.sync_gradients:
+        self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
 
 def _prepare_scale(scaler):
@@ -178,7 +187,8 @@ def update(self, new_scale=None):
     self._zerofx_found_inf = {}
 
 
-SUBSTITUTES: dict[type, dict[str, Callable[..., Any]]] = {
+SUBSTITUTES: dict[type | str, dict[str, Callable[..., Any]]] = {
+    "accelerate.optimizer.AcceleratedOptimizer": {"zero_grad": accelerated_zero_grad},
     torch.optim.Optimizer: {"step": step, "zero_grad": zero_grad},
     torch.amp.GradScaler: {
         "scale": scale,

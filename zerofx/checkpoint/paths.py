@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zerofx.wrappers import unwrapped
+
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint, wherever this process goes then.  Raises: ValueError for none."""
@@ -50,17 +52,18 @@ def _what(value: object) -> str:
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """No, one or several optimizers as a list.  Raises: TypeError for anything else."""
+    """No, one or several optimizers as a list, those in wrappers.
+
+    Raises: TypeError for anything else.
+    """
     if optimizer is None:
         return []
-    if isinstance(optimizer, Iterable):
-        found = list(optimizer)
-    else:
-        found = [optimizer]
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
                 f"optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer, several "
-                "of them, or None. Give anything else as extra={'name': its state_dict()}."
+                "of them, or None: the one in it, if it wraps one. Give anything else as "
+                "extra={'name': its state_dict()}."
             )
-    return found
+    return [unwrapped(one) for one in found]

@@ -18,6 +18,7 @@ from zerofx.runtime.memory.flat import gather, ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import unshard_states
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.wrappers import unwrapped
 
 
 def _bound_in(model: nn.Module) -> list[ParameterState]:
@@ -50,9 +51,9 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
     without hooks or guards.  A compiled step called later binds the model anew.
 
     Raises: ValueError if an optimizer that holds shards of these parameters is not given;
-    RuntimeError if a rank does not join.
+    TypeError for an unknown wrapper of one; RuntimeError if a rank does not join.
     """
-    given = [optimizer for optimizer in optimizers if optimizer is not None]
+    given = [unwrapped(optimizer) for optimizer in optimizers if optimizer is not None]
     bounds = _bound_in(model)
     REGISTRY.settle(bounds, given)
     for optimizer, attachment in REGISTRY.attached.items():

@@ -1,0 +1,107 @@
+"""Optimizers and models that another library has wrapped.
+
+A step is traced through a wrapper's own ``step`` and ``zero_grad``, which do what they say: one
+that updates at every second call does so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofx import compat
+from zerofx.errors import StepError
+
+# Their modules average gradients, or shard parameters, around what they wrap.
+_PARALLEL = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+
+
+def is_wrapper(optimizer: object) -> bool:
+    """Whether an optimizer has no parameter groups but those of another, which it wraps."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "param_groups" not in vars(optimizer)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that a wrapper shares its states and groups with; others as they are.
+
+    Raises: TypeError if a wrapper does not say which that is.
+    """
+    while is_wrapper(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or any(
+            getattr(inner, name, None) is not getattr(optimizer, name, None)
+            for name in ("param_groups", "state")
+        ):
+            raise TypeError(
+                f"{type(optimizer).__name__} wraps an optimizer in a way that zerofx does not "
+                "know: it has no attribute `optimizer` with the same states and parameter groups. "
+                "Give the optimizer that it wraps."
+            )
+        optimizer = inner
+    return optimizer
+
+
+class WrappersMet:
+    """The optimizers of which a step has its own methods, and not an update: wrappers, mostly.
+
+    It is called with each of these, and with each module that the step calls.
+    Raises: StepError for those that cannot be traced.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def __call__(self, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            _refuse_parallel(value)
+            return
+        name = type(value).__name__
+        is_one = is_wrapper(value)
+        self._found[f"{name} {'wraps an optimizer' if is_one else 'has methods of its own'}"] = None
+        if is_one and "step" in vars(value):
+            value._opt_called = True  # as the scheduler's function around its step would
+        if is_one and vars(value).get("scaler") is not None:
+            raise StepError(
+                f"{name} wraps an optimizer and a GradScaler, and learns from the optimizer's "
+                "step() whether that was skipped, which a compiled step does not call. Train in "
+                "bfloat16, which needs no scaler; or give the step the optimizer itself, which "
+                f"{name} has as `optimizer`, and a torch.amp.GradScaler."
+            )
+
+    def words(self) -> str:
+        """What to do if they are why the step cannot be traced; "" if there are none."""
+        return "".join(
+            f" {found}: its step() and zero_grad() are traced, as parts of the step. If that is "
+            "what fails, give the step an optimizer without them (a wrapper has it as "
+            "`optimizer`), and do outside of the step what else they do."
+            for found in self._found
+        )
+
+
+def _refuse_parallel(module: torch.nn.Module) -> None:
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith(_PARALLEL):
+            remedy = (
+                "call the module in it, `model.module`"
+                if kind.__module__ == _PARALLEL[0]
+                else "build the model without it"
+            )
+            raise StepError(
+                f"the step calls a model that is wrapped in {kind.__name__}, which communicates "
+                "between ranks by itself. A compiled step averages gradients and shards what its "
+                f"stage says: {remedy}."
+            )
+
+
+def refuse_for_scaler(optimizer: Any) -> None:
+    """Raise StepError, past Dynamo, for a wrapper that a GradScaler is given."""
+    if is_wrapper(optimizer):
+        name = type(optimizer).__name__
+        raise compat.pass_through_dynamo(
+            StepError(
+                f"a GradScaler is given {name}, which wraps an optimizer: it would call the "
+                "wrapper's step() if gradients are finite, which is known when the compiled step "
+                f"runs. Give it the optimizer itself, which {name} has as `optimizer`."
+            )
+        )
