@@ -266,7 +266,7 @@ def in_fork(work: Callable[[], object]) -> tuple[int, str]:
 
 @pytest.mark.slow(reason="some kills of each way to save, load and resume")
 @pytest.mark.parametrize(
-    ("ways", "every", "every_write"), [(WAYS, 12, 40), nightly(WAYS, 6, 40), exhaustive(WAYS, 1, 1)]
+    ("ways", "every", "every_write"), [(WAYS, 24, 40), nightly(WAYS, 6, 40), exhaustive(WAYS, 1, 1)]
 )
 def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write, tmp_path, tally):
     with contextlib.closing(Ranks(1)) as one:
@@ -281,7 +281,7 @@ def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write
 
 
 @pytest.mark.slow(reason="some failures of each way to save")
-@pytest.mark.parametrize("every", [15, nightly(6), exhaustive(1)])
+@pytest.mark.parametrize("every", [30, nightly(6), exhaustive(1)])
 def test_whatever_fails_of_a_save_leaves_what_was_there_and_the_next_succeeds(every, tmp_path):
     with contextlib.closing(Ranks(1)) as one:
         ((failures, wrong),) = one.run(failed_in_forks, str(tmp_path), every, timeout_s=900)

@@ -83,28 +83,29 @@ FORMS = {
 }
 
 
-def parametrized(names, cases, quick):
-    """Every pair, all but the ``quick`` ones marked exhaustive."""
+def parametrized(names, cases, quick, nightly):
+    """Every pair; all but the ``quick`` and the ``nightly`` ones are exhaustive."""
     pairs = [(name, case) for name in STEPS for case in cases]
     # Muon's updates cannot run on the host.
     refused = ("states on the host", "states in files", "parameters on the host")
     unknown = [("two optimizers", form) for form in refused]
+    tier_of = {True: pytest.mark.nightly, False: pytest.mark.exhaustive}
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(*pair, marks=() if pair in quick else pytest.mark.exhaustive)
+            pytest.param(*pair, marks=() if pair in quick else tier_of[pair in nightly])
             for pair in pairs
             if pair not in unknown
         ],
     )
 
 
-QUICK_FORMS = [("mlp", "stage 0"), ("mlp", "states in files"), ("language", "stage 3")]
-QUICK_FORMS += [("mlp", "parameters on the host"), ("two optimizers", "stage 1")]
-QUICK_STAGES = [("language", 3), ("two optimizers", 1), ("mlp", 2)]
+QUICK_FORMS = [("mlp", "stage 0"), ("mlp", "states in files"), ("two optimizers", "stage 1")]
+NIGHTLY_FORMS = [("mlp", "parameters on the host"), ("language", "stage 3")]
+QUICK_STAGES, NIGHTLY_STAGES = [("mlp", 2)], [("language", 3), ("two optimizers", 1)]
 
 
-@parametrized(("name", "form"), FORMS, QUICK_FORMS)
+@parametrized(("name", "form"), FORMS, QUICK_FORMS, NIGHTLY_FORMS)
 def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form, tmp_path):
     watched = []
     options = {**EVERYTHING, "bucket": True, **FORMS[form]}
@@ -131,7 +132,7 @@ def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form,
                 assert got == wanted
 
 
-@parametrized(("name", "stage"), range(4), QUICK_STAGES)
+@parametrized(("name", "stage"), range(4), QUICK_STAGES, NIGHTLY_STAGES)
 def test_every_program_of_a_step_computes_what_the_captured_one_does(name, stage, tmp_path):
     """On two ranks with batches of their own, whose parameters are cut from the same tensors."""
     step = STEPS[name]()
