@@ -1,4 +1,4 @@
-"""What a program reads from files and lets go of there: its buckets, and its operators on them."""
+"""A program's buckets in files, and the operators that read them and let go of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from zerofx.errors import FileTierError, StepError
 from zerofx.ir import ops
@@ -50,7 +50,7 @@ class _Value:
 
 
 class ProgramFiles:
-    """The buckets of a ``tier`` that a program uses, and what of them is there in a call.
+    """The buckets of a ``tier`` that a program uses, and those that are in memory in a call.
 
     A call is ``begin``, the program's operators, ``finish`` or ``failed``, ``end_call``.  Values of
     one ``copies``'s programs share their buckets, slot by slot.
@@ -69,31 +69,28 @@ class ProgramFiles:
         self.tier, self.table, self.copies = tier, trained.table, copies
         nodes = uses_of_files(graph)
         self._uses = list(map(_use_of, nodes))
-        self._bounds: Sequence[ParameterState] = ()
         self._groups = _shard_groups(self._uses, self.table)
         self.parameters = frozenset(index for group in self._groups for index in group)
         """Those whose shards the program takes from files."""
         self._states = self._find_states(runners)
-        self._new_shards = self._shards_to_come(trained.tensors)
+        self._new_shards: dict[tuple[int, ...], ShardBucket] = {}  # by the parameters to adopt it
+        self._in_shards = self._find_shards(list(map(REGISTRY.lookup, trained.tensors)))
         self._find_values(nodes)
         self._events = _events(graph, dict(zip(nodes, self._uses, strict=True)))
-        in_shards = self._by_parameter(trained.tensors)
-        self.buckets: list[Bucket] = self._reserved(in_shards)
-        """As the program uses them, each time it does."""
+        self._reserve()
         bytes_of = {
-            use: sum(bucket.nbytes for bucket in self._buckets_of(use, in_shards))
-            for use in self._uses
+            use: sum(bucket.nbytes for bucket in self._buckets_of(use)) for use in self._uses
         }
         self.read_bytes = sum(
             bytes_of[use] for node, use in zip(nodes, self._uses, strict=True) if ops.is_wait(node)
         )
-        """What a call reads, if nothing is in host memory before it is used."""
+        """The bytes that a call reads, if nothing is in host memory before it is used."""
         self.written_bytes = sum(
             bytes_of[use]
             for node, use in zip(nodes, self._uses, strict=True)
             if changes_files(released_at(node))
         )
-        """What it then writes."""
+        """The bytes that it then writes."""
         self._reading: dict[int, tuple[Tensor, _Use]] = {}  # by what stands for it
         self._values: dict[int, _Value] = {}
         self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
@@ -105,26 +102,33 @@ class ProgramFiles:
         )
         return dict(zip(groups, buckets, strict=True))
 
-    def _shards_to_come(
-        self, tensors: Sequence[nn.Parameter]
-    ) -> dict[tuple[int, ...], ShardBucket]:
-        """A bucket for those of each group that have none; they adopt it when a call begins."""
-        found = {}
+    @property
+    def buckets(self) -> list[Bucket]:
+        """As the program uses them, each time it does."""
+        return [bucket for use in self._uses for bucket in self._buckets_of(use)]
+
+    def _find_shards(self, bounds: Sequence[ParameterState | None]) -> dict[int, ShardBucket]:
+        """Return the bucket of each parameter's shard.
+
+        Those of a group that have none are given one, which adopts them when a call begins.
+        """
+        found: dict[int, ShardBucket] = {}
         for group in self._groups:
-            known = {index: REGISTRY.lookup(tensors[index]) for index in group}
-            lacking = tuple(index for index, bound in known.items() if self._file_of(bound) is None)
-            if lacking:
-                found[lacking] = self._shard_bucket(lacking)
+            files = {index: self._file_of(bounds[index]) for index in group}
+            lacking = tuple(index for index, file in files.items() if file is None)
+            if lacking and lacking not in self._new_shards:
+                self._new_shards[lacking] = self._shard_bucket(lacking)
+            found |= {i: file or self._new_shards[lacking] for i, file in files.items()}
         return found
 
     def _file_of(self, bound: ParameterState | None) -> ShardBucket | None:
-        """The bucket of a parameter's shard in this tier: another one's is none of its own."""
+        """Return the bucket of a parameter's shard in this tier; None if it has none here."""
         if bound is None or bound.file is None or bound.file.tier is not self.tier:
             return None
         return bound.file
 
     def has_in_files(self, index: int, bound: ParameterState) -> bool:
-        """Whether the program takes this shard from where it is, if that is a file."""
+        """Return whether the program takes this shard from where it is, if that is a file."""
         return index in self.parameters and self._file_of(bound) is not None
 
     def _shard_bucket(self, group: tuple[int, ...]) -> ShardBucket:
@@ -144,45 +148,31 @@ class ProgramFiles:
                     self.tier, self.tier.name(f"activation {slot}"), nbytes
                 )
 
-    def _by_parameter(self, tensors: Sequence[nn.Parameter]) -> dict[int, ShardBucket]:
-        """The bucket of each parameter's shard, adopted or to be."""
-        found = {index: bucket for of, bucket in self._new_shards.items() for index in of}
-        for group in self._groups:
-            for index in group:
-                file = self._file_of(REGISTRY.lookup(tensors[index]))
-                if file is not None:
-                    found[index] = file
-        return found
-
-    def _buckets_of(self, use: _Use, in_shards: Mapping[int, ShardBucket]) -> list[Bucket]:
+    def _buckets_of(self, use: _Use) -> list[Bucket]:
         if use.group is not None:
             return [self._states[use.group]]
         if use.slot >= 0:
             return [self.copies.filed[use.slot]]
-        return list(dict.fromkeys(in_shards[index] for index in use.parameters))
+        return list(dict.fromkeys(self._in_shards[index] for index in use.parameters))
 
-    def _reserved(self, in_shards: Mapping[int, ShardBucket]) -> list[Bucket]:
-        """The buckets of all uses, in their order, with room on disk and in host memory for them.
+    def _reserve(self) -> None:
+        """Have room on disk and in host memory for all buckets.
 
         Raises: StepError or FileTierError if there is none.
         """
-        buckets = [bucket for use in self._uses for bucket in self._buckets_of(use, in_shards)]
-        self.tier.reserve(buckets, self._most_in_use(in_shards, {}))
+        self.tier.reserve(self.buckets, self._most_in_use({}))
         self._reserved_for = self._value_sizes()
-        return buckets
 
     def _value_sizes(self) -> list[int]:
         """They grow, also by what other programs of the function have there."""
         return [self.copies.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
 
-    def _most_in_use(
-        self, in_shards: Mapping[int, ShardBucket], to_be: Mapping[Bucket, int]
-    ) -> int:
+    def _most_in_use(self, to_be: Mapping[Bucket, int]) -> int:
         """The most bytes that are in use at once in the program; of some buckets ``to_be``."""
         alive: Counter[Bucket] = Counter()
         now = most = 0
         for use, change in self._events:
-            for bucket in self._buckets_of(use, in_shards):
+            for bucket in self._buckets_of(use):
                 was_there = alive[bucket] > 0
                 alive[bucket] += change
                 if was_there != (alive[bucket] > 0):
@@ -214,23 +204,19 @@ class ProgramFiles:
         Raises: FileTierError if what files hold is lost, StepError if there is no room for what
         has been elsewhere since the last call, or has grown; nothing has changed then.
         """
-        self._bounds = bounds
-        adopted: dict[tuple[int, ...], ShardBucket] = {}
-        for group in self._groups:
-            lacking = tuple(index for index in group if self._file_of(bounds[index]) is None)
-            if lacking:
-                waiting = self._new_shards.pop(lacking, None)
-                adopted[lacking] = waiting or self._shard_bucket(lacking)
-        if adopted or self._value_sizes() != self._reserved_for:
-            self._reserve_again({index: one for of, one in adopted.items() for index in of})
-        for group, bucket in adopted.items():
-            bucket.adopt([bounds[index] for index in group])
-        self.buckets = [b for use in self._uses for b in self._buckets_in_call(use)]
+        self._in_shards = self._find_shards(bounds)
+        in_use = set(self._in_shards.values())
+        self._new_shards = {of: new for of, new in self._new_shards.items() if new in in_use}
+        if self._new_shards or self._value_sizes() != self._reserved_for:
+            self._reserve_again()
+        for of, bucket in self._new_shards.items():
+            bucket.adopt([bounds[index] for index in of])
+        self._new_shards = {}
         self.tier.begin(self.buckets)
 
-    def _reserve_again(self, adopted: Mapping[int, ShardBucket]) -> None:
+    def _reserve_again(self) -> None:
         try:
-            self._reserved({**self._shards_in_call(self.parameters), **adopted})
+            self._reserve()
         except FileTierError as error:
             if self.tier.lost is not None:
                 raise
@@ -255,16 +241,9 @@ class ProgramFiles:
         """Have what has been asked for in host memory.  Raises: FileTierError."""
         if id(started) in self._values:
             return self._value_there(self._values.pop(id(started)))
-        for bucket in self._buckets_in_call(self._reading[id(started)][1]):
+        for bucket in self._buckets_of(self._reading[id(started)][1]):
             bucket.acquire()
         return started
-
-    def _buckets_in_call(self, use: _Use) -> list[Bucket]:
-        return self._buckets_of(use, self._shards_in_call(use.parameters))
-
-    def _shards_in_call(self, parameters: Iterable[int]) -> dict[int, ShardBucket]:
-        files = ((index, self._file_of(self._bounds[index])) for index in parameters)
-        return {index: file for index, file in files if file is not None}
 
     def note_changes(self, optimizer: int, parameters: Iterable[int]) -> None:
         """Have these states written when they are let go of."""
@@ -286,7 +265,7 @@ class ProgramFiles:
             group = {(optimizer, parameter) for parameter in parameters}
             changed = not group.isdisjoint(self._changed)
             self._changed -= group
-        for bucket in self._buckets_in_call(use):
+        for bucket in self._buckets_of(use):
             bucket.release(dirty=changed)
         return there
 
@@ -303,9 +282,8 @@ class ProgramFiles:
         return host
 
     def _grow(self, bucket: ValueBucket, nbytes: int) -> None:
-        in_shards = self._shards_in_call(self.parameters)
         padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
-        self.tier.grow(bucket, nbytes, self._most_in_use(in_shards, {bucket: padded}))
+        self.tier.grow(bucket, nbytes, self._most_in_use({bucket: padded}))
         self._reserved_for = self._value_sizes()
 
     def _evict_value(self, value: Tensor, changed: bool) -> Tensor:
@@ -348,7 +326,6 @@ class ProgramFiles:
         self._reading.clear()
         self._values.clear()
         self._changed.clear()
-        self._bounds = ()
 
     def kernels(self) -> dict[object, Any]:
         """The function that runs each operator that is about files."""
