@@ -22,7 +22,7 @@ from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.optimizer.lazy_states import LateState
+from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -271,7 +271,7 @@ class Contents:
         return read
 
     def _whole_state(self, value: Any, parameter: nn.Parameter, alike: bool, name: str) -> Any:
-        if isinstance(value, LateState):
+        if isinstance(value, LazyState):
             return self._by_lowest_rank(value, value.order, value.read)
         if isinstance(value, torch.Tensor):
             value = value.detach()

@@ -15,7 +15,7 @@ from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.optimizer.lazy_states import LateState, SavedState, standing_for
+from zerofx.runtime.optimizer.lazy_states import LazyState, SavedState, standing_for
 from zerofx.runtime.parameters.parameter import ParameterState
 
 
@@ -115,7 +115,7 @@ class LateStateTarget(Target):
     like: torch.Tensor
     dtype: torch.dtype
     device: torch.device
-    keep: Callable[[LateState], object]
+    keep: Callable[[LazyState], object]
     is_late = True
 
     def fill(self, source: Source) -> None:
@@ -203,7 +203,7 @@ def late_shard(
     like = torch.empty_strided(info.shape, info.stride, device="meta")
     boxes = boxes_of(info.shape, info.storage_order, *info.owned_by(rank))
 
-    def keep_shard(late: LateState) -> None:
+    def keep_shard(late: LazyState) -> None:
         keep(late.shard(info, rank))
 
     return LateStateTarget(entry, boxes, like, dtype, device, keep_shard)

@@ -28,7 +28,7 @@ from tests.kit.covering import first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.checkpoint import folders
 from zerofx.checkpoint.reading import Reader
-from zerofx.runtime.optimizer.lazy_states import LateState, unread
+from zerofx.runtime.optimizer.lazy_states import LazyState, unread
 
 CPU = {"offload": "optimizer"}
 FILES = {**CPU, "offload_tier": "nvme"}
@@ -59,7 +59,7 @@ def late_states(pair):
         value
         for state in pair[1].state.values()
         for value in state.values()
-        if isinstance(value, LateState)
+        if isinstance(value, LazyState)
     ]
 
 
@@ -155,7 +155,7 @@ def test_printing_one_and_asking_for_its_shape_reads_nothing(path):
     pair = loaded(path)
     late = next(late for late in late_states(pair) if late.dim() == 2)
     assert late.shape == (11, 6) and late.dtype is torch.float32 and late.numel() == 66
-    assert "LateState" in repr(late) and type(late) is LateState
+    assert "LazyState" in repr(late) and type(late) is LazyState
     assert (late + 0).shape == (11, 6)
     assert type(late) is torch.Tensor
 

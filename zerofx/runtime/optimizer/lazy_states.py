@@ -50,7 +50,7 @@ class SavedState:
 _UNREAD: weakref.WeakSet[SavedState] = weakref.WeakSet()
 
 
-class LateState(GuardedState):
+class LazyState(GuardedState):
     """Stands for ``saved``, from element ``start`` to ``stop`` of it in ``order``.
 
     Elements beyond that are padding, which is zero.  The first use of its values reads them: it is
@@ -81,7 +81,7 @@ class LateState(GuardedState):
                 "step, which reads them all."
             )
         for tensor in guarded_among((args, kwargs)):
-            if isinstance(tensor, LateState):
+            if isinstance(tensor, LazyState):
                 tensor.arrive()
         return func(*args, **kwargs)
 
@@ -103,7 +103,7 @@ class LateState(GuardedState):
             self.set_(values)
         del self.saved
 
-    def shard(self, info: ParameterInfo, rank: int) -> LateState:
+    def shard(self, info: ParameterInfo, rank: int) -> LazyState:
         """Return a tensor that stands for the range of it that ``rank`` owns.
 
         Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
@@ -115,7 +115,7 @@ class LateState(GuardedState):
         )
 
 
-def standing_for(saved: SavedState, like: Tensor, device: torch.device) -> LateState:
+def standing_for(saved: SavedState, like: Tensor, device: torch.device) -> LazyState:
     """Return a tensor that stands for all of a state, strided as the parameter ``like`` is.
 
     Raises: ValueError if that is not dense.
@@ -137,8 +137,8 @@ def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 late.saved.check()
 
 
-def _late_in(state: Mapping[str, Any]) -> Iterator[LateState]:
-    return (value for value in state.values() if isinstance(value, LateState))
+def _late_in(state: Mapping[str, Any]) -> Iterator[LazyState]:
+    return (value for value in state.values() if isinstance(value, LazyState))
 
 
 def _without_memory(
@@ -148,12 +148,12 @@ def _without_memory(
     order: Sequence[int],
     bounds: tuple[int, int],
     device: torch.device,
-) -> LateState:
+) -> LazyState:
     with ordinary_tensors():
         late = torch.empty(0, dtype=saved.dtype, device=device)
         late.set_(late.untyped_storage(), 0, tuple(shape), tuple(stride))
         late.untyped_storage().resize_(0)
-    late.__class__ = LateState
+    late.__class__ = LazyState
     late.saved, late.order = saved, tuple(order)
     late.start, late.stop = bounds
     late.of = saved.name

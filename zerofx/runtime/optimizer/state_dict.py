@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerofx import compat
 from zerofx.codegen.rewrite.storage import MASTER, widen
 from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
-from zerofx.runtime.optimizer.lazy_states import LateState
+from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.optimizer.states import with_values
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -233,7 +233,7 @@ def _cut(key: str, value: Any, bound: ParameterState, numbers: set[str]) -> Any:
         )
     rank = bound.communicator.rank
     return (
-        value.shard(info, rank) if isinstance(value, LateState) else take_shard(value, info, rank)
+        value.shard(info, rank) if isinstance(value, LazyState) else take_shard(value, info, rank)
     )
 
 
