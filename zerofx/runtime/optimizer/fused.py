@@ -135,7 +135,7 @@ Member = tuple[Tensor, Tensor, int]
 """A parameter's shard, its gradient's, both flat ``[n]``, and the parameter's number."""
 
 
-class JoinedUpdates:
+class FusedUpdates:
     """Runs each piece of memory with one kernel, where the same update holds for all in it."""
 
     def __init__(self, context: UpdateContext) -> None:

@@ -115,7 +115,7 @@ class OptimizerSteps:
         """The optimizer's runner, in a step that has not updated these parameters yet."""
         SNAPSHOTS.before_change(self._tensors[parameter]() for parameter in parameters)
         runner = self.on_device[optimizer]
-        if all(map(runner.has_begun, parameters)):
+        if all(map(runner.owned.has_begun, parameters)):
             return runner
         updated = self._updated.get(optimizer)
         if updated is None or not updated.isdisjoint(parameters):  # a second step of it
@@ -226,4 +226,4 @@ class DeviceUpdates:
             return grads
         runner = self.steps.runner_with_states(optimizer, parameters)
         shards = [value.detach() for value in values]
-        return runner.run_on_owners(shards, grads, parameters, owners, self.communicator)
+        return runner.owned.begin(shards, grads, parameters, owners, self.communicator)

@@ -12,9 +12,8 @@ from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.context import ReadyUpdate, UpdateContext
-from zerofx.runtime.optimizer.fused import JoinedUpdates
+from zerofx.runtime.optimizer.fused import FusedUpdates
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
 from zerofx.runtime.optimizer.whole_tensors import OwnedUpdates
@@ -29,7 +28,7 @@ class OptimizerRunner:
     ``optimizer.param_groups`` once per step and group.
 
     ``parameters`` maps the index that the program uses to the user's parameter and its layout.
-    ``run_on_owners`` begins the update of ``settings.owned`` parameters, and ``run`` ends it.
+    ``owned.begin`` begins the update of ``settings.owned`` parameters, and ``run`` ends it.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.  For ``run``,
     ``ready`` may do all but the elements, which another thread can do, and ``finish`` the rest.
@@ -42,8 +41,8 @@ class OptimizerRunner:
         settings: UpdateSettings,
     ) -> None:
         self._context = UpdateContext(optimizer, parameters, settings)
-        self._owned = OwnedUpdates(self._context)
-        self._joined = JoinedUpdates(self._context)
+        self.owned = OwnedUpdates(self._context)
+        self._fused = FusedUpdates(self._context)
         self.states = StatePlaces(self._context)
 
     @property
@@ -54,7 +53,7 @@ class OptimizerRunner:
     def begin(self) -> None:
         """Start one optimizer step: look up every parameter's group as it is now."""
         self._context.begin()
-        self._owned.forget()
+        self.owned.forget()
 
     def prepare(self, parameters: Iterable[int]) -> None:
         """Trace the first update of these parameters without running it.
@@ -73,11 +72,11 @@ class OptimizerRunner:
                 group, is_owned = context.group_of(parameter), parameter in context.settings.owned
                 context.storage.check(info)
                 if is_owned:
-                    self._owned.check_precision(info)
+                    self.owned.check_precision(info)
                 if group is not None and not optimizer.state.get(reference()):
                     update, _ = context.traces.find(optimizer, parameter, group, nothing)
                     if is_owned:
-                        self._owned.divide(update, info)
+                        self.owned.divide(update, info)
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
@@ -88,8 +87,8 @@ class OptimizerRunner:
         Raises: UpdateError if the update cannot be traced, or not run on shards; ValueError if
         a state is neither a shard like ``data`` nor a scalar (if sharded).
         """
-        if self.has_begun(parameter):
-            return self._owned.finish(data, grad, parameter)
+        if self.owned.has_begun(parameter):
+            return self.owned.finish(data, grad, parameter)
         self.ready(data, grad, parameter).run()
         return data
 
@@ -123,26 +122,6 @@ class OptimizerRunner:
 
         return ReadyUpdate(compute, finish)
 
-    def has_begun(self, parameter: int) -> bool:
-        """Return whether ``run_on_owners`` has begun this parameter's update."""
-        return self._owned.has_begun(parameter)
-
-    def run_on_owners(
-        self,
-        data: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        parameters: Sequence[int],
-        owners: Sequence[int],
-        communicator: Communicator,
-    ) -> list[Tensor]:
-        """Begin these updates; return what ``run`` takes for their gradients.  Collective.
-
-        What of an update needs the parameter whole is computed by the rank that owns it.
-
-        Shapes: flat ``[n]`` of each parameter's shard, in and out.
-        """
-        return self._owned.begin(data, grads, parameters, owners, communicator)
-
     def run_together(
         self,
         data: Sequence[Tensor],
@@ -158,17 +137,17 @@ class OptimizerRunner:
         done to each gradient first, in the same kernel.
         """
         members = list(zip(data, grads, parameters, strict=True))
-        if any(map(self.has_begun, parameters)):
+        if any(map(self.owned.has_begun, parameters)):
             assert work is None, "what began an update has read its gradient, so that it is there"
             return [self.run(*member) for member in members]
-        self._joined.run(members, self.run, work, coefficients, None)
+        self._fused.run(members, self.run, work, coefficients, None)
         return list(data)
 
     def ready_together(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
     ) -> list[ReadyUpdate]:
         """Do of ``run_together``, on a CPU, what only the step's thread may."""
-        return self._joined.ready(list(zip(data, grads, parameters, strict=True)), self.ready)
+        return self._fused.ready(list(zip(data, grads, parameters, strict=True)), self.ready)
 
     def run_together_and_sum(
         self,
@@ -184,7 +163,7 @@ class OptimizerRunner:
         """
         squares: list[Tensor] = []
         members = list(zip(data, grads, parameters, strict=True))
-        self._joined.run(members, self.run, work, coefficients, squares)
+        self._fused.run(members, self.run, work, coefficients, squares)
         return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
     def end(self) -> Callable[[], None]:
