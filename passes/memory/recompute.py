@@ -9,8 +9,10 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import mark_kept
+from zerofx.ir.roles import Role
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.memory.saved_values import SavedValues, backward_calls, nbytes
+from zerofx.passes.memory.saved_values import SavedValues, backward_calls
 
 
 def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -63,12 +65,12 @@ def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int
         del kept[node]
     erase_unused(gm.graph, [*dropped, *equals])
     for node, reason in kept.items():
-        mark_kept(node, f"{nbytes(node) / 1e6:.3g} MB, {reason}")
+        mark_kept(node, f"{hinted_bytes(node) / 1e6:.3g} MB, {reason}")
     return {
         "recomputed because cheap": num_repeated,
         "merged": len(equals),
         "kept": len(kept),
-        "bytes kept": sum(map(nbytes, kept)),
+        "bytes kept": sum(map(hinted_bytes, kept)),
     }
 
 
@@ -104,7 +106,7 @@ def _repeat(
                 duplicate = builder.copy(
                     current,
                     lambda source: repeated.get(source, source),
-                    role="recompute",
+                    role=Role.RECOMPUTE,
                     parameter=-1,
                     reason=reason(current),
                 )

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order
 from zerofx.ir.parameters import Resident
-from zerofx.ir.roles import bucket_of, parameter_of, role
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.passes.base import PassContext
 
 
@@ -50,7 +50,7 @@ def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:
     """Return the place in the program where each bucket's last gradient is reduced."""
     places: dict[int, int] = {}
     for node, place in program_order(graph).items():
-        if ops.is_collective(node) and role(node) == "reduce_gradient":
+        if ops.is_collective(node) and role(node) == Role.REDUCE_GRADIENT:
             bucket = bucket_of(node)
             if bucket < 0:
                 bucket = ctx.table[parameter_of(node)].place.bucket

@@ -16,6 +16,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role
+from zerofx.ir.sizes import hinted_bytes
 
 aten = torch.ops.aten
 
@@ -477,10 +478,4 @@ def _price(node: fx.Node) -> int:
     value = node.meta.get("val")
     if _is_view(node) or not isinstance(value, torch.Tensor):
         return _UNLIMITED
-    return nbytes(node)
-
-
-def nbytes(node: fx.Node) -> int:
-    """Bytes of a tensor, of the size that it had when captured.  Units: bytes."""
-    value = node.meta["val"]
-    return compat.size_hint(value.numel()) * value.dtype.itemsize
+    return hinted_bytes(node)

@@ -13,7 +13,14 @@ from torch import fx
 
 from zerofx.cost.program import seconds
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, aliases, done_with, memory_of, mutated_inputs
+from zerofx.ir.aliases import (
+    aliased_inputs,
+    aliases,
+    done_with,
+    is_compute,
+    memory_of,
+    mutated_inputs,
+)
 from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role
 from zerofx.ir.sizes import hinted_bytes
@@ -155,7 +162,7 @@ def _ends_of_regions(nodes: Sequence[fx.Node]) -> list[int]:
 
     Updates that follow one another are to stay neighbours: they run as one.
     """
-    solid = [_is_compute(node) for node in nodes if not _passes_on(node)]
+    solid = [is_compute(node) for node in nodes if not _passes_on(node)]
     ends, seen = [], 0
     for position, node in enumerate(nodes):
         if 0 < seen < len(solid) and solid[seen - 1] != solid[seen]:
@@ -168,12 +175,7 @@ def _passes_on(node: fx.Node) -> bool:
     """Whether a node only looks at memory, or cuts a shard out of it for an update."""
     if node.target in (operator.getitem, ops.take_shard) or node.op == "get_attr":
         return True
-    return _is_compute(node) and bool(aliased_inputs(node))
-
-
-def _is_compute(node: fx.Node) -> bool:
-    is_call = node.op == "call_function"
-    return is_call and not ops.is_ours(node.target) and not mutated_inputs(node)
+    return is_compute(node) and bool(aliased_inputs(node))
 
 
 def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
@@ -181,7 +183,7 @@ def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
     order = {node: position for position, node in enumerate(nodes)}
     changes = [0] * (len(nodes) + 1)
     for position, node in enumerate(nodes):
-        if not _is_compute(node) or node.target is operator.getitem or aliased_inputs(node):
+        if not is_compute(node) or node.target is operator.getitem or aliased_inputs(node):
             continue
         readers = _readers(node)
         if readers and not _is_in_memory(node, readers):
@@ -197,7 +199,7 @@ def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
 def _is_in_memory(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
     """Whether a result is written to memory even if all compute around it is one region."""
     return not is_fused(node) or any(
-        not _is_compute(reader)
+        not is_compute(reader)
         or not is_fused(reader)
         or (is_backward(reader) and not is_backward(node))
         for reader in readers
@@ -209,7 +211,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     pending, found = list(node.users), []
     while pending:
         reader = pending.pop()
-        if reader.target is operator.getitem or (_is_compute(reader) and aliased_inputs(reader)):
+        if reader.target is operator.getitem or (is_compute(reader) and aliased_inputs(reader)):
             pending.extend(reader.users)
         else:
             found.append(reader)

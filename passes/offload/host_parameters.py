@@ -14,7 +14,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, mutated_inputs, shard_of, writers
 from zerofx.ir.graph import Builder, is_backward, updated_by
 from zerofx.ir.interface import input_role, placeholders, set_input_role
-from zerofx.ir.roles import role
+from zerofx.ir.roles import Role, role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
 
@@ -118,8 +118,8 @@ class _Placing:
         origin = self._origin(indices, last)
         behind = [node for node in (before, *map(_reduction_of, run)) if node is not None]
         here = max([*behind, *shards]).next if behind else last
-        start = self._start(shards, indices, here, "value_to_device", origin)
-        wait, pieces = self._arrived(start, last, "value_on_device", origin)
+        start = self._start(shards, indices, here, Role.VALUE_TO_DEVICE, origin)
+        wait, pieces = self._arrived(start, last, Role.VALUE_ON_DEVICE, origin)
         for update, piece in zip(run, pieces, strict=True):
             if update is not last:
                 last.prepend(update)
@@ -164,12 +164,17 @@ class _Placing:
         """Copy new values to the host, behind ``after``; who read these then reads the shards."""
         with self.graph.inserting_before(after.next):
             start = self.builder.call(
-                ops.copy_start_shards, values, indices, shards, role="store", **origin
+                ops.copy_start_shards, values, indices, shards, role=Role.STORE, **origin
             )
-            stored = self.builder.call(ops.wait_shards, start, role="store", **origin)
+            stored = self.builder.call(ops.wait_shards, start, role=Role.STORE, **origin)
             for position, index in enumerate(indices):
                 renewed = self.builder.call(
-                    operator.getitem, stored, position, role="stored", parameter=index, like=after
+                    operator.getitem,
+                    stored,
+                    position,
+                    role=Role.STORED,
+                    parameter=index,
+                    like=after,
                 )
                 old = replaced or values[position]
                 old.replace_all_uses_with(renewed, delete_user_cb=lambda user: user is not start)
@@ -183,8 +188,8 @@ class _Placing:
             shards = list(head.all_input_nodes)
             indices = [shard_of(shard) for shard in shards]
             origin = self._origin(indices, head)
-            start = self._start(shards, indices, head, "shard_to_device", origin)
-            _, pieces = self._arrived(start, head, "shard_on_device", origin)
+            start = self._start(shards, indices, head, Role.SHARD_TO_DEVICE, origin)
+            _, pieces = self._arrived(start, head, Role.SHARD_ON_DEVICE, origin)
             for shard, piece in zip(shards, pieces, strict=True):
                 head.replace_input_with(shard, piece)
             self.builder.refresh(head)
@@ -207,8 +212,8 @@ class _Placing:
     def _bring(self, shard: fx.Node, here: fx.Node) -> fx.Node:
         index = shard_of(shard)
         origin = self._origin([index], here)
-        start = self._start([shard], [index], here, "value_to_device", origin)
-        _, (piece,) = self._arrived(start, here, "value_on_device", origin)
+        start = self._start([shard], [index], here, Role.VALUE_TO_DEVICE, origin)
+        _, (piece,) = self._arrived(start, here, Role.VALUE_ON_DEVICE, origin)
         return piece
 
     def wait_for_stores(self) -> None:
@@ -224,14 +229,14 @@ class _Placing:
                 here.prepend(node)
 
     def _start(
-        self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: str, origin: dict
+        self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: Role, origin: dict
     ) -> fx.Node:
         device = str(self.table[indices[0]].device)
         with self.graph.inserting_before(here):
             return self.builder.call(ops.copy_start, shards, indices, device, role=role, **origin)
 
     def _arrived(
-        self, start: fx.Node, here: fx.Node, role: str, origin: dict
+        self, start: fx.Node, here: fx.Node, role: Role, origin: dict
     ) -> tuple[fx.Node, list[fx.Node]]:
         """Wait for a move, and take apart what has arrived."""
         position, pieces = 0, []
@@ -292,7 +297,7 @@ def _begins_gather(node: fx.Node) -> bool:
     """Whether a node takes shards from the host to be gathered: as a pack, a cast, or alone."""
     if not any(map(is_kept_on_host, node.all_input_nodes)):
         return False
-    return node.target is ops.pack or ops.rules(node).gathers or role(node) == "gather_cast"
+    return node.target is ops.pack or ops.rules(node).gathers or role(node) == Role.GATHER_CAST
 
 
 def _reads_host(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from zerofx.ir.aliases import aliased_inputs, aliases
 from zerofx.ir.graph import Builder, erase_unused, program_order
 from zerofx.ir.interface import mark_kept, resident, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged, slot_of
-from zerofx.ir.roles import provenance
+from zerofx.ir.roles import Role, provenance
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.offload.activations import (
@@ -145,7 +145,7 @@ def _one_gather_ahead(nodes: Sequence[fx.Node], ctx: PassContext) -> int:
     """Room for ``prefetch`` to start a gather while another one is in use."""
     if ctx.options.stage < 3 or not ctx.options.prefetch:
         return 0
-    gathers = [value_bytes(node) for node in nodes if node.target is ops.all_gather_start]
+    gathers = [value_bytes(node) for node in nodes if ops.rules(node).gathers]
     return max(gathers, default=0)
 
 
@@ -154,7 +154,7 @@ def _alive(graph: fx.Graph, ctx: PassContext) -> list[int]:
     sockets = not ctx.options.peer_memory
     alive = live_bytes(graph, ctx.world_size, sockets=sockets, table=ctx.table)
     nodes = list(graph.nodes)
-    gathers = [node for node in nodes if node.target is ops.all_gather_start]
+    gathers = [node for node in nodes if ops.rules(node).gathers]
     updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
     if not gathers or not updates or ctx.world_size == 1:
         return alive
@@ -184,15 +184,24 @@ def _place(
             if leg == 0:
                 why = f"{activation.nbytes / 1e6:.3g} MB"
                 node = builder.call(
-                    ops.copy_start, [last], [], ops.HOST, -1, role="to_host", like=value, reason=why
+                    ops.copy_start,
+                    [last],
+                    [],
+                    ops.HOST,
+                    -1,
+                    role=Role.TO_HOST,
+                    like=value,
+                    reason=why,
                 )
             elif leg == 1:
-                node = builder.call(ops.wait, last, role="on_host", like=value)
+                node = builder.call(ops.wait, last, role=Role.ON_HOST, like=value)
             elif leg == 2:
                 device = str(value.meta["val"].device)
-                node = builder.call(ops.copy_start, [last], [], device, role="to_device", like=late)
+                node = builder.call(
+                    ops.copy_start, [last], [], device, role=Role.TO_DEVICE, like=late
+                )
             else:
-                node = builder.call(ops.wait, last, role="reloaded", like=late)
+                node = builder.call(ops.wait, last, role=Role.RELOADED, like=late)
         node._rename(f"{value.name}_{_NAMES[leg]}")
         moved[number] = node
     for number, trip in enumerate(trips):
@@ -215,7 +224,7 @@ def _read_what_came_back(builder: Builder, activation: Activation, reloaded: fx.
                 renewed(base, reader)
             with builder.graph.inserting_before(reader):
                 again[source] = builder.copy(
-                    source, lambda node: again.get(node, node), role="view", parameter=-1
+                    source, lambda node: again.get(node, node), role=Role.VIEW, parameter=-1
                 )
             again[source].meta["autograd_backward"] = True
             replaced[source] = None

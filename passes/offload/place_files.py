@@ -15,7 +15,7 @@ from zerofx.ir.graph import Builder, program_order
 from zerofx.ir.interface import placeholders
 from zerofx.ir.offload import copies_activation, copies_to_device, released_at, uses_of_files
 from zerofx.ir.parameters import ParameterInfo, shard_numel
-from zerofx.ir.roles import bucket_of
+from zerofx.ir.roles import Role, bucket_of
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
 
@@ -101,14 +101,14 @@ class _Filing:
                     indices,
                     optimizer,
                     nbytes,
-                    role="states_from_file",
+                    role=Role.STATES_FROM_FILE,
                     **origin,
                 )
-                there = self.builder.call(ops.wait, start, role="states", **origin)
+                there = self.builder.call(ops.wait, start, role=Role.STATES, **origin)
             (wait,) = update.users
             with self.graph.inserting_after(wait):
                 of = ("states", indices, optimizer)
-                self.builder.call(ops.evict, there, *of, role="states_to_file", **origin)
+                self.builder.call(ops.evict, there, *of, role=Role.STATES_TO_FILE, **origin)
         return len(updates)
 
     def file_shards(self) -> int:
@@ -121,13 +121,15 @@ class _Filing:
             with self.graph.inserting_before(use):
                 of = ("shards", indices, None)
                 start = self.builder.call(
-                    ops.fetch_start, None, *of, nbytes, role="shards_from_file", **origin
+                    ops.fetch_start, None, *of, nbytes, role=Role.SHARDS_FROM_FILE, **origin
                 )
-                there = self.builder.call(ops.wait, start, role="shards", **origin)
+                there = self.builder.call(ops.wait, start, role=Role.SHARDS, **origin)
             changed = bool(mutated_inputs(use))
             (wait,) = use.users
             with self.graph.inserting_after(wait):
-                self.builder.call(ops.evict, there, *of, changed, role="shards_to_file", **origin)
+                self.builder.call(
+                    ops.evict, there, *of, changed, role=Role.SHARDS_TO_FILE, **origin
+                )
         return len(uses)
 
     def file_values(self) -> int:
@@ -136,17 +138,19 @@ class _Filing:
         for reload in reloads:
             (on_host,) = reload.args[0]
             with self.graph.inserting_after(on_host):
-                filed = self.builder.call(ops.evict, on_host, "value", role="to_file", like=on_host)
+                filed = self.builder.call(
+                    ops.evict, on_host, "value", role=Role.TO_FILE, like=on_host
+                )
             with self.graph.inserting_before(reload):
                 start = self.builder.call(
-                    ops.fetch_start, filed, "value", role="from_file", like=reload
+                    ops.fetch_start, filed, "value", role=Role.FROM_FILE, like=reload
                 )
-                there = self.builder.call(ops.wait, start, role="value", like=reload)
+                there = self.builder.call(ops.wait, start, role=Role.VALUE, like=reload)
             reload.args = ([there], *reload.args[1:])
             (wait,) = reload.users
             with self.graph.inserting_after(wait):
                 self.builder.call(
-                    ops.evict, there, "value", changed=False, role="drop_value", like=reload
+                    ops.evict, there, "value", changed=False, role=Role.DROP_VALUE, like=reload
                 )
         return len(reloads)
 

@@ -18,6 +18,7 @@ from zerofx.ir.graph import Builder, is_owned, program_order
 from zerofx.ir.interface import resident, set_resident
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.parameters import Resident
+from zerofx.ir.roles import Role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory.budget import check_fits, with_moves
 from zerofx.passes.memory.residency import stay_on_device
@@ -213,9 +214,9 @@ class _Moving:
             self._send_back(group.ready)
         with self.graph.inserting_before(group.ready):
             if not all(map(is_kept_on_host, group.targets)):
-                group.values = self._to_host(group, group.targets, "values_to_host")
+                group.values = self._to_host(group, group.targets, Role.VALUES_TO_HOST)
             gradients = [update.args[1] for update in group.updates]
-            group.gradients = self._to_host(group, gradients, "gradients_to_host")
+            group.gradients = self._to_host(group, gradients, Role.GRADIENTS_TO_HOST)
             _, _, optimizer, _, *found_inf = group.updates[0].args
             is_kept = group.values is None
             group.updating = self.builder.call(
@@ -225,7 +226,7 @@ class _Moving:
                 optimizer,
                 group.indices,
                 *found_inf,
-                role="update",
+                role=Role.UPDATE,
                 **group.origin,
             )
         self.leaving.append(group)
@@ -235,7 +236,7 @@ class _Moving:
         while len(self.updating) > UPDATES_UNDER_WAY:
             self._send_back(group.ready)
 
-    def _to_host(self, group: _Group, pieces: list[fx.Node], role: str) -> fx.Node:
+    def _to_host(self, group: _Group, pieces: list[fx.Node], role: Role) -> fx.Node:
         unassigned = -1
         return self.builder.call(
             ops.copy_start, pieces, group.indices, ops.HOST, unassigned, role=role, **group.origin
@@ -257,8 +258,8 @@ class _Moving:
         group = self.leaving.pop(0)
         with self.graph.inserting_before(here):
             if group.values is not None:
-                self._wait(ops.wait, group.values, group, "values_on_host")
-            self._wait(ops.wait, group.gradients, group, "gradients_on_host")
+                self._wait(ops.wait, group.values, group, Role.VALUES_ON_HOST)
+            self._wait(ops.wait, group.gradients, group, Role.GRADIENTS_ON_HOST)
 
     def _send_back(self, here: fx.Node) -> None:
         """Wait for the oldest update; land what has come back, then send its new values back."""
@@ -269,7 +270,7 @@ class _Moving:
             self._keep(group, here)
             return
         with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait, group.updating, group, "updated_on_host")
+            updated = self._wait(ops.wait, group.updating, group, Role.UPDATED_ON_HOST)
         while self.returning:
             self._land(here)
         with self.graph.inserting_before(here):
@@ -278,7 +279,7 @@ class _Moving:
                 [updated],
                 group.indices,
                 str(self.table[group.indices[0]].device),
-                role="values_to_device",
+                role=Role.VALUES_TO_DEVICE,
                 **group.origin,
             )
         self.returning.append(group)
@@ -290,8 +291,8 @@ class _Moving:
         """
         group = self.returning.pop(0)
         with self.graph.inserting_before(here):
-            arrived = self._wait(ops.wait, group.back, group, "updated_value")
-            pieces = self._pieces(arrived, group, "updated_value")
+            arrived = self._wait(ops.wait, group.back, group, Role.UPDATED_VALUE)
+            pieces = self._pieces(arrived, group, Role.UPDATED_VALUE)
             for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
                 renewed = piece
                 if any(source.op == "placeholder" for source in memory_of(target)):
@@ -299,7 +300,7 @@ class _Moving:
                         aten.copy_.default,
                         target,
                         piece,
-                        role="store",
+                        role=Role.STORE,
                         parameter=update.args[3],
                         like=update,
                     )
@@ -312,13 +313,13 @@ class _Moving:
     def _keep(self, group: _Group, here: fx.Node) -> None:
         """Wait for an update of shards that are kept on the host: who reads them now reads it."""
         with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait_shards, group.updating, group, "updated_on_host")
+            updated = self._wait(ops.wait_shards, group.updating, group, Role.UPDATED_ON_HOST)
             for position, update in enumerate(group.updates):
                 renewed = self.builder.call(
                     operator.getitem,
                     updated,
                     position,
-                    role="updated_value",
+                    role=Role.UPDATED_VALUE,
                     parameter=update.args[3],
                     like=update,
                 )
@@ -328,10 +329,10 @@ class _Moving:
         for update in group.updates:
             self.graph.erase_node(update)
 
-    def _wait(self, target: Any, start: fx.Node, group: _Group, role: str) -> fx.Node:
+    def _wait(self, target: Any, start: fx.Node, group: _Group, role: Role) -> fx.Node:
         return self.builder.call(target, start, role=role, **group.origin)
 
-    def _pieces(self, arrived: fx.Node, group: _Group, role: str) -> list[fx.Node]:
+    def _pieces(self, arrived: fx.Node, group: _Group, role: Role) -> list[fx.Node]:
         """Take apart what has arrived."""
         pieces, position = [], 0
         for index in group.indices:

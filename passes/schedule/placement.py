@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import mutated_inputs
+from zerofx.ir.aliases import is_compute
 from zerofx.ir.graph import is_backward
-from zerofx.ir.roles import role
+from zerofx.ir.roles import Role, role
 from zerofx.passes.memory.saved_values import is_fused
 
 
@@ -58,12 +58,11 @@ def sink_past_fused(node: fx.Node) -> None:
 
 
 def _is_in_region(node: fx.Node) -> bool:
-    is_compute = node.op == "call_function" and not ops.is_ours(node.target)
-    return is_compute and is_backward(node) and not mutated_inputs(node) and is_fused(node)
+    return is_compute(node) and is_backward(node) and is_fused(node)
 
 
 def _sink_ranges(wait: fx.Node) -> None:
     """Take the ranges of a bucket's result only where they are read."""
-    for part in [user for user in wait.users if role(user) == "reduced_gradient"]:
+    for part in [user for user in wait.users if role(user) == Role.REDUCED_GRADIENT]:
         if part.users:
             min(part.users).prepend(part)

@@ -51,9 +51,7 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         copy_(q, zerofx.wait(start_1))
     """
     waits = [
-        node
-        for node in gm.graph.nodes
-        if node.target is ops.wait and node.args[0].target is ops.all_gather_start
+        node for node in gm.graph.nodes if ops.is_wait(node) and ops.rules(node.args[0]).gathers
     ]
     budget = ctx.options.memory_budget if ctx.options.stage == 3 else None
     if all(map(_is_only_written, waits)):

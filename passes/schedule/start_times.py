@@ -12,7 +12,7 @@ from zerofx.cost.timeline import transfer_s
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import program_order
-from zerofx.ir.roles import bucket_of, parameter_of, role
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
 
@@ -26,7 +26,7 @@ for memory that is left over.
 
 ENOUGH = "as late as hides it"
 
-PREPARING = ("gather_cast", "pack", "shard_on_device", "shard_to_device")
+PREPARING = (Role.GATHER_CAST, Role.PACK, Role.SHARD_ON_DEVICE, Role.SHARD_TO_DEVICE)
 """The roles of what stands between a shard and its gather."""
 
 
@@ -96,7 +96,9 @@ def _alive(
 
 def _viewed_bytes(chain: list[fx.Node]) -> int:
     """Return the part of a chain whose memory exists anyway: shards, and what has arrived."""
-    return sum(value_bytes(node) for node in chain if role(node) in ("pack", "shard_on_device"))
+    return sum(
+        value_bytes(node) for node in chain if role(node) in (Role.PACK, Role.SHARD_ON_DEVICE)
+    )
 
 
 def _earliest(

@@ -7,6 +7,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import is_owned, is_random
+from zerofx.ir.roles import Role
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -97,7 +98,7 @@ def _holds(user: fx.Node, node: fx.Node) -> bool:
     if ops.starts(user) or ops.is_wait(user) or node in aliased_inputs(user):
         return True
     return user.meta.get("zerofx") is not None and user.meta["zerofx"].role in (
-        "gather_cast",
-        "hoisted_cast",
-        "pack",
+        Role.GATHER_CAST,
+        Role.HOISTED_CAST,
+        Role.PACK,
     )

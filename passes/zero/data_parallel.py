@@ -10,6 +10,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
 from zerofx.ir.interface import mark_gradient
+from zerofx.ir.roles import Role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist, sink_past_fused, stagger_waits
 from zerofx.passes.zero.local_gradients import leave_unreduced, take_in_unreduced
@@ -100,17 +101,17 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
                     aten._to_copy.default,
                     gradient,
                     dtype=reduce_dtype,
-                    role="reduce_cast",
+                    role=Role.REDUCE_CAST,
                     **origin,
                 )
             start = builder.call(
-                ops.all_reduce_start, gradient, "mean", role="reduce_gradient", **origin
+                ops.all_reduce_start, gradient, "mean", role=Role.REDUCE_GRADIENT, **origin
             )
-            wait = builder.call(ops.wait, start, role="reduce_gradient", **origin)
+            wait = builder.call(ops.wait, start, role=Role.REDUCE_GRADIENT, **origin)
             averaged = wait
             if reduce_dtype != dtype:
                 averaged = builder.call(
-                    aten._to_copy.default, wait, dtype=dtype, role="reduce_cast", **origin
+                    aten._to_copy.default, wait, dtype=dtype, role=Role.REDUCE_CAST, **origin
                 )
         node.replace_all_uses_with(averaged)
         gm.graph.erase_node(node)
@@ -134,7 +135,7 @@ def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
                     optimizer,
                     index,
                     found_inf,
-                    role="update",
+                    role=Role.UPDATE,
                     parameter=index,
                     like=step,
                 )

@@ -13,7 +13,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.ir.roles import bucket_of, parameter_of
+from zerofx.ir.roles import Role, bucket_of, parameter_of
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.budget import keep_within_budget
 
@@ -223,7 +223,7 @@ def insert_gathers(
             builder.call(
                 ops.free,
                 wait,
-                role="free",
+                role=Role.FREE,
                 parameter=parameter_of(wait),
                 bucket=bucket_of(wait),
                 like=last,
@@ -255,12 +255,12 @@ def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -
         if unit.sources[0].cast_to is not None:
             shard = builder.call(
                 aten._to_copy.default, shard, dtype=unit.sources[0].cast_to,
-                role="gather_cast", **origin,
+                role=Role.GATHER_CAST, **origin,
             )  # fmt: skip
         start = builder.call(
-            ops.all_gather_start, shard, info.world_size, role="gather", reason=reason, **origin
+            ops.all_gather_start, shard, info.world_size, role=Role.GATHER, reason=reason, **origin
         )
-        wait = builder.call(ops.wait, start, role="gather", **origin)
+        wait = builder.call(ops.wait, start, role=Role.GATHER, **origin)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:
         source = unit.owner[reader, wanted]
@@ -295,7 +295,7 @@ def pack_shards(builder: Builder, unit: GatherUnit, **origin) -> fx.Node:
         [source.shard for source in sources],
         [source.parameter.index for source in sources],
         info.place.shard_numel,
-        role="pack",
+        role=Role.PACK,
         **origin,
     )
 
@@ -327,13 +327,13 @@ def unflatten(
     start = info.place.offset
     if flat.meta["val"].shape[0] != info.numel:
         stop = start + info.numel
-        node = builder.call(aten.slice.Tensor, node, 0, start, stop, role="whole", **origin)
+        node = builder.call(aten.slice.Tensor, node, 0, start, stop, role=Role.WHOLE, **origin)
     if info.is_contiguous or shape != info.shape:
-        return builder.call(aten.view.default, node, list(shape), role="whole", **origin)
+        return builder.call(aten.view.default, node, list(shape), role=Role.WHOLE, **origin)
     permuted = [info.shape[dim] for dim in info.storage_order]
-    node = builder.call(aten.view.default, node, permuted, role="whole", **origin)
+    node = builder.call(aten.view.default, node, permuted, role=Role.WHOLE, **origin)
     inverse = [info.storage_order.index(dim) for dim in range(len(info.shape))]
-    return builder.call(aten.permute.default, node, inverse, role="whole", **origin)
+    return builder.call(aten.permute.default, node, inverse, role=Role.WHOLE, **origin)
 
 
 def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, **origin) -> fx.Node:
@@ -341,14 +341,14 @@ def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, **origin) -> 
     node = whole
     if not info.is_contiguous:
         node = builder.call(
-            aten.permute.default, node, list(info.storage_order), role="flatten", **origin
+            aten.permute.default, node, list(info.storage_order), role=Role.FLATTEN, **origin
         )
     value = node.meta["val"]
     target = aten.view.default if value.is_contiguous() else aten.reshape.default
-    node = builder.call(target, node, [info.numel], role="flatten", **origin)
+    node = builder.call(target, node, [info.numel], role=Role.FLATTEN, **origin)
     padding = info.place.extent - info.numel
     if padding:
         node = builder.call(
-            aten.constant_pad_nd.default, node, [0, padding], 0.0, role="flatten", **origin
+            aten.constant_pad_nd.default, node, [0, padding], 0.0, role=Role.FLATTEN, **origin
         )
     return node

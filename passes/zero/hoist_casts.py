@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.interface import input_role, placeholders
-from zerofx.ir.roles import Provenance
+from zerofx.ir.roles import Provenance, Role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS
 
@@ -41,8 +41,7 @@ def hoist_casts(gm: fx.GraphModule, ctx: PassContext) -> Counts:
                 merged += 1
                 continue
             first[value.dtype] = node
-            node.meta["zerofx"] = Provenance(
-                "hoisted_cast", input_role(parameter).parameter, "hoist_casts"
-            )
+            of = input_role(parameter).parameter
+            node.meta["zerofx"] = Provenance(Role.HOISTED_CAST, of, "hoist_casts")
             hoisted += 1
     return {"hoisted": hoisted, "merged": merged}

@@ -22,6 +22,7 @@ from zerofx.ir.interface import (
     unreduced_results,
     written_gradients,
 )
+from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
 from zerofx.passes.schedule.placement import hoist
 
@@ -127,7 +128,12 @@ def _add_in_place(builder: Builder, write: fx.Node, parameter: int) -> fx.Node:
         addend = node.args[1]
         with builder.graph.inserting_before(node):
             total = builder.call(
-                aten.add_.Tensor, total, addend, role="accumulate", parameter=parameter, like=node
+                aten.add_.Tensor,
+                total,
+                addend,
+                role=Role.ACCUMULATE,
+                parameter=parameter,
+                like=node,
             )
         _hoist_view(addend)
         hoist(total)

@@ -26,6 +26,7 @@ from zerofx.ir.interface import (
     written_gradients,
 )
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.roles import Role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import PassContext
 from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
@@ -217,7 +218,7 @@ class ShardPropagation:
                     shard,
                     value.parameter.index,
                     rule.identity,
-                    role="mask_padding",
+                    role=Role.MASK_PADDING,
                     parameter=value.parameter.index,
                     like=node,
                 )
@@ -266,7 +267,7 @@ class ShardPropagation:
                     optimizer,
                     index,
                     found_inf,
-                    role="update",
+                    role=Role.UPDATE,
                     parameter=index,
                     like=node,
                 )
@@ -386,7 +387,7 @@ class ShardPropagation:
             operand,
             info.index,
             info.shard_numel,
-            role="take_shard",
+            role=Role.TAKE_SHARD,
             parameter=info.index,
             like=reader,
         )
@@ -411,7 +412,7 @@ class ShardPropagation:
                 for source in node.all_input_nodes
             }
             value.shard = self.builder.copy(
-                node, substitutes.__getitem__, role="on_shard", parameter=value.parameter.index
+                node, substitutes.__getitem__, role=Role.ON_SHARD, parameter=value.parameter.index
             )
         # Layouts are those of the whole value: a flat shard has but one.
         if "memory_format" in value.shard.kwargs:

@@ -15,6 +15,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
+from zerofx.ir.roles import Role
 
 aten = torch.ops.aten
 
@@ -71,11 +72,11 @@ def _cast(builder: Builder, node: fx.Node, value: fx.Node) -> fx.Node:
     wanted = node.meta["val"]
     if value.meta["val"].dtype != wanted.dtype:
         value = builder.call(
-            aten._to_copy.default, value, dtype=wanted.dtype, role="finish_reduction", like=node
+            aten._to_copy.default, value, dtype=wanted.dtype, role=Role.FINISH_REDUCTION, like=node
         )
     if value.meta["val"].shape != wanted.shape:
         value = builder.call(
-            aten.view.default, value, list(wanted.shape), role="finish_reduction", like=node
+            aten.view.default, value, list(wanted.shape), role=Role.FINISH_REDUCTION, like=node
         )
     return value
 
@@ -98,11 +99,11 @@ def _local_norm(order: float, power: float | None):
     def partial(builder: Builder, node: fx.Node, shard: fx.Node) -> fx.Node:
         dtype = _accumulation_dtype(node)
         norm = builder.call(
-            aten.linalg_vector_norm.default, shard, order, dtype=dtype, role="partial", like=node
+            aten.linalg_vector_norm.default, shard, order, dtype=dtype, role=Role.PARTIAL, like=node
         )
         if power is None or power == 1.0:
             return norm
-        return builder.call(aten.pow.Tensor_Scalar, norm, power, role="partial", like=node)
+        return builder.call(aten.pow.Tensor_Scalar, norm, power, role=Role.PARTIAL, like=node)
 
     return partial
 
@@ -110,10 +111,10 @@ def _local_norm(order: float, power: float | None):
 def _root(order: float):
     def finish(builder: Builder, node: fx.Node, total: fx.Node) -> fx.Node:
         if order == 2.0:
-            total = builder.call(aten.sqrt.default, total, role="finish_reduction", like=node)
+            total = builder.call(aten.sqrt.default, total, role=Role.FINISH_REDUCTION, like=node)
         elif order != 1.0:
             total = builder.call(
-                aten.pow.Tensor_Scalar, total, 1.0 / order, role="finish_reduction", like=node
+                aten.pow.Tensor_Scalar, total, 1.0 / order, role=Role.FINISH_REDUCTION, like=node
             )
         return _cast(builder, node, total)
 
@@ -127,21 +128,21 @@ def _local(target: Callable, *args) -> Callable:
         dtype = _accumulation_dtype(node)
         if shard.meta["val"].dtype != dtype:
             shard = builder.call(
-                aten._to_copy.default, shard, dtype=dtype, role="partial", like=node
+                aten._to_copy.default, shard, dtype=dtype, role=Role.PARTIAL, like=node
             )
-        return builder.call(target, shard, *args, role="partial", like=node)
+        return builder.call(target, shard, *args, role=Role.PARTIAL, like=node)
 
     return partial
 
 
 def _mean(builder: Builder, node: fx.Node, total: fx.Node) -> fx.Node:
     numel = node.args[0].meta["val"].numel()
-    total = builder.call(aten.div.Tensor, total, numel, role="finish_reduction", like=node)
+    total = builder.call(aten.div.Tensor, total, numel, role=Role.FINISH_REDUCTION, like=node)
     return _cast(builder, node, total)
 
 
 def _is_nonzero(builder: Builder, node: fx.Node, value: fx.Node) -> fx.Node:
-    value = builder.call(aten.ne.Scalar, value, 0, role="finish_reduction", like=node)
+    value = builder.call(aten.ne.Scalar, value, 0, role=Role.FINISH_REDUCTION, like=node)
     return _cast(builder, node, value)
 
 
@@ -192,7 +193,7 @@ class PendingReductions:
 
     def _reduce(self, reduction: str, nodes: list[fx.Node]) -> list[fx.Node]:
         call = self.builder.call
-        origin = {"role": "reduce_scalar", "like": nodes[0]}
+        origin = {"role": Role.REDUCE_SCALAR, "like": nodes[0]}
         partials = [self.waiting[node][1] for node in nodes]
         stacked = call(aten.stack.default, partials, **origin)
         started = call(ops.all_reduce_start, stacked, reduction, **origin)

@@ -6,7 +6,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders
-from zerofx.ir.roles import role
+from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist, stagger_waits
 from zerofx.passes.zero.propagate import ShardPropagation
@@ -53,7 +53,9 @@ def _hoist_reductions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         while pending:
             node = pending.pop()
             prepared.append(node)
-            pending += [s for s in node.all_input_nodes if role(s) in ("flatten", "reduce_cast")]
+            pending += [
+                s for s in node.all_input_nodes if role(s) in (Role.FLATTEN, Role.REDUCE_CAST)
+            ]
         for node in reversed(prepared):
             hoist(node)
         pairs.append((start, wait))

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.roles import parameter_of, role
+from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import stagger_waits
 from zerofx.passes.zero.gathers import flatten
@@ -58,7 +58,7 @@ def scatter_gradients(
     waits = []
     for wait in [node for node in propagation.graph.nodes if node.target is ops.wait]:
         whole = wait.args[0]
-        if whole.target is not ops.all_reduce_start or role(whole) != "reduce_gradient":
+        if whole.target is not ops.all_reduce_start or role(whole) != Role.REDUCE_GRADIENT:
             continue
         if parameter_of(whole) in parameters and wait.users:
             waits.append(wait)
@@ -96,7 +96,7 @@ def _scatter_alone(
     (wait,) = group
     builder, whole = propagation.builder, wait.args[0]
     info = ctx.table[parameter_of(whole)]
-    origin = {"role": "reduce_gradient", "parameter": info.index, "like": whole}
+    origin = {"role": Role.REDUCE_GRADIENT, "parameter": info.index, "like": whole}
     with propagation.graph.inserting_before(min(wait.users)):
         flat = flatten(builder, whole.args[0], info, parameter=info.index, like=whole)
         start = builder.call(
@@ -123,7 +123,7 @@ def _scatter_bucket(
             [wait.args[0].args[0] for wait in members],
             [info.index for info in infos],
             place.shard_numel * ctx.world_size,
-            role="flatten",
+            role=Role.FLATTEN,
             **origin,
         )
         start = builder.call(
@@ -131,10 +131,10 @@ def _scatter_bucket(
             flat,
             members[0].args[0].args[1],
             ctx.world_size,
-            role="reduce_gradient",
+            role=Role.REDUCE_GRADIENT,
             **origin,
         )
-        reduced = builder.call(ops.wait, start, role="reduce_gradient", **origin)
+        reduced = builder.call(ops.wait, start, role=Role.REDUCE_GRADIENT, **origin)
         for wait, info in zip(members, infos, strict=True):
             position = info.position_in_shard
             shard = builder.call(
@@ -143,7 +143,7 @@ def _scatter_bucket(
                 0,
                 position,
                 position + info.shard_numel,
-                role="reduced_gradient",
+                role=Role.REDUCED_GRADIENT,
                 parameter=info.index,
                 like=wait,
             )

@@ -7,7 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders
-from zerofx.ir.roles import parameter_of, role
+from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.propagate import ShardPropagation
 
@@ -35,7 +35,7 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     gathered = _gathered_updates(gm.graph)
     for node in placeholders(gm.graph, "parameter"):
         propagation.shard_input(node, regather=True)
-        for cast in [user for user in node.users if role(user) == "hoisted_cast"]:
+        for cast in [user for user in node.users if role(user) == Role.HOISTED_CAST]:
             propagation.add_source(
                 cast,
                 input_role(node).parameter,
@@ -56,7 +56,7 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     found = []
     for wait in [node for node in graph.nodes if node.target is ops.wait]:
         start = wait.args[0]
-        if start.target is not ops.all_gather_start:
+        if not ops.rules(start).gathers:
             continue
         gathered = _gathered(wait)
         written = all(
@@ -82,7 +82,7 @@ def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     pending = [wait]
     while pending:
         node = pending.pop()
-        parts = [user for user in node.users if role(user) == "whole"]
+        parts = [user for user in node.users if role(user) == Role.WHOLE]
         if not parts and node is not wait:
             found.append((node, shards.get(parameter_of(node), packed)))
         pending += parts

@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
+from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
 
 
@@ -51,7 +52,7 @@ def compute_on_owners(
         owners,
         heaviest,
         found_inf,
-        role="on_owners",
+        role=Role.ON_OWNERS,
         like=step,
         reason=f"{len(work)} tensors, owned by {len(set(owners))} of {ctx.world_size} ranks; one "
         f"has {share:.0%} of the arithmetic",
@@ -63,7 +64,7 @@ def compute_on_owners(
                 operator.getitem,
                 directions,
                 number,
-                role="direction",
+                role=Role.DIRECTION,
                 parameter=parameters[position],
                 like=step,
             ),

@@ -16,7 +16,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import role
+from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, TO_HOST
 from zerofx.ir.sizes import hinted_bytes, hinted_tensor_bytes, tensor_bytes
 
@@ -263,7 +263,7 @@ def flops(node: fx.Node) -> int:
 
 def _is_of_shards(node: fx.Node) -> bool:
     """Whether a node does arithmetic on flat shards, but for an update."""
-    if role(node) in ("on_shard", "partial", "gather_cast", "finish_reduction"):
+    if role(node) in (Role.ON_SHARD, Role.PARTIAL, Role.GATHER_CAST, Role.FINISH_REDUCTION):
         return True
     return node.target is not ops.update and any(
         operand.op == "placeholder" and input_role(operand).sharded

@@ -64,7 +64,7 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
     alive: dict[fx.Node, int] = {}
     peak = GatheredPeak(0, ())
     for node in gm.graph.nodes:
-        if node.target is ops.all_gather_start:
+        if ops.rules(node).gathers:
             alive[node] = value_bytes(node)
             total = sum(alive.values())
             if total > peak.nbytes:

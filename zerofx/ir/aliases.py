@@ -69,6 +69,12 @@ def _arguments(node: fx.Node, which: Iterable[tuple[int, str]]) -> list[fx.Node]
     return found
 
 
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node computes a result, or names a part of one, and does nothing else."""
+    is_call = node.op == "call_function"
+    return is_call and not ops.is_ours(node.target) and not mutated_inputs(node)
+
+
 def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     """``node`` and every later node that may share its memory.
 

@@ -8,7 +8,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import updated_by
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import role, served
+from zerofx.ir.roles import Role, role, served
 from zerofx.ir.sizes import value_bytes
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
     averaged: set[fx.Node] = set()
     lines = []
     for node in graph.nodes:
-        if node.target is ops.wait and role(node) == "reduce_gradient":
+        if node.target is ops.wait and role(node) == Role.REDUCE_GRADIENT:
             averaged.add(node)
         if node.op != "call_function" or ops.is_ours(node.target):
             continue

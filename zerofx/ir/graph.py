@@ -16,7 +16,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import Provenance
+from zerofx.ir.roles import Provenance, Role
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class Builder:
         self,
         target: Callable,
         *args: Any,
-        role: str,
+        role: Role,
         parameter: int = -1,
         bucket: int = -1,
         like: fx.Node | None = None,
@@ -86,7 +86,7 @@ class Builder:
         self.refresh(node)
         return node
 
-    def _name(self, node: fx.Node, role: str, parameter: int, bucket: int) -> str:
+    def _name(self, node: fx.Node, role: Role, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
         stem = f"{role}_start" if ops.starts(node) else role
         if bucket >= 0:

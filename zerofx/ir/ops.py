@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.parameters import ParameterTable, shard_numel
-from zerofx.ir.roles import role
+from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, Rules
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 
@@ -60,7 +60,7 @@ def _operand_bytes(node: fx.Node) -> int:
 
 
 def _is_of_gradient(reduction: fx.Node) -> bool:
-    return role(reduction) == "reduce_gradient"
+    return role(reduction) == Role.REDUCE_GRADIENT
 
 
 def _shared_bytes(node: fx.Node, table: ParameterTable) -> int:

@@ -3,22 +3,90 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from torch import fx
 
 from zerofx.ir.parameters import ParameterTable
 
 
+class Role(StrEnum):
+    """What an inserted node does.  Dumps show it, and name the node after it."""
+
+    # Gathers of parameters, and what stands before and behind them.
+    HOISTED_CAST = "hoisted_cast"
+    GATHER_CAST = "gather_cast"
+    PACK = "pack"
+    GATHER = "gather"
+    WHOLE = "whole"
+    FREE = "free"
+
+    # Gradients, from backward's to what updates read.
+    ACCUMULATE = "accumulate"
+    REDUCE_CAST = "reduce_cast"
+    FLATTEN = "flatten"
+    REDUCE_GRADIENT = "reduce_gradient"
+    REDUCED_GRADIENT = "reduced_gradient"
+
+    # Arithmetic on shards, and its reductions.
+    TAKE_SHARD = "take_shard"
+    MASK_PADDING = "mask_padding"
+    ON_SHARD = "on_shard"
+    PARTIAL = "partial"
+    REDUCE_SCALAR = "reduce_scalar"
+    FINISH_REDUCTION = "finish_reduction"
+
+    # Updates, on the device and by owners.
+    UPDATE = "update"
+    ON_OWNERS = "on_owners"
+    DIRECTION = "direction"
+    RECOMPUTE = "recompute"
+
+    # Shards, gradients and new values that travel between host and device.
+    SHARD_TO_DEVICE = "shard_to_device"
+    SHARD_ON_DEVICE = "shard_on_device"
+    VALUE_TO_DEVICE = "value_to_device"
+    VALUE_ON_DEVICE = "value_on_device"
+    VALUES_TO_HOST = "values_to_host"
+    VALUES_ON_HOST = "values_on_host"
+    GRADIENTS_TO_HOST = "gradients_to_host"
+    GRADIENTS_ON_HOST = "gradients_on_host"
+    UPDATED_ON_HOST = "updated_on_host"
+    VALUES_TO_DEVICE = "values_to_device"
+    UPDATED_VALUE = "updated_value"
+    STORE = "store"
+    STORED = "stored"
+
+    # Values that forward saves for backward.
+    TO_HOST = "to_host"
+    ON_HOST = "on_host"
+    TO_DEVICE = "to_device"
+    RELOADED = "reloaded"
+    VIEW = "view"
+
+    # What files hold.
+    STATES_FROM_FILE = "states_from_file"
+    STATES = "states"
+    STATES_TO_FILE = "states_to_file"
+    SHARDS_FROM_FILE = "shards_from_file"
+    SHARDS = "shards"
+    SHARDS_TO_FILE = "shards_to_file"
+    TO_FILE = "to_file"
+    FROM_FILE = "from_file"
+    VALUE = "value"
+    DROP_VALUE = "drop_value"
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Why a node that the user did not write is there.
 
-    ``role`` is what it does (``gather``, ``reduce_gradient``, ...), ``parameter`` the parameter
+    ``role`` is what it does, ``parameter`` the parameter
     it does it for (-1 for several), ``inserted_by`` the pass.  ``bucket`` is the bucket whose
     parameters it serves together, -1 for none.  ``reason`` is why the pass chose to.
     """
 
-    role: str
+    role: Role
     parameter: int
     inserted_by: str
     bucket: int = -1
@@ -41,7 +109,7 @@ def bucket_of(node: fx.Node) -> int:
     return origin.bucket if origin else -1
 
 
-def role(node: fx.Node) -> str | None:
+def role(node: fx.Node) -> Role | None:
     """The role of an inserted node; None for the user's own."""
     origin = provenance(node)
     return origin.role if origin else None

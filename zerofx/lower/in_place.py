@@ -11,7 +11,7 @@ from zerofx.ir.aliases import aliases, mutated_inputs
 from zerofx.ir.graph import is_owned, program_order
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import parameter_of, role
+from zerofx.ir.roles import Role, parameter_of, role
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _only_write(
     value = write.args[1]
     if write.args[0] is not parameter or value not in gathered:
         return None
-    if role(value) != "whole" or parameter_of(value) != index:
+    if role(value) != Role.WHOLE or parameter_of(value) != index:
         return None
     readers -= {write, cut}
     if any(reader.target is ops.take_shard for reader in readers):  # taken for a copy

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
-from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, aliases, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, aliases
+from zerofx.ir.aliases import is_compute as computes
 from zerofx.ir.source import call_text, layout_text
 
 aten = torch.ops.aten
@@ -113,9 +113,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def is_compute(node: fx.Node) -> bool:
     """Whether a node goes into a compiled region."""
-    if node.op != "call_function" or isinstance(node.target, MethodType):  # the runtime's
-        return False
-    return not ops.is_ours(node.target) and not mutated_inputs(node) and not _has_branches(node)
+    is_the_runtimes = isinstance(node.target, MethodType)
+    return computes(node) and not is_the_runtimes and not _has_branches(node)
 
 
 def _has_branches(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from zerofx.ir.graph import is_backward, updated_by
 from zerofx.ir.interface import gradient_of, input_role
 from zerofx.ir.offload import is_staged, operands_of_updates, staged_until
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import bucket_of, parameter_of, role
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 from zerofx.report.python_text import value_text
 
@@ -112,7 +112,7 @@ def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """
     phases: dict[fx.Node, str] = {}
     for node in nodes:
-        if role(node) == "recompute":
+        if role(node) == Role.RECOMPUTE:
             phases[node] = "recompute"
         elif updated_by(node) or node.target is aten.copy_.default:
             phases[node] = "update"
@@ -130,8 +130,14 @@ def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     return phases
 
 
-_OF_BACKWARD = ("flatten", "reduce_cast", "reduce_gradient", "accumulate")
-_OF_GRADIENTS = ("reduce_cast", "flatten", "reduced_gradient", "accumulate", "take_shard")
+_OF_BACKWARD = (Role.FLATTEN, Role.REDUCE_CAST, Role.REDUCE_GRADIENT, Role.ACCUMULATE)
+_OF_GRADIENTS = (
+    Role.REDUCE_CAST,
+    Role.FLATTEN,
+    Role.REDUCED_GRADIENT,
+    Role.ACCUMULATE,
+    Role.TAKE_SHARD,
+)
 
 
 def parameters_of(nodes: Iterable[fx.Node], table: ParameterTable) -> dict[fx.Node, frozenset[int]]:
@@ -183,7 +189,7 @@ class _Kinds:
             return "temporaries" if node.target is ops.update else "staging"
         if kind := ops.holds(node):
             return kind
-        if role(node) in ("gather_cast", "pack"):
+        if role(node) in (Role.GATHER_CAST, Role.PACK):
             return "staging"
         if role(node) in _OF_GRADIENTS:
             return "gradients"

@@ -23,7 +23,7 @@ from zerofx.errors import CommandError
 from zerofx.hardware import Figures
 from zerofx.ir import ops
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import bucket_of, provenance, role
+from zerofx.ir.roles import Role, bucket_of, provenance, role
 from zerofx.ir.source import source_of
 from zerofx.passes.base import PassContext
 from zerofx.report.folder import DumpFolder
@@ -266,7 +266,7 @@ class _Writer:
             return lane
         if ops.rules(node).gathers:
             return "gather"
-        return "reduce" if role(node) == "reduce_gradient" else "other collectives"
+        return "reduce" if role(node) == Role.REDUCE_GRADIENT else "other collectives"
 
     def _carried(self, node: fx.Node, lane: str) -> int:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""

@@ -10,7 +10,7 @@ from zerofx.ir.graph import rank_varying
 from zerofx.ir.interface import gradient_outputs, input_role, unreduced_results, written_gradients
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import provenance
+from zerofx.ir.roles import Role, provenance
 from zerofx.verify.broken import broken
 
 
@@ -100,11 +100,11 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
                 return True
             continue
         origin = provenance(node)
-        if origin and origin.role == "reduce_gradient" and node.target is ops.wait:
+        if origin and origin.role == Role.REDUCE_GRADIENT and node.target is ops.wait:
             if origin.parameter == parameter and node.args[0].args[1] == "mean":
                 return True
             continue
-        if origin and origin.role == "reduced_gradient":
+        if origin and origin.role == Role.REDUCED_GRADIENT:
             if origin.parameter == parameter and _is_own_range(node, info):
                 return True
             continue

@@ -20,7 +20,7 @@ from zerofx.ir.offload import (
     staged_until,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import parameter_of, role
+from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.ir.rules import FILES, UPDATES
 from zerofx.verify.broken import broken
 
@@ -172,7 +172,7 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
         is_copy = node.target is aten.copy_.default
         if (
             is_copy
-            and role(node) == "store"
+            and role(node) == Role.STORE
             and shard_of(node.args[0]) != parameter_of(node.args[1])
         ):
             raise broken(node, f"stores {node.args[1].name}, which is of another parameter.")

@@ -17,7 +17,7 @@ from zerofx.ir.aliases import aliases, mutated_inputs, shard_of
 from zerofx.ir.graph import program_order, updates
 from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import parameter_of, provenance, role
+from zerofx.ir.roles import Role, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
 from zerofx.verify.broken import broken
@@ -98,7 +98,7 @@ def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> N
 def _gathers_are_freed(graph: fx.Graph) -> None:
     output = graph.output_node()
     for wait in graph.nodes:
-        if wait.target is not ops.wait or role(wait) != "gather":
+        if wait.target is not ops.wait or role(wait) != Role.GATHER:
             continue
         frees = [user for user in wait.users if user.target is ops.free]
         escapes = any(output in alias.users for alias in aliases(wait))
@@ -213,16 +213,16 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
         elif node.target is ops.flatten_bucket:
             num_shards = table[node.args[1][0]].world_size
             for part, info in _members(node, table, num_shards):
-                is_cast = role(part) == "reduce_cast"
+                is_cast = role(part) == Role.REDUCE_CAST
                 marked = {parameter_of(part)} if is_cast else gradient_of(part)
                 fits = tuple(part.meta["val"].shape) == info.shape
                 if not fits or (marked and info.index not in marked):
                     raise broken(
                         node, f"lays out {part.name} as if it were the gradient of {info.name!r}."
                     )
-        elif role(node) == "whole" and node.args[0].target is ops.wait:
+        elif role(node) == Role.WHOLE and node.args[0].target is ops.wait:
             packed = node.args[0].args[0].args[0]
-            if role(packed) == "gather_cast":
+            if role(packed) == Role.GATHER_CAST:
                 packed = packed.args[0]
             if packed.target is ops.pack:
                 _reads_its_own_range(node, packed, table[parameter_of(node)])
