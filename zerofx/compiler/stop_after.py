@@ -1,4 +1,4 @@
-"""The option ``stop_after``: the step as it is behind one pass, without those that come later."""
+"""The option ``stop_after``: the step behind one pass, without the passes that come later."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from zerofx.passes.pipeline import PIPELINE
 
 
 def stopped(options: Options) -> Options:
-    """Options with which no pass behind ``stop_after`` runs: what the stage and offload let be.
+    """Return options with which no pass behind ``stop_after`` runs.
 
-    Later optional passes are off, what later passes shard or offload stays whole and on the device.
+    Later optional passes are off; tensors that later passes would shard or offload stay whole and
+    on the device.
 
     Raises: ValueError if what else is chosen needs a later pass.
     """

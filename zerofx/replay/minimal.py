@@ -1,5 +1,4 @@
-"""The part of two programs in which they differ: what leads from values that both compute alike
-to the first that they do not.
+"""The least part of two programs that differs: from values that are alike to the first that is not.
 
 Source of the idea: Weiser 1981, "Program Slicing".
 """
@@ -32,8 +31,8 @@ Same = Callable[[Any, Any], bool]
 class Differences:
     """The first node of a program that computes something else than its namesake before.
 
-    ``given`` are the names of those that compute the same on every rank, and whether that is the
-    same on all of them.
+    ``given`` are the names of nodes that compute the same before and after on every rank; the value
+    says whether all ranks also agree with each other.
     """
 
     first: fx.Node | None
@@ -82,13 +81,13 @@ def minimal(
 ) -> tuple[list[ObservedProgram], list[ObservedProgram]] | None:
     """The least part of both programs, by rank, that still differs; None if no part does.
 
-    ``what`` is what can be seen to differ, in case that no node of one name does.
+    ``what`` names a result that differs, in case no two nodes of one name do.
     """
     for given in (found.given, {}):
         try:
             parts = _parts(before, what, found, given), _parts(after, what, found, given)
             seen = [in_turns([one.run for one in programs]) for programs in parts]
-        except Exception as error:  # a part need not run: who asks has the whole
+        except Exception as error:  # a part need not run: the caller has the whole
             logger.debug("no part of the programs with %d inputs runs: %s", len(given), error)
             continue
         pairs = zip(*seen, strict=True)
@@ -100,7 +99,7 @@ def minimal(
 def _parts(
     programs: Sequence[ObservedProgram], what: str, found: Differences, given: Mapping[str, bool]
 ) -> list[ObservedProgram]:
-    """What leads to the first difference, of each rank's program."""
+    """Cut out what leads to the first difference, of each rank's program."""
     parts = []
     for program in programs:
         ends = _makers(program, what)
@@ -111,7 +110,7 @@ def _parts(
 
 
 def _makers(program: ObservedProgram, what: str) -> list[fx.Node]:
-    """The nodes that write to the parameter, the gradient or the buffer that ``what`` names."""
+    """Return the nodes that write to the parameter, gradient or buffer that ``what`` names."""
     facts = program.facts.facts
     found = _NAMED.search(what)
     inputs = zip(placeholders(program.graph), facts["INPUTS"].items(), strict=True)
@@ -124,7 +123,7 @@ _NAMED = re.compile(r"(?:parameter|buffer|gradient of|is given for) (.+?)(?: for
 
 
 def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and bits."""
+    """Return whether two tensors have the same shape and bits."""
     if one.shape != other.shape:
         return False
     data = [value.detach().contiguous().view(-1).view(torch.uint8) for value in (one, other)]
@@ -134,10 +133,10 @@ def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
 def cut_out(
     gm: fx.GraphModule, targets: Sequence[fx.Node], given: Mapping[str, bool]
 ) -> fx.GraphModule:
-    """The least of a program that computes ``targets``, as a program that returns them.
+    """Return the least part of a program that computes ``targets``, and returns them.
 
-    Nodes named in ``given`` become inputs, the same on all ranks where it says so; but not those
-    whose memory somebody writes to, of which more than their value counts.
+    Nodes named in ``given`` become inputs, the same on all ranks where it says so; nodes whose
+    memory is written to do not, for more than their value counts.
     """
     graph = copied(gm.graph)
     nodes = {node.name: node for node in graph.nodes}
@@ -163,7 +162,7 @@ def cut_out(
 
 
 def _needed(graph: fx.Graph, ends: Iterable[fx.Node], inputs: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes that the ends depend on: operands, and who has written to their memory before."""
+    """Return the nodes that the ends depend on: operands, and earlier writes to their memory."""
     order = program_order(graph)
     needed: set[fx.Node] = set()
     pending = list(ends)
@@ -181,14 +180,14 @@ def _needed(graph: fx.Graph, ends: Iterable[fx.Node], inputs: Set[fx.Node]) -> s
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Every node whose memory somebody writes to or gives up."""
+    """Return every node whose memory is written to or given up."""
     changed = [one for node in graph.nodes for one in _changed_by(node)]
     roots = {root for one in changed for root in memory_of(one)}
     return {alias for root in roots for alias in aliases(root)}
 
 
 def _changers(node: fx.Node) -> set[fx.Node]:
-    """Who writes to a node's memory, or gives it up."""
+    """Return the nodes that write to a node's memory, or give it up."""
     shared = {alias for root in memory_of(node) for alias in aliases(root)}
     return {user for one in shared for user in one.users if one in _changed_by(user)}
 
