@@ -119,6 +119,7 @@ def resume_of(path, make, stage, options, is_bound, new_options, model):
     resume(path, make, stage, options, is_bound, new_options, **model)
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_count_of_updates_is_taken_along_and_never_asked_for(tmp_path):
     rounding, plain = {"stochastic_rounding": True}, {}
 
@@ -162,6 +163,7 @@ PLACES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("place", "new_place", "is_bound"),
     first(

@@ -208,6 +208,7 @@ def test_what_does_not_fit_is_initialized(tmp_path):
     assert model.added.weight.abs().sum() > 0
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_checkpoint_that_has_gone_is_an_error_before_anything_changes(tmp_path):
     zerofx.save(tmp_path / "a", *built(5))
     pair = deferred(1)
@@ -299,6 +300,7 @@ def test_what_is_harmed_after_it_was_loaded_is_an_error_on_all_ranks(
         assert words in said
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_one_that_is_still_to_be_read_outlives_a_later_save(tmp_path):
     zerofx.save(tmp_path / "a", *built(5), keep=1)
     pair = deferred(1)

@@ -182,6 +182,7 @@ def goes_towards_a_number(group, p, state):
     p.sub_(torch.where(p > state["anchor"], p.grad, -p.grad), alpha=group["lr"])
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize("update", [writes_to_out, goes_towards_a_number])
 def test_a_custom_update_is_as_exact_as_torchs(update, kernels):
     run = Trained(optimizer_of(update), 1025)

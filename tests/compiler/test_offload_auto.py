@@ -99,7 +99,7 @@ def ladder(stage):
     return {budget: trained(budget, stage) for budget in range(smallest, 2 * 2**18, 2**15)}
 
 
-@pytest.mark.slow(reason="trainings with more and more memory")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (3, pytest.param(1, marks=pytest.mark.exhaustive)))
 def test_the_more_fits_the_less_leaves_and_results_are_the_same(stage):
     expected = trained(None, stage)

@@ -69,6 +69,7 @@ def check_same(one, other):
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_alone_a_model_with_tied_weights_trains_like_a_plain_one(stage):
     how = {"stage": stage}, Gpt, tokens, language_loss
@@ -218,6 +219,7 @@ def test_the_first_call_compiles_for_later_ones_too():
     assert len(function.programs) == 1
 
 
+@pytest.mark.nightly
 def test_buffers_and_batch_norm_train():
     def losses(late):
         torch.manual_seed(0)

@@ -36,6 +36,13 @@ def test_every_pair_is_in_the_nightly_run_which_adds_few_to_the_two_longest_axes
         assert pairs == set(itertools.product(AXES[one], AXES[other]))
 
 
+def test_the_default_runs_cases_may_be_chosen():
+    chosen = [("a", 3, True), ("f", 1, False)]
+    assert of(each_pair(*AXES, default=chosen), "") == chosen
+    with pytest.raises(ValueError, match="not in list"):
+        each_pair(*AXES, default=[("x", 3, True)])
+
+
 CASES = ["a", exhaustive("b"), "c", pytest.param("d", id="the last")]
 
 

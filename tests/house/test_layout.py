@@ -346,6 +346,7 @@ def test_a_read_of_the_environment_is_found(source):
     assert environment_reads(source, "zerofx")
 
 
+@pytest.mark.slow(reason="every source is parsed")
 def test_no_file_imports_the_links_targets_as_top_level():
     assert not violations(top_level_links, EVERYTHING)
 

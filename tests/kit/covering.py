@@ -78,15 +78,25 @@ def each_value(*axes: Iterable[Any]) -> list:
     return _marked(axes, nightly_size=1)
 
 
-def each_pair(*axes: Iterable[Any]) -> list:
-    """``each_value``, but the nightly run has every pair of values of two axes beside."""
-    return _marked(axes, nightly_size=2)
+def each_pair(*axes: Iterable[Any], default: Sequence[tuple] = ()) -> list:
+    """``each_value``, but the nightly run has every pair of values of two axes beside.
+
+    ``default`` are the cases of the default run, where some tell more than others.
+    """
+    return _marked(axes, nightly_size=2, default=default)
 
 
-def _marked(axes: Iterable[Iterable[Any]], nightly_size: int) -> list:
+def _marked(
+    axes: Iterable[Iterable[Any]], nightly_size: int, default: Sequence[tuple] = ()
+) -> list:
     values = [list(axis) for axis in axes]
     cases = list(itertools.product(*(range(len(axis)) for axis in values)))
     of_default = _covering(cases, 1)
+    if default:
+        of_default = {
+            tuple(axis.index(value) for axis, value in zip(values, case, strict=True))
+            for case in default
+        }
     of_nightly = _covering(cases, nightly_size)
     found = []
     for case in cases:

@@ -313,6 +313,7 @@ def test_short_updates_give_squares_without_a_kernel(summed, monkeypatch):
     assert_same_updates(folded, unfolded(monkeypatch, 3))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options", first(1, [{}, {"master_weights": True}, {"moment_dtype": torch.int8}])
 )
@@ -326,6 +327,7 @@ def test_squares_of_bf16_gradients_are_summed_in_fp32(options, summed, monkeypat
     assert_norms(folded, plain, rtol=2**-7)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bad", first(1, [torch.nan, torch.inf]))
 def test_a_norm_that_is_not_finite_is_what_it_is_in_torch(bad, summed):
     folded = Trained(2, bad=bad)
@@ -343,6 +345,7 @@ def test_a_step_that_is_skipped_has_a_norm(summed):
     assert_norms(folded, Trained(None, **case))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", first(1, [1, 3]))
 def test_a_clipped_steps_program_is_unchanged(stage, summed, monkeypatch):
     lowered = []

@@ -374,6 +374,7 @@ def test_fewer_kernels_run_the_clipped_step():
     assert Trained(3, folds=False).kernels == [4, 4, 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options", first(1, [{}, {"master_weights": True}]), ids=["plain", "masters"]
 )
@@ -390,6 +391,7 @@ def test_what_is_not_finite_spreads_as_without(bad, work):
     assert_bitwise(folded, Trained(2, work, bad=bad, folds=False))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_a_gradient_that_is_read_afterwards_has_been_clipped(stage):
     eager = Trained(None, step=step_that_looks)
@@ -401,6 +403,7 @@ def test_a_gradient_that_is_read_afterwards_has_been_clipped(stage):
         torch.testing.assert_close(kept.gradients, eager.gradients)
 
 
+@pytest.mark.nightly
 def test_two_updates_in_a_step_have_work_of_their_own():
     assert_close(Trained(3, step=step_twice), Trained(None, step=step_twice))
 

@@ -244,6 +244,7 @@ def unsharded(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_unshard_averages_what_was_collected(stage, ranks):  # noqa: F811
     twin = new_model()
@@ -283,6 +284,7 @@ def read_and_clip(stage: int) -> tuple:
     return found, model.state_dict()
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_any_function_that_reads_sees_the_average(stage, ranks):  # noqa: F811
     twin = new_model()
@@ -306,6 +308,7 @@ def test_any_function_that_reads_sees_the_average(stage, ranks):  # noqa: F811
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_a_function_without_the_option_refuses_them(stage):
     model = collected(stage)
@@ -342,7 +345,7 @@ def sharded_then_local(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow(reason="two and three ranks train")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, world_size", each_value((2, 3), (2, 3)))
 def test_shards_of_an_average_are_added_to(stage, world_size, ranks):  # noqa: F811
     twin = new_model()

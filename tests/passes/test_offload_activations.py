@@ -188,6 +188,7 @@ def test_leaves_a_program_without_backward_alone():
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("world_size", (pytest.param(1, marks=EXHAUSTIVE), 2))
 @pytest.mark.parametrize(
     "stage", (0, pytest.param(1, marks=EXHAUSTIVE), pytest.param(2, marks=EXHAUSTIVE), 3)

@@ -176,7 +176,7 @@ def test_every_form_of_a_step_is_bitwise_the_same_on_two_ranks(form, stage, rank
     check(ranks(2).run(both, "gpt", form, stage, ACTIVATIONS))
 
 
-@pytest.mark.slow(reason="two ranks train with and without")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (*OTHERS_EXHAUSTIVE[1:], 3))
 @pytest.mark.parametrize("form", only(("plain",), ("plain", "clipped", "accumulated")))
 def test_with_the_optimizer_offloaded_too_it_is_bitwise_the_same(form, stage, ranks):
@@ -316,6 +316,7 @@ def test_nothing_is_allocated_on_the_host_once_it_has_trained(stage, small_value
     assert (REGISTRY.host.num_allocations, REGISTRY.host.nbytes) == before
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_staging_memory_is_what_was_said_and_goes_with_the_step(small_values):
     gc.collect()
     before = REGISTRY.host.nbytes
@@ -344,6 +345,7 @@ def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(
     assert not optimizer.state
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_explain_says_what_is_away_and_for_how_long_it_travels(small_values):
     compiled, *pair = gpt_pair(stage=0, **ACTIVATIONS)
     compiled(*pair, *tokens(0, 4))
@@ -354,6 +356,7 @@ def test_explain_says_what_is_away_and_for_how_long_it_travels(small_values):
     assert "ms of transfer, hidden behind compute" in text
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_leaves_the_next_one_alone(small_values):
     expected, *pair = gpt_pair(stage=0)
     losses = [expected(*pair, *tokens(number, 4)).item() for number in range(3)]

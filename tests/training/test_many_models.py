@@ -144,6 +144,7 @@ def entries(code) -> list:
     return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
 
 
+@pytest.mark.nightly
 def test_twelve_models_are_evaluated_one_after_the_other():
     compiled = zero(evaluate)
     for _ in range(12):
@@ -184,6 +185,7 @@ def assert_train_in_turn(number_of_models: int, stage: int) -> None:
     assert sum(program.is_in_use and program.code is code for program in programs) == 0
 
 
+@pytest.mark.slow(reason="as many models as show what Dynamo forgets")
 @pytest.mark.parametrize("stage", (nightly(0), 3))
 def test_models_train_one_after_the_other_each_with_a_step_of_its_own(stage):
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -335,6 +337,7 @@ def forward(model, x):
         return model(x).sum()
 
 
+@pytest.mark.nightly
 def test_another_backend_keeps_torchs_limit_and_what_torch_has_compiled():
     """Of the same function too, though models of this backend come and go."""
     model, counter = Mlp(), torch._dynamo.testing.CompileCounter()

@@ -74,6 +74,7 @@ def check(found):
         assert held == count > 0 and without[3][0] == 0
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", only((clipped,), (plain, clipped)))
@@ -118,6 +119,7 @@ def test_with_other_options_it_is_bitwise_the_same(options, stage, ranks):
     check(ranks(2).run(both, clipped, stage, options, torch.float32))
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_precision_options_are_bitwise_the_same(name):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
@@ -296,6 +298,7 @@ def test_a_rank_without_room_stops_all_of_them_before_the_first_step(options, ra
     assert short[1:] == other[1:] == (False, True)
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_what_is_there_already_needs_no_more_room(monkeypatch):
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))

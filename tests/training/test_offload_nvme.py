@@ -202,6 +202,7 @@ def test_an_optimizer_without_states_needs_no_files_room(tmp_path):
     assert program_of(compiled).runtime.files is None
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_precision_options_are_bitwise_the_same(name, tmp_path):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
@@ -246,7 +247,7 @@ def test_where_there_is_room_in_host_memory_nothing_is_read_or_written(ranks, tm
         assert filed[3] == [(0, 0)] * 4 and sum(filed[4]) > 0
 
 
-@pytest.mark.slow(reason="two trainings")
+@pytest.mark.nightly
 def test_several_directories_each_get_their_part(tmp_path):
     directories = [tmp_path / "one", tmp_path / "two"]
     for directory in directories:
@@ -339,6 +340,7 @@ def test_functions_over_one_model_use_the_same_states(cache_bytes, ranks, tmp_pa
     assert_same(ranks(2).run(turns, options, steps), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "order", first(1, [pytest.param((only_body, plain)), pytest.param((plain, only_body))])
 )
@@ -738,6 +740,7 @@ def test_no_room_for_the_cache_is_refused_with_the_numbers(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.slow(reason="two functions train over one model")
 def test_functions_that_disagree_about_the_cache_are_refused(tmp_path):
     pair = built()
     compiled = zero(**files(tmp_path, LARGE))

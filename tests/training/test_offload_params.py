@@ -131,12 +131,13 @@ def also_exhaustive(steps):
     return (*steps, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in others))
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("step", only((arithmetic,), also_exhaustive((arithmetic, own_sgd))))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(step):
     check([without_and_with([(step, {}, F32)], [PARAMS, ALL])])
 
 
-@pytest.mark.slow(reason="two ranks train with and without, in two ways")
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", only((clipped,), also_exhaustive((clipped, autocast))))
 def test_on_two_ranks_too(step, ranks):
     check(ranks(2).run(without_and_with, [(step, {}, F32)], [PARAMS, ALL]))

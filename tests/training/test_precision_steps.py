@@ -82,7 +82,7 @@ def resumed(options, stage, dtype, saved):
     return train(compiled, pair, range(6, 9)), pair[0].state_dict(), pair[1].state_dict()
 
 
-@pytest.mark.slow(reason="two ranks train, save and go on")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.exhaustive), 3))
 @pytest.mark.parametrize("name", first(1, CHOICES))
 def test_two_ranks_train_save_and_resume(name, stage, ranks):  # noqa: F811
@@ -153,6 +153,7 @@ def test_a_plain_checkpoint_gets_a_master_from_its_parameters():
         assert any(torch.equal(entry[MASTER].bfloat16(), value) for entry in state.values()), key
 
 
+@pytest.mark.nightly
 def test_values_written_in_full_params_are_trained_on():
     pair = built()
     compiled = zero(master_weights=True)

@@ -306,6 +306,7 @@ def in_thread(function: Callable, *arguments) -> Any:
         return pool.submit(function, *arguments).result(WAIT_S)
 
 
+@pytest.mark.nightly
 def test_a_second_thread_compiles_and_trains():
     assert in_thread(train, zero(train_step)) == train(train_step)
 
@@ -361,6 +362,7 @@ def pausing():
     go_on.set()
 
 
+@pytest.mark.nightly
 def test_a_call_that_ends_while_another_thread_compiles_takes_nothing_from_it(pausing):
     before = state_of_torch()
     running, compiling = zero(pausing_step), zero(step_slow_to_trace)

@@ -77,39 +77,29 @@ assert set(QUICK) >= ALONE_SAYS_IT
 OF_EACH_KIND = (
     "plain",
     "double_precision",
-    "channels_last_weights",
     "counting_buffers",
     "tied_weights",
     "frozen_parameters",
     "batch_norm",
     "dropout",
-    "checkpointed_dropout",
     "batches_whose_shape_changes",
     "several_parameter_groups",
     "parameter_group_added_after_the_first_step",
-    "requires_grad_flipped_after_the_first_step",
     "optimizer_AdamW",
-    "optimizer_SGD_nesterov",
     "optimizer_RMSprop_centered",
-    "optimizer_Lion",
     "tensor_lr",
-    "one_cycle_of_lr_and_momentum",
     "closure",
-    "zero_grad_last_to_zeros",
     "gradients_never_zeroed",
     "gradients_centred",
     "accumulation_in_a_loop",
     "accumulation_in_a_loop_sharded",
     "accumulation_across_two_functions_local",
     "update_at_every_other_call",
-    "two_updates_of_one_batch",
     "parameters_read_after_the_update",
     "old_values_read_after_the_update",
     "weights_decayed_by_hand",
-    "penalty_in_the_loss",
     "evaluation_after_each_step",
     "clip_by_norm_2_foreach_True",
-    "clip_by_value_foreach",
     "scaler_with_unscaled_clipping",
     "two_scalers",
 )
@@ -126,11 +116,13 @@ def on_two_ranks(ranks):  # noqa: F811
     return train
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("name", only(OF_EACH_KIND, QUICK))
 def test_alone_a_step_is_the_eager_one(name):
     assert_trains_alike(name, 3, [trained(name, 3)])
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     "name",
     only(
@@ -148,6 +140,7 @@ def test_two_ranks_train_as_one_process_on_both_batches(name, on_two_ranks):
     assert_trains_alike(name, 3, on_two_ranks(name, 3))
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", (0, 1, 2))
 @pytest.mark.parametrize("name", only(("weights_decayed_by_hand",), AT_EVERY_STAGE))
 def test_every_stage_trains_as_one_process(name, stage, on_two_ranks):
@@ -236,6 +229,7 @@ def load(training: Training, checkpoint: tuple[dict, dict]) -> None:
     training.optimizers[0].load_state_dict(checkpoint[1])
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 @pytest.mark.parametrize("name", first(1, ("several_parameter_groups", "tied_weights")))
 def test_state_dicts_of_two_ranks_continue_in_an_eager_process(name, stage, ranks):  # noqa: F811
@@ -261,6 +255,7 @@ def continued(name: str, stage: int, checkpoint: tuple, bound_first: bool) -> tu
     return results, state_of(training), programs_compiled() - before
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("bound_first", only((True,), (False, True)))
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_an_eager_checkpoint_continues_on_two_ranks(stage, bound_first, ranks):  # noqa: F811
@@ -299,6 +294,7 @@ def in_full_params(stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_full_params_shows_whole_values_and_keeps_what_is_written(stage, ranks):  # noqa: F811
     for found in ranks(2).run(in_full_params, stage):
@@ -327,6 +323,7 @@ def unsharded_after_five_steps(name: str, stage: int) -> tuple:
     return run(name, continuing, range(5, STEPS), world_size, None), state_of(continuing)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_after_unshard_training_continues_eagerly(stage, ranks):  # noqa: F811
     name = "several_parameter_groups"
@@ -347,6 +344,7 @@ def gradients_between_calls(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in training.models[0].named_parameters()}
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((0,), (0, 1)))
 def test_gradients_between_calls_are_the_whole_average(stage, ranks):  # noqa: F811
     training = built("gradients_never_zeroed", eager)
@@ -377,6 +375,7 @@ def normalised_features(stage: int) -> torch.Tensor:
     return model[0].running_mean
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_buffers_start_as_rank_0s_and_are_the_ranks_own_afterwards(ranks):  # noqa: F811
     for rank, mean in enumerate(ranks(2).run(normalised_features, 3)):
         norm = nn.BatchNorm1d(models.FEATURES)

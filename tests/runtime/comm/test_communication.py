@@ -83,6 +83,7 @@ def test_a_world_of_one_without_a_group_computes_the_same():
     assert set(comm.traffic.sent_bytes.values()) == {0}
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("world_size", first(2, WORLDS))
 def test_every_collective_equals_local_arithmetic_in_rank_order(ranks, world_size):
     ranks(world_size).run(check_every_collective)
@@ -342,6 +343,7 @@ def start_and_leave(destroy):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("peer_memory", (True, False))
 @pytest.mark.parametrize("destroy", only((True,), (True, False)))
 def test_exit_with_work_in_flight_is_clean(destroy, peer_memory):

@@ -164,6 +164,7 @@ def settled_each_time(options, calls=3):
     return losses, pair[0].state_dict(), pair[1].state_dict()
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_settled_after_every_call_it_is_the_same_as_without(name):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
@@ -217,6 +218,7 @@ SETTLE = {
 }
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("by", only(("model", "open"), [by for by in SETTLE if by != "nothing"]))
 def test_what_looks_settles_and_the_next_call_is_a_first_one(by, ranks):
     (first, second), *states = expected(plain, 4, settle_after=(0, 2), num_ranks=2)
@@ -273,6 +275,7 @@ def test_a_run_may_begin_in_time_and_go_on_delayed_and_back():
     assert_same(pair[1].state_dict(), reference.optimizer.state_dict())
 
 
+@pytest.mark.nightly
 def test_two_models_of_one_function_do_not_settle_each_other():
     pairs = [built(), built()]
     wanted = Reference()
@@ -481,6 +484,7 @@ class Counting(torch.optim.SGD):
             group["count"] = group["count"] + 1.0
 
 
+@pytest.mark.nightly
 def test_groups_that_an_update_changes_are_changed_before_the_next_begins():
     reference, (model, optimizer) = Reference(make=Counting), built(make=Counting)
     compiled = zero(**DELAYED)

@@ -227,6 +227,7 @@ def check_stale_graph() -> None:
         loss.backward()
 
 
+@pytest.mark.slow(reason="two stages train")
 def test_backward_through_a_graph_built_on_old_values_says_so(world):
     world.run(check_stale_graph)
 

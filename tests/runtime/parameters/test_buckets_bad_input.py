@@ -117,6 +117,7 @@ def train_gpt(model, optimizer, *batch):
     return loss
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_a_parameter_larger_than_a_bucket_travels_alone(ranks, stage):
     for alone, together, parameters in ranks(2).run(check_larger_than_a_bucket, stage):
@@ -183,6 +184,7 @@ def heads_on_ranks(stage: int) -> list[torch.Tensor]:
     return [state[index][key] for index in sorted(state) for key in sorted(state[index])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_on_two_ranks_that_state_is_that_of_one_process(ranks, stage):
     torch.manual_seed(0)
