@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zerofx
 from tests.kit.checkpoints import pair_of, refused
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx.checkpoint.errors import CheckpointError, MismatchError
 from zerofx.checkpoint.folders import NOTES
+from zerofx.errors import CheckpointError, MismatchError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 import zerofx
 from tests.kit.checkpoints import assert_same, pair_of, refused, states
 from tests.kit.models import features, squared_loss
-from zerofx.checkpoint.errors import MismatchError
+from zerofx.errors import MismatchError
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.kit.checkpoints import assert_same, states
 from tests.kit.covering import first
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from zerofx.checkpoint.errors import MismatchError
+from zerofx.errors import MismatchError
 
 
 class Adapted(nn.Module):

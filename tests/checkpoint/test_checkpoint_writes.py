@@ -23,8 +23,8 @@ import zerofx
 from tests.kit.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
 from tests.kit.covering import exhaustive, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx.checkpoint.errors import CheckpointError
 from zerofx.checkpoint.folders import Draft, Use
+from zerofx.errors import CheckpointError
 
 # Disks that fail
 

@@ -25,8 +25,8 @@ from tests.kit.checkpoints import (
 )
 from tests.kit.covering import exhaustive, first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from zerofx.checkpoint import exports
-from zerofx.checkpoint.late import Files
+from zerofx.checkpoint.safetensors import OpenFile
+from zerofx.checkpoint.targets import Files
 from zerofx.deferred.draws import Draw
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
@@ -144,18 +144,19 @@ def load_and_count(path, kind, changes_one):
     """The elements of parameters that this rank reads, and what the first steps make of them."""
     torch._dynamo.reset()
     pair, read = deferred(1), Counter()
-    owner, name = (Files, "read_late") if kind == "saved" else (exports._Mapped, "read_late")
-    original = getattr(owner, name)
+    owner = Files if kind == "saved" else OpenFile
+    original = owner.read
 
     def counting(self, entry, boxes, order, into):
         read[entry] += into.numel()
         return original(self, entry, boxes, order, into)
 
-    with mock.patch.object(owner, name, counting), drawing_is_an_error():
+    with mock.patch.object(owner, "read", counting), drawing_is_an_error():
         if kind == "saved":
             zerofx.load(path, pair[0])
         else:
             zerofx.load_safetensors(path, pair[0])
+        read.clear()  # buffers, which are not deferred
         if changes_one and torch.distributed.get_rank() == 0:
             with torch.no_grad():
                 pair[0].body.weight.copy_(torch.ones(5, 6))

@@ -231,3 +231,10 @@ def test_what_has_no_files_or_no_such_dtype_says_so(tmp_path):
     with pytest.raises(ValueError, match="torch.complex64, which safetensors does not have"):
         zerofx.export_safetensors(tmp_path / "a", torch.nn.Linear(2, 2, dtype=torch.complex64))
     assert os.listdir(tmp_path) == []
+
+
+def test_reading_without_the_library_says_what_to_install(tmp_path):
+    path = zerofx.export_safetensors(tmp_path / "a", torch.nn.Linear(2, 2))
+    with mock.patch.dict("sys.modules", {"safetensors": None}):
+        with pytest.raises(zerofx.CheckpointError, match=r"pip install 'zerofx\[safetensors\]'"):
+            zerofx.load_safetensors(path, torch.nn.Linear(2, 2))

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem
 
-from zerofx.checkpoint import exports
-from zerofx.checkpoint.targets import LateStateTarget, LateTarget, MemoryTarget
+from zerofx.checkpoint import safetensors
+from zerofx.checkpoint.targets import Target
 
 _AUDITED = frozenset(
     (
@@ -44,9 +44,8 @@ class Moments:
         sys.addaudithook(self._audited)
         for name in ("fsync", "pwrite", "posix_fallocate"):
             self._before(os, name)
-        for kind in (MemoryTarget, LateTarget, LateStateTarget):
-            self._before(kind, "fill", "assign")
-        self._before(exports, "_copy_part", "copy")
+        self._before(Target, "fill", "assign")
+        self._before(safetensors, "_copy_part", "copy")
         self._streams()
 
     def here(self, what: str) -> None:

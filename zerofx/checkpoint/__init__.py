@@ -1,11 +1,16 @@
-"""Checkpoints in torch's distributed format: saved by any ranks, loaded by any others."""
+"""Checkpoints in torch's distributed format: saved by any ranks, loaded by any others.
 
-from zerofx.checkpoint.background import Saving
-from zerofx.checkpoint.errors import CheckpointError, MismatchError
-from zerofx.checkpoint.exports import export_safetensors, load_safetensors
+``saving`` collects ``contents``, as ``pieces`` of tensors, and writes them to ``folders``.
+``loading`` is ``reading`` files, ``matching`` them with the model and filling ``targets``.
+``barrier`` keeps the ranks together.
+"""
+
+from zerofx.checkpoint.barrier import Saving
 from zerofx.checkpoint.folders import latest
 from zerofx.checkpoint.loading import load, resume
+from zerofx.checkpoint.safetensors import export_safetensors, load_safetensors
 from zerofx.checkpoint.saving import save
+from zerofx.errors import CheckpointError, MismatchError
 
 __all__ = [
     "CheckpointError",

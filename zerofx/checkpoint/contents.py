@@ -1,23 +1,23 @@
-"""What a checkpoint holds: names and this rank's parts, as FSDP2's users save them.
+"""The contents of a checkpoint: names, values, and this rank's parts of tensors.
 
-``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]},
-"extra": {...}, "rng": {rank: {...}}}``, with the names that ``get_state_dict`` of
-``torch.distributed.checkpoint.state_dict`` gives.  One of only what is trainable has ``"frozen":
-[name, ...]`` besides.
+They are laid out as FSDP2's users save them: ``{"model": {name: tensor}, "optimizer": {"state":
+{name: {...}}, "param_groups": [...]}, "extra": {...}, "rng": {rank: {...}}}``, with the names that
+``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` gives.  A checkpoint of trainable
+parameters alone has ``"frozen": [name, ...]`` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.pieces import Changes, FlatPiece
-from zerofx.checkpoint.rng import rng_state
-from zerofx.checkpoint.values import encode
+from zerofx.checkpoint.pieces import Changes, FlatPiece, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
@@ -27,25 +27,26 @@ from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Reader
+from zerofx.wrappers import unwrapped
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
 FROZEN = "frozen"
-"""The names of the parameters that were left out, where only what is trainable was saved."""
+"""The entry with the names of frozen parameters, if these were left out."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what ``torch.compile(model)`` puts into it."""
+    """Return a parameter's name without the prefix that ``torch.compile(model)`` adds."""
     return name.replace("_orig_mod.", "")
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """What ``model.state_dict()`` has, by name: parameters and buffers themselves, no values."""
+    """Return the entries of ``model.state_dict()``: parameters and buffers themselves."""
     entries = model.state_dict(keep_vars=True)
     return {plain_name(name): value for name, value in entries.items()}
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """The parameters that require no gradient, under all of their names."""
+    """Return all names of the parameters that require no gradient."""
     return [name for name, value in model_entries(model).items() if _is_frozen(value)]
 
 
@@ -54,7 +55,7 @@ def _is_frozen(value: Any) -> bool:
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """The name of every parameter, by its ``id``; the first if it has several.
+    """Return the first name of every parameter, by its ``id``.
 
     Raises: ValueError for a parameter of an optimizer that is not the model's.
     """
@@ -73,7 +74,7 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[i
 
 
 def bound_parameters(*owners: nn.Module | Optimizer) -> list[ParameterState]:
-    """The parameters of models and optimizers that compiled functions have taken charge of."""
+    """Return the parameters of models and optimizers that compiled steps have taken charge of."""
     parameters: list[torch.Tensor] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
@@ -85,7 +86,7 @@ def bound_parameters(*owners: nn.Module | Optimizer) -> list[ParameterState]:
 
 
 def sharded_in(optimizer: Optimizer) -> dict[int, ParameterState]:
-    """The parameters whose states in this optimizer are shards, by their ``id``."""
+    """Return the parameters whose states in this optimizer are shards, by their ``id``."""
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
         return {}
@@ -93,12 +94,50 @@ def sharded_in(optimizer: Optimizer) -> dict[int, ParameterState]:
     return {id(bound.parameter): bound for bound in bounds if bound in attachment.sharded}
 
 
-class Contents:
-    """Collects what one rank saves.
+def check_model(model: object) -> None:
+    """Raise TypeError if ``model`` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {_what(model)}; expected a torch.nn.Module: path, model and optimizer, in "
+            "this order"
+        )
 
-    ``rank`` and ``world_size`` are those that write.  What is whole and alike on all ranks is
-    shared out among them; of what may differ (buffers, parameters that no compiled step has seen),
-    the lowest rank's is written.
+
+def check_extra(extra: Mapping[str, Any] | None) -> None:
+    """Raise TypeError if ``extra`` is no mapping."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra is {_what(extra)}; expected values by name, such as {{'step': 100}}, or None"
+        )
+
+
+def _what(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return no, one or several optimizers as a list; of a wrapper, the optimizer in it.
+
+    Raises: TypeError for anything else.
+    """
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer, several "
+                "of them, or None: the one in it, if it wraps one. Give anything else as "
+                "extra={'name': its state_dict()}."
+            )
+    return [unwrapped(one) for one in found]
+
+
+class Contents:
+    """Collects what one rank of ``world_size`` saves.
+
+    Each rank saves an equal part of a tensor that all ranks have alike.  Of tensors that may differ
+    (buffers, parameters that no compiled step has seen) the lowest rank's is saved.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -112,7 +151,7 @@ class Contents:
         extra: Mapping[str, Any] | None,
         trainable_only: bool = False,
     ) -> dict[str, Any]:
-        """The state dict to write; without frozen parameters if ``trainable_only``.
+        """Return the state dict to write; without frozen parameters if ``trainable_only``.
 
         Raises: ValueError for what cannot be saved.
         """
@@ -155,7 +194,7 @@ class Contents:
                 yield name, self._part(value.detach())
 
     def _deferred(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is not made yet: the lowest rank makes it for the moment of writing."""
+        """Return a tensor that is not made yet; the lowest rank makes it when it is written."""
         try:
             order = storage_order(tuple(tensor.shape), tensor.stride())
         except ValueError:
@@ -165,7 +204,7 @@ class Contents:
     def _by_lowest_rank(
         self, tensor: torch.Tensor, order: Sequence[int], read: Callable[[], torch.Tensor]
     ) -> FlatPiece:
-        """All of a tensor that is not there, which ``read`` gives for the moment of writing."""
+        """Return all of a tensor whose values the lowest rank ``read``s when they are written."""
         return FlatPiece(
             tuple(tensor.shape),
             order,
@@ -188,9 +227,9 @@ class Contents:
         sources: Sequence[torch.Tensor] | None,
         key: str = "",
     ) -> FlatPiece:
-        """What this rank owns of a parameter, or of a state like it.
+        """Return this rank's shard of a parameter, or of its state ``key``.
 
-        With ``sources`` it is read from those, which only compiled updates change.
+        ``sources`` are the tensors that it is read from, if only compiled updates change these.
         """
         info, parameter = bound.info, bound.parameter
         changes = None
@@ -208,7 +247,7 @@ class Contents:
         )
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's equal part of a tensor that all ranks have; all of it if it is not dense."""
+        """Return this rank's part of a tensor that all ranks have; all of it if it is not dense."""
         try:
             order = storage_order(tuple(whole.shape), whole.stride())
         except ValueError:
@@ -305,3 +344,31 @@ def _encoded(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
         is_plain = is_plain and not value.is_meta and not value.is_quantized
         yield name, value.detach() if is_plain else encode(value, f"extra[{name!r}]")
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of the global generators of torch, Python and numpy, as plain data.
+
+    Of CUDA devices the current one's, if this process uses any; numpy's if it is imported.
+    """
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *others = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), *others)
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Let the generators go on from states that ``rng_state`` has returned."""
+    torch.set_rng_state(state["cpu"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        name, keys, *others = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))

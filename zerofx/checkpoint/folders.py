@@ -1,9 +1,9 @@
 """Folders of checkpoints: each appears whole, under its name, or not at all.
 
-A checkpoint is written to ``.NAME.saving`` next to it and renamed when all of it is on the disk;
-one that goes is renamed to ``.NAME.removing`` first.  So whatever a process that is killed leaves
-behind has such a name: nobody takes it for a checkpoint, and the next save removes it.  Who writes
-holds a lock on its notes, so that nobody removes what is being written.
+A checkpoint is written to ``.NAME.saving`` next to its place and renamed when all of it is on the
+disk; before it is removed it is renamed to ``.NAME.removing``.  So what a killed process leaves has
+one of these names: it is not taken for a checkpoint, and the next save removes it.  The process
+that writes a checkpoint holds a lock on its notes, which keeps others from removing it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofx.checkpoint.errors import CheckpointError, NewerFormatError, RankError
+from zerofx.errors import CheckpointError, NewerFormatError, RankError
 
 logger = logging.getLogger("zerofx")
 
@@ -37,12 +37,29 @@ NOT_WRITTEN = (
 _SAVING, _REMOVING = ".saving", ".removing"
 
 
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute folder of a checkpoint.  Raises: ValueError if it cannot be one."""
+    text = os.fspath(path)
+    if "://" in text:
+        raise ValueError(
+            f"{text!r} is no path: checkpoints are folders of a file system that all ranks see. "
+            "Save to one, and copy the folder."
+        )
+    found = Path(text)
+    if not found.name or found.name.startswith("."):
+        raise ValueError(
+            f"{text!r} cannot be a checkpoint's name: it must have one that does not begin with a "
+            "dot, such as 'checkpoints/step-100'"
+        )
+    return found.absolute()
+
+
 @dataclass(frozen=True)
 class Notes:
-    """What zerofx knows of a checkpoint that it has written, beside what is in it.
+    """The notes that zerofx writes beside a checkpoint's contents.
 
-    ``serial`` counts the checkpoints of a folder, ``keep`` is how many there may be (None for one
-    that stays), and ``metadata_crc32`` is of the file that says where everything is.
+    ``serial`` counts the checkpoints of a folder.  ``keep`` is how many there may be; None if this
+    one is never removed.  ``metadata_crc32`` is of the file that says where everything is.
     """
 
     serial: int
@@ -54,7 +71,7 @@ class Notes:
 
 
 def notes_of(folder: Path) -> Notes | None:
-    """The notes of a checkpoint; None if there are none, as in one that others have written.
+    """Return the notes of a checkpoint; None if others than zerofx have written it.
 
     Raises: CheckpointError for notes that cannot be read, or of a newer format.
     """
@@ -78,9 +95,9 @@ def notes_of(folder: Path) -> Notes | None:
 
 
 def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
-    """The checkpoints in a folder that zerofx has written there, the oldest first.
+    """Return the checkpoints that zerofx has written in a folder, the oldest first.
 
-    A link to one, such as a user's ``latest``, is not another.
+    A link to one of them, such as a user's ``latest``, does not count.
     """
     found = []
     for path in _saved_in(folder):
@@ -90,7 +107,7 @@ def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
 
 
 def damaged_in(folder: Path) -> dict[Path, str]:
-    """The checkpoints there of which nobody can tell when they were written, and why not.
+    """Return the checkpoints in a folder whose notes or metadata are lost, and how.
 
     Raises: CheckpointError if one is of a newer format: it may be the last.
     """
@@ -115,7 +132,7 @@ def _saved_in(folder: Path) -> Iterator[Path]:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether it has notes, which come first, and what is in checkpoints but not in exports."""
+    """Return whether it has notes, which are written first, and a file that exports do not have."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):  # another process removes it
@@ -146,13 +163,13 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def draft_of(target: Path) -> Path:
-    """Where a checkpoint is while it is being written."""
+    """Return the folder that a checkpoint is written to."""
     return target.with_name(f".{target.name}{_SAVING}")
 
 
 @contextlib.contextmanager
 def telling_what_failed(target: Path, rank: int) -> Iterator[None]:
-    """Raise CheckpointError, in words about ``target``, for what fails while it is written."""
+    """Raise a CheckpointError that names ``target`` for whatever fails while it is written."""
     try:
         yield
     except RankError as error:
@@ -165,9 +182,9 @@ def telling_what_failed(target: Path, rank: int) -> Iterator[None]:
 
 
 class Draft:
-    """A checkpoint on its way; on one rank.  Either ``publish`` it or ``discard`` it.
+    """The folder of a checkpoint while rank 0 has it written; ``publish`` or ``discard`` it.
 
-    Raises: FileExistsError if there is something at ``target``, or somebody else is writing it.
+    Raises: FileExistsError if ``target`` exists, or another process is writing it.
     """
 
     def __init__(self, target: Path) -> None:
@@ -188,7 +205,7 @@ class Draft:
     def _begin(self) -> int:
         for _ in range(100):
             self.folder.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
                 descriptor = os.open(self.folder / NOTES, os.O_RDWR | os.O_CREAT, 0o666)
                 with contextlib.ExitStack() as unless_kept:
                     unless_kept.callback(os.close, descriptor)
@@ -204,7 +221,7 @@ class Draft:
         )
 
     def publish(self, notes: Notes) -> None:
-        """Have it appear under its name, with all of it on the disk."""
+        """Give it its name, with all of it on the disk."""
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, (json.dumps(asdict(notes), indent=1) + "\n").encode(), 0)
         os.fsync(self._lock)
@@ -224,13 +241,24 @@ class Draft:
         os.close(self._lock)
 
 
+@contextlib.contextmanager
+def discarded_on_error(drafts: Sequence[Draft]) -> Iterator[None]:
+    """Discard what is in ``drafts`` then, if an error is raised."""
+    try:
+        yield
+    except BaseException:
+        for draft in drafts:
+            draft.discard()
+        raise
+
+
 def next_serial(parent: Path) -> int:
     found = complete_in(parent)
     return found[-1][0].serial + 1 if found else 1
 
 
 SKIPPED: set[Path] = set()
-"""The damaged checkpoints that a training has gone on without: it will come to their names."""
+"""Damaged checkpoints that ``resume`` went past: the training will save under their names."""
 
 
 def _set_aside(path: Path) -> None:
@@ -245,7 +273,7 @@ def _set_aside(path: Path) -> None:
 
 
 class Use:
-    """Something of a checkpoint that this process has loaded, and will read if it is alive then."""
+    """A mark that this process will still read a checkpoint, for as long as the mark lives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -256,27 +284,26 @@ _IN_USE: weakref.WeakSet[Use] = weakref.WeakSet()
 
 
 def in_use() -> set[Path]:
-    """The checkpoints that this process has not read to the end."""
+    """Return the checkpoints that this process will still read."""
     return {use.folder for use in _IN_USE}
 
 
 def prune(parent: Path, keep: int, unread: Collection[Path]) -> None:
-    """Remove all but the ``keep`` newest of those that were saved with a number to keep.
+    """Remove all but the ``keep`` newest of the checkpoints that were saved with ``keep``.
 
-    What is still ``unread`` stays until the next time.
+    One that is still ``unread`` stays until the next time.
     """
     try:
         rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
         for path in rotating[:-keep]:
-            if path.resolve() in unread:
-                continue
-            _remove(path)
+            if path.resolve() not in unread:
+                _remove(path)
     except OSError as error:  # the new checkpoint is there all the same
         logger.warning("an old checkpoint could not be removed: %s", error)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what processes that were killed have left between checkpoints."""
+    """Remove what killed processes have left."""
     for path in parent.glob(f".*{_REMOVING}"):
         shutil.rmtree(path, ignore_errors=True)
     for path in parent.glob(f".*{_SAVING}"):
@@ -292,7 +319,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that, killed in the middle, is one to be removed: its notes may be gone then.
+    """Remove a folder; if the process is killed meanwhile, the next save removes the rest.
 
     Raises: OSError.
     """
@@ -303,7 +330,7 @@ def _remove(folder: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether nobody else has it.  Where files cannot be locked, nobody has."""
+    """Lock a file; return False if another process has.  True where files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -321,17 +348,13 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    for path in _children(folder):
+    for path in list(folder.iterdir()):
         if path.name == NOTES:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _children(folder: Path) -> Iterator[Path]:
-    yield from list(folder.iterdir())
 
 
 def _sync(folder: Path) -> None:

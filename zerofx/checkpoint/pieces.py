@@ -1,7 +1,15 @@
-"""A rank's part of a tensor, as torch.distributed.checkpoint takes it to be written."""
+"""Parts of tensors, and other values, as torch.distributed.checkpoint takes them to be written.
+
+That format knows boxes of tensors, and a shard is a flat range: a range is cut into boxes.  Values
+that are no tensors are pickles that run no code when they are read.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
+import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +24,80 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zerofx import compat
-from zerofx.checkpoint.boxes import Box, boxes_of
+from zerofx.errors import CheckpointError
 from zerofx.runtime.parameters.snapshots import Snapshot
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor; it begins at element ``start`` of the flat range that it is cut from."""
+
+    offsets: Shape
+    sizes: Shape
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes_of(shape: Shape, order: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cut a flat range of a tensor into boxes, in the order in which they lie in the range.
+
+    The tensor is flattened with its dimensions in ``order``, from slowest to fastest, and ``start``
+    and ``stop`` count elements of that.  There are at most 2 ndim - 1 boxes: one for a single
+    number, none for an empty range.  A tensor without elements is one empty box on every rank; it
+    is written once, so that a reader finds its name.
+
+    Shapes: [4, 3], 2 to 10 -> [1, 1] at (0, 2), [2, 3] at (1, 0), [1, 1] at (3, 0).
+    """
+    if math.prod(shape) == 0:
+        return [Box((0,) * len(shape), tuple(shape), 0)]
+    permuted = tuple(shape[dim] for dim in order)
+    found, position = [], start
+    for offsets, sizes in _cut(permuted, start, stop):
+        where, extents = [0] * len(shape), [0] * len(shape)
+        for dim, offset, size in zip(order, offsets, sizes, strict=True):
+            where[dim], extents[dim] = offset, size
+        box = Box(tuple(where), tuple(extents), position - start)
+        found.append(box)
+        position += box.numel
+    return found
+
+
+def _cut(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:
+    """Return (offsets, sizes) of the boxes of a range of a contiguous tensor."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    rest = shape[1:]
+    inner = math.prod(rest)
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+
+    def within(row: int, begin: int, end: int) -> list[tuple[Shape, Shape]]:
+        return [((row, *o), (1, *s)) for o, s in _cut(rest, begin, end)]
+
+    if first == last:
+        return within(first, head, tail)
+    found = []
+    if head:
+        found += within(first, head, inner)
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in rest)), (last - first, *rest)))
+    return found + within(last, 0, tail)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a piece is read from: ``sources``, that only a compiled update of a parameter changes.
+    """The tensors that a piece is read from, if only compiled updates of ``parameter`` change them.
 
-    ``read`` of the piece then gives what was there before, whenever it is called before that.
+    Until the next update ``read`` of the piece gives the same values, whenever it is called.
     """
 
     parameter: nn.Parameter
@@ -33,12 +106,12 @@ class Changes:
 
 
 class FlatPiece(torch.Tensor):
-    """Elements ``start`` to ``stop`` of a tensor, flat with its dimensions in ``order``.
+    """A flat range of a tensor's elements, with its dimensions in ``order``.
 
-    It has the tensor's shape and dtype and no memory: ``read`` gives the elements when they are
-    written, ``[stop - start]``, so that of what lies in files little is in memory at a time.  A
-    tensor subclass, for torch.distributed.checkpoint asks nothing else for its parts
-    (``__create_write_items__`` and so on are its protocol); nothing can be computed with it.
+    It has the whole tensor's shape and dtype, and no memory.  ``read`` returns the elements,
+    ``[stop - start]``, when they are written: values that lie in files come to memory one tensor at
+    a time.  It is a tensor subclass because torch.distributed.checkpoint asks only tensors for
+    their parts, by ``__create_write_items__`` and so on.  Computing with it raises.
     """
 
     order: tuple[int, ...]
@@ -62,15 +135,15 @@ class FlatPiece(torch.Tensor):
         return piece
 
     def __init__(self, *_arguments: Any) -> None:
-        """All is in ``__new__``: a tensor's takes no such arguments."""
+        """Do nothing: ``__new__`` has, and a tensor's ``__init__`` takes no such arguments."""
 
     def __repr__(self) -> str:
         return f"FlatPiece(shape={tuple(self.shape)}, dtype={self.dtype}, {self.boxes})"
 
     def taken(self, snapshot: Snapshot) -> FlatPiece:
-        """The same with its elements as they are now, in host memory of its own.
+        """Return this piece with its elements of now, in host memory of its own.
 
-        They are copied by ``snapshot`` if only updates change them, else at once.
+        ``snapshot`` copies them if only updates change them; others are copied at once.
         """
         copy = compat.tensor_without_memory(FlatPiece, tuple(self.shape), self.dtype)
         copy.order, copy.boxes, copy.changes = self.order, self.boxes, None
@@ -98,7 +171,7 @@ class FlatPiece(torch.Tensor):
         return [chunk_of(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        # By offset: the number in the index is that of the chunk among those of all ranks.
+        # By offset: the index counts the chunks of all ranks.
         (box,) = (box for box in self.boxes if torch.Size(box.offsets) == index.offset)
         return view_of(self.read(), box, self.order)
 
@@ -106,18 +179,79 @@ class FlatPiece(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        raise NotImplementedError(f"{func} needs a tensor's values, and a FlatPiece is its name")
+        raise NotImplementedError(f"{func} needs a tensor's values, and a FlatPiece has none")
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """Return the box as torch.distributed.checkpoint writes one."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 def view_of(values: torch.Tensor, box: Box, order: Sequence[int]) -> torch.Tensor:
     """View a box's part of a flat range in the box's shape.
 
-    Shapes: ``[stop - start]`` -> ``box.sizes``; its dimensions lie in ``order`` in memory.
+    Shapes: ``[stop - start]`` -> ``box.sizes``, whose dimensions lie in ``order`` in memory.
     """
     flat = values[box.start : box.start + box.numel].view([box.sizes[dim] for dim in order])
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.permute(inverse)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value as it will be in the file.
+
+    torch.distributed.checkpoint would take dicts apart, write their keys as text and forget empty
+    ones; this it leaves whole.
+    """
+
+    data: bytes
+
+
+def encode(value: Any, name: str) -> Encoded:
+    """Pickle ``value`` as ``torch.save`` does, if it can be read again without running code.
+
+    Raises: ValueError, naming it ``name``, if it cannot.
+    """
+    if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 2**63):
+        return _encoded_number(value, repr(value))
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        decode(buffer.getvalue(), name)
+    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name} is a {type(value).__name__} that cannot be read again without running code "
+            f"from the file ({str(error).splitlines()[0]}), which zerofx.load never does. Give "
+            "numbers, text, tensors, and lists, tuples and dicts of them, such as an object's "
+            "state_dict()."
+        ) from error
+    return Encoded(buffer.getvalue())
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _encoded_number(value: Any, _text: str) -> Encoded:
+    """Encode a number once: many parameters have the same.  The text tells 0.0 from -0.0."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return Encoded(buffer.getvalue())
+
+
+def decode(data: bytes, name: str) -> Any:
+    """Read a value that ``encode`` or ``torch.save`` has written, with tensors on the CPU.
+
+    Raises: CheckpointError if it is no pickle, or one that asks for code to be run.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        unsafe = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        raise CheckpointError(
+            f"{name} is not plain data: {' '.join(unsafe.split())[:300]}. zerofx.load runs no code "
+            "from files. If you trust the file, name the class with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{name} cannot be read: {error}. The file is damaged: load another checkpoint."
+        ) from error

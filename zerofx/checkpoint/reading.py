@@ -1,4 +1,7 @@
-"""Reading a checkpoint's files: nothing in them is run, and what is damaged is found first."""
+"""Reading a checkpoint: its files, whose damage is found first, and its table of contents.
+
+No code from a file is run.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zerofx.checkpoint.boxes import Box
-from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.contents import EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
 from zerofx.checkpoint.folders import METADATA, NOTES, Notes, notes_of
-from zerofx.checkpoint.pieces import chunk_of, view_of
-from zerofx.checkpoint.values import decode
+from zerofx.checkpoint.pieces import Box, chunk_of, decode, view_of
+from zerofx.errors import CheckpointError
 
 NEWEST_VERSION = (1, 0)
 """The newest major and minor version of torch's format that is known here."""
@@ -48,7 +51,7 @@ _SAFE = {
     "OrderedDict": ("collections",),
     **dict.fromkeys(("PosixPath", "WindowsPath"), ("pathlib", "pathlib._local")),
 }
-"""What a checkpoint's metadata is made of, and the modules that it may come from."""
+"""The classes that a checkpoint's metadata may hold, and the modules that they may come from."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -63,14 +66,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _path(*parts: str) -> str:
-    """Where the checkpoint was written, maybe on another system: nobody goes there."""
+    """Return the path that a checkpoint was written to, maybe on another system, as text."""
     return os.path.join(*parts) if parts else ""
 
 
 def unpickled(data: bytes) -> Metadata:
-    """The metadata in a pickle.  Runs no code from it.
+    """Return the metadata in a pickle.  Runs no code from it.
 
-    Raises: pickle.UnpicklingError, or anything at all for a damaged pickle.
+    Raises: pickle.UnpicklingError; anything at all for a damaged pickle.
     """
     metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
@@ -79,7 +82,7 @@ def unpickled(data: bytes) -> Metadata:
 
 
 def read_metadata(folder: Path) -> tuple[Metadata, Notes | None]:
-    """Read what a checkpoint holds and where.  Runs no code from the file.
+    """Read a checkpoint's metadata: what it holds, and where.  Runs no code from the file.
 
     Raises: FileNotFoundError if there is no checkpoint; CheckpointError for one that is damaged,
     of a newer format, or asks for anything but metadata.
@@ -138,7 +141,7 @@ def _check_version(version: str | None, path: Path) -> None:
 
 
 def _check_shape(metadata: Metadata) -> None:
-    """Refuse what would be believed otherwise: other types than there should be."""
+    """Raise for parts of other types than metadata has: later code would believe them."""
     if not isinstance(metadata.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it has no table of tensors")
     if not isinstance(metadata.storage_data, dict):
@@ -158,9 +161,9 @@ class Reader:
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
 
     def items(self, name: str, boxes: Sequence[Box]) -> list[ReadItem]:
-        """What has to be read to fill these boxes of a tensor.
+        """Return what has to be read to fill these boxes of a tensor.
 
-        Raises: CheckpointError if the checkpoint does not have all of them, once.
+        Raises: CheckpointError if the checkpoint does not have each element once.
         """
         tensor = self.metadata.state_dict_metadata[name]
         assert isinstance(tensor, TensorStorageMetadata)
@@ -191,10 +194,6 @@ class Reader:
             by_file.setdefault(info.relative_path, []).append((info, index.fqn))
         for path, parts in by_file.items():
             self._check_file(path, parts)
-
-    def check_value(self, name: str) -> None:
-        """``check`` what is no tensor."""
-        self.check([MetadataIndex(name)])
 
     def _check_file(self, path: str, parts: list[tuple[Any, str]]) -> None:
         try:
@@ -241,9 +240,9 @@ class Reader:
         self._reader.read_data(LoadPlan(list(items)), _Filling(resolve)).wait()
 
     def read_value(self, name: str) -> Any:
-        """Read what is no tensor.  Runs no code from the file.
+        """Read an entry that is no tensor.  Runs no code from the file.
 
-        Raises: CheckpointError for what cannot be read so.
+        Raises: CheckpointError if it cannot be read so.
         """
         index, nothing = MetadataIndex(name), torch.Size([0])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
@@ -252,14 +251,15 @@ class Reader:
         return decode(found[0], f"{name!r} in {self.folder}")
 
 
-class _Filling(LoadPlanner):
-    """Has torch's reader read into memory that is ready for it."""
+class _Filling(DefaultLoadPlanner):
+    """Lets torch's reader read into memory that is there already."""
 
     def __init__(
         self,
         resolve: Callable[[ReadItem], torch.Tensor] | None = None,
         take: Callable[[bytes], object] | None = None,
     ) -> None:
+        super().__init__()
         self._resolve, self._take = resolve, take
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -272,18 +272,6 @@ class _Filling(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place already."""
-
-    def set_up_planner(self, *_arguments: Any, **_named: Any) -> None:
-        raise NotImplementedError("what is read has been planned")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("what is read has been planned")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError("every rank reads for itself")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError("what is read has been planned")
 
 
 class _Part(io.RawIOBase):
@@ -319,12 +307,102 @@ _STRIDE = 1 << 20
 
 
 def _check_sums(part: io.RawIOBase) -> None:
-    """Read every record of what ``torch.save`` wrote.  torch itself compares no checksums.
+    """Compare every record that ``torch.save`` wrote with its checksum, which torch does not do.
 
-    Raises: zipfile.BadZipFile if one is not what was written.
+    Raises: zipfile.BadZipFile if one differs.
     """
     with zipfile.ZipFile(part) as archive:
         for record in archive.infolist():
             with archive.open(record) as data:
                 while data.read(_STRIDE):
                     pass
+
+
+OPTIMIZER_ROOTS = (OPTIMIZER, "optim")
+"""The names of an optimizer's part; the second is from torch's own tutorials."""
+
+Keys = tuple[Any, ...]
+
+
+@dataclass
+class Saved:
+    """The entries of a checkpoint, by their meaning; an entry is a key of its metadata.
+
+    ``model`` maps names to entries.  ``states`` maps a parameter's name to the entries of its
+    state, by the path of keys that leads to each.  ``groups`` maps the number of a parameter group
+    to the entries of its hyperparameters.  ``extra`` maps paths to entries of the user's own, and
+    ``rng`` ranks to the states of their generators.  ``frozen`` is the entry with the names of
+    parameters that were left out, None if there are none.
+    """
+
+    metadata: Metadata
+    model: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[Keys, str]] = field(default_factory=dict)
+    groups: dict[int, dict[str, str]] = field(default_factory=dict)
+    extra: dict[Keys, str] = field(default_factory=dict)
+    rng: dict[int, str] = field(default_factory=dict)
+    frozen: str | None = None
+    has_optimizer: bool = False
+
+    def tensor(self, entry: str) -> TensorStorageMetadata | None:
+        """Return the metadata of a tensor; None if the entry is something else."""
+        found = self.metadata.state_dict_metadata[entry]
+        return found if isinstance(found, TensorStorageMetadata) else None
+
+    @property
+    def roots(self) -> list[str]:
+        """The names at the top, for errors about a checkpoint of something else."""
+        return sorted({entry.partition(".")[0] for entry in self.metadata.state_dict_metadata})
+
+
+def sort_out(metadata: Metadata, names: Collection[str]) -> Saved:
+    """Sort a checkpoint's entries.  ``names`` are the parameters', which may have dots."""
+    saved = Saved(metadata)
+    paths = metadata.planner_data or {}
+    for entry in metadata.state_dict_metadata:
+        path = tuple(paths.get(entry) or _split(entry, names))
+        root, *rest = path
+        if root == MODEL and rest:
+            saved.model[".".join(map(str, rest))] = entry
+        elif root == EXTRA and rest:
+            saved.extra[tuple(rest)] = entry
+        elif root == RNG and len(rest) == 1 and str(rest[0]).isdigit():
+            saved.rng[int(rest[0])] = entry
+        elif path == (FROZEN,):
+            saved.frozen = entry
+        elif root in OPTIMIZER_ROOTS and rest:
+            saved.has_optimizer = True
+            _add_of_optimizer(saved, rest, entry)
+    return saved
+
+
+def _add_of_optimizer(saved: Saved, path: list[Any], entry: str) -> None:
+    kind, *rest = path
+    if kind == "state" and len(rest) >= 2:
+        name, *inner = rest
+        saved.states.setdefault(str(name), {})[tuple(inner)] = entry
+    elif kind == "param_groups" and len(rest) == 2 and str(rest[0]).isdigit():
+        number, key = rest
+        saved.groups.setdefault(int(number), {})[str(key)] = entry
+
+
+def _split(entry: str, names: Collection[str]) -> Iterator[str]:
+    """Yield the path of an entry in a checkpoint that was saved without paths."""
+    root, _, rest = entry.partition(".")
+    yield root
+    kind, _, below = rest.partition(".")
+    if root not in OPTIMIZER_ROOTS or kind not in ("state", "param_groups"):
+        if rest:
+            yield rest
+        return
+    yield kind
+    if kind == "param_groups":
+        yield from below.split(".", 1)
+        return
+    parts = below.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        if name in names:
+            yield from (name, ".".join(parts[end:]))
+            return
+    yield below

@@ -1,138 +1,280 @@
-"""Models as safetensors: written and read by every rank at once, each its own bytes.
+"""``zerofx.export_safetensors`` and ``load_safetensors``: models for and from Hugging Face.
 
 The format (github.com/huggingface/safetensors) is a length, a JSON header with every tensor's
-dtype, shape and place, and the bytes.  Files are mapped into memory and each rank copies its part
-there, so nobody has a tensor whole, and nothing is sent.
+dtype, shape and place, and the bytes.  Its library reads files, but writes only tensors that are
+whole.  So exports are written here: files are mapped into memory, and each rank copies its part of
+every tensor there.  No rank has a tensor whole, and nothing is sent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from zerofx.checkpoint.errors import CheckpointError
-from zerofx.checkpoint.late import state_of
-from zerofx.errors import StepError
+from zerofx.checkpoint.barrier import Ranks, meet
+from zerofx.checkpoint.contents import Contents, model_entries
+from zerofx.checkpoint.folders import (
+    Draft,
+    Notes,
+    as_path,
+    discarded_on_error,
+    draft_of,
+    telling_what_failed,
+)
+from zerofx.checkpoint.matching import Differences, target_of
+from zerofx.checkpoint.pieces import Box, FlatPiece, view_of
+from zerofx.checkpoint.targets import Target, state_of
+from zerofx.errors import CheckpointError, MismatchError, StepError
+from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.versions import __version__
+
+logger = logging.getLogger("zerofx")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The names that ``from_pretrained`` looks for."""
 
-_NAMES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
-_OF_DTYPE = {dtype: name for name, dtype in _NAMES.items()}
-_LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: its bytes begin at ``start``, counted from the file's."""
+def export_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    file_bytes: int = 5_000_000_000,
+    process_group: Any = None,
+) -> Path:
+    """Write ``model`` to the new folder ``path`` as ``from_pretrained`` reads it.  Collective.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
+    Every rank writes its own part of each tensor, and none has one whole; the folder appears when
+    everything is there.  A tied parameter is written under each of its names.  A file takes at most
+    ``file_bytes``, or one tensor.  The config of a Hugging Face model goes with them.
+
+    Raises: FileExistsError if ``path`` exists; ValueError for a dtype that the format does not
+    have; CheckpointError if it cannot be written; RuntimeError if a rank does not join.
+    """
+    target = as_path(path)
+    ranks = meet(model, [], process_group, "zerofx.export_safetensors()")
+    ranks.check_same(path=target)
+    drafts: list[Draft] = []  # on rank 0
+    with discarded_on_error(drafts), telling_what_failed(target, ranks.rank):
+        ranks.on_first(lambda: drafts.append(Draft(target)))
+        _write(model, target, drafts, ranks, file_bytes)
+    return target
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, Entry]]:
-    """A file's header for tensors of these shapes and dtypes, and where each will be.
+def _write(
+    model: nn.Module, target: Path, drafts: list[Draft], ranks: Ranks, file_bytes: int
+) -> None:
+    folder = draft_of(target)
+    tensors = {
+        name: value
+        for name, value in Contents(ranks.rank, ranks.world_size).of_model(model)
+        if isinstance(value, torch.Tensor)
+    }
+    parts = list(split(tensors, file_bytes))
+    number = f"of-{len(parts):05}"
+    names = [f"model-{index + 1:05}-{number}.safetensors" for index in range(len(parts))]
+    files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
+    layouts = {name: lay_out(part) for name, part in files.items()}
 
-    Those of the widest dtypes come first, so that each begins at a multiple of its own.
+    def reserve() -> None:
+        for name, (header, _) in layouts.items():
+            # In full size: writing to a mapped file that gets no room would kill the process.
+            nbytes = len(header) + sum(tensor.nbytes for tensor in files[name].values())
+            with open(folder / name, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                file.write(header)
+        if len(files) > 1:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            where = {name: file for file, part in files.items() for name in part}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+            if config is not None and hasattr(config, "save_pretrained"):
+                config.save_pretrained(folder)
+
+    def fill() -> None:
+        for name, part in files.items():
+            path, starts = folder / name, layouts[name][1]
+            size = path.stat().st_size
+            data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            for key, value in part.items():
+                place = data[starts[key] :][: value.nbytes].view(value.dtype).view(value.shape)
+                _copy_part(place, value, ranks.rank)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+    def publish() -> None:
+        for draft in drafts:
+            draft.publish(Notes(0, None, 0, torch.__version__, __version__))
+        drafts.clear()
+
+    ranks.on_first(reserve)
+    with torch.no_grad(), ordinary_tensors():
+        ranks.together(fill)
+    ranks.together(publish)
+
+
+def split(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yield the tensors of one file after the other: at most so many bytes, or one tensor."""
+    part: dict[str, Any] = {}
+    total = 0
+    for name, tensor in tensors.items():
+        if part and total + tensor.nbytes > most_bytes:
+            yield part
+            part, total = {}, 0
+        part[name] = tensor
+        total += tensor.nbytes
+    yield part
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Return a file's header for tensors of these shapes, and the byte where each begins.
+
+    Tensors of wide dtypes come first, so that each begins at a multiple of its own width.
 
     Raises: ValueError for a dtype that the format does not have.
     """
-    ranges, end = {}, 0
+    ranges: dict[str, Any] = {}
+    starts, end = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        if tensor.dtype not in _OF_DTYPE:
+        if tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"{name!r} is of {tensor.dtype}, which safetensors does not have. Convert it, or "
                 "use zerofx.save."
             )
-        nbytes = tensor.numel() * tensor.dtype.itemsize
         ranges[name] = {
-            "dtype": _OF_DTYPE[tensor.dtype],
+            "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [end, end + nbytes],
+            "data_offsets": [end, end + tensor.nbytes],
         }
-        end += nbytes
+        starts[name] = end
+        end += tensor.nbytes
     text = json.dumps({"__metadata__": {"format": "pt"}, **ranges}).encode()
-    text += b" " * (-len(text) % 8)  # the first tensor is aligned
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
     header = struct.pack("<Q", len(text)) + text
-    return header, _entries(ranges, len(header))
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Where each tensor of a file is.  Raises: CheckpointError for a file that is damaged."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"its header would have {length} bytes, and it has {size}")
-            ranges = json.loads(file.read(length))
-        ranges.pop("__metadata__", None)
-        found = _entries(ranges, 8 + length)
-        for name, entry in found.items():
-            numel = torch.Size(entry.shape).numel()
-            if entry.start < 8 + length or entry.nbytes != numel * entry.dtype.itemsize:
-                raise ValueError(f"{name} has {entry.nbytes} bytes, which is not its shape's")
-            if entry.start + entry.nbytes > size:
-                raise ValueError(f"{name} ends behind the file's end, at byte {size}")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. It is damaged or no safetensors file: fetch it again."
-        ) from error
-    return found
+def _copy_part(into: torch.Tensor, value: torch.Tensor, rank: int) -> None:
+    if isinstance(value, FlatPiece):
+        flat = value.read()
+        for box in value.boxes:
+            _at(into, box).copy_(view_of(flat, box, value.order))
+    elif rank == 0:
+        into.copy_(value)
 
 
-def _entries(ranges: Mapping[str, Any], data: int) -> dict[str, Entry]:
-    found = {}
-    for name, described in ranges.items():
-        start, stop = described["data_offsets"]
-        shape = tuple(described["shape"])
-        found[name] = Entry(_NAMES[described["dtype"]], shape, data + start, stop - start)
-    return found
+def _at(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
-class MappedFile:
-    """A file's tensors, in the file itself.  For the ``with`` statement."""
+def load_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    process_group: Any = None,
+) -> None:
+    """Read a safetensors file, or a folder with one or several, into ``model``.  Collective.
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], *, writes: bool) -> None:
-        self.path, self.entries = path, entries
+    Every rank reads the bytes that it keeps: its shards at stage 3, else everything.  Values are
+    cast to the model's dtypes, as ``from_pretrained`` does.  A tied parameter may be there under
+    one of its names.  With ``strict=False`` tensors that do not fit are left as they are, and
+    logged.  Needs the package ``safetensors``.
+
+    Raises: MismatchError with all names or shapes that differ; CheckpointError for files that are
+    damaged; FileNotFoundError; RuntimeError if a rank does not join.  Nothing has changed then.
+    """
+    ranks = meet(model, [], process_group, "zerofx.load_safetensors()")
+    ranks.check_same(path=Path(path).absolute())
+    plan: list[tuple[Target, OpenFile]] = []
+
+    def check() -> None:
+        found: dict[str, OpenFile] = {}
+        for file in _files_at(Path(path)):
+            opened = OpenFile(file)
+            found |= dict.fromkeys(opened.shapes, opened)
+        differences = _match(model, found, plan)
+        if differences and strict:
+            raise MismatchError(
+                f"{path} does not fit: {differences}. Load it into the model that it is of, or "
+                "leave out what does not fit with strict=False."
+            )
+        if differences:
+            logger.warning("zerofx.load_safetensors left out what does not fit: %s", differences)
+
+    def read() -> None:
+        for target, file in plan:
+            target.fill(file)
+
+    ranks.together(check)
+    with torch.no_grad(), ordinary_tensors():
+        ranks.together(read)
+
+
+class OpenFile:
+    """One safetensors file as a source.  It is mapped, so it stays when its name is removed.
+
+    Raises: CheckpointError if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import safetensors
+        except ImportError as error:
+            raise CheckpointError(
+                "zerofx.load_safetensors reads with the package safetensors, which is not "
+                "installed: pip install 'zerofx[safetensors]'"
+            ) from error
+        self.path, self.name = path, str(path.absolute())
         self._state = state_of(path)
-        size = path.stat().st_size
-        self._bytes = torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
+        try:
+            self._file = safetensors.safe_open(self.name, framework="pt")
+            self.shapes = {
+                name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()
+            }
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. It is damaged or no safetensors file: fetch it "
+                "again."
+            ) from error
 
-    def tensor(self, name: str) -> torch.Tensor:
-        entry = self.entries[name]
-        data = self._bytes[entry.start : entry.start + entry.nbytes]
-        if entry.start % entry.dtype.itemsize:  # files of others need not be aligned
-            data = data.clone()
-        return data.view(entry.dtype).view(entry.shape)
+    def read(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        whole = self._file.get_tensor(entry)  # a view of the file
+        for box in boxes:
+            view_of(into, box, order).copy_(_at(whole, box))
 
-    def check(self) -> None:
-        """Raise StepError if somebody has written to the file since; one that is gone stays here.
+    def check(self, entry: str) -> None:
+        """Raise StepError if the file has been written to; one that is gone stays mapped.
 
-        To read what has been cut off would kill the process.
+        Reading behind the new end of a shorter file would kill the process.
         """
         now = state_of(self.path)
         if now is None or self._state is None or now[0] != self._state[0] or now == self._state:
@@ -142,32 +284,40 @@ class MappedFile:
             "parameters that deferred_init has put off were to be made from it. Load it again."
         )
 
-    def sync(self) -> None:
-        """Have what was written reach the disk."""
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
+    def use(self) -> None:
+        """Return nothing: the file is mapped, and stays."""
 
 
-def reserve(path: Path, header: bytes, entries: Mapping[str, Entry]) -> None:
-    """Make a file of full size: writing to a mapped one that has no room would kill the process.
+def _files_at(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if (path / INDEX).is_file():
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+        return [path / Path(name).name for name in names]
+    raise FileNotFoundError(
+        f"there is no {SINGLE} or {INDEX} in {path}: give a safetensors file, or the folder of a "
+        "model"
+    )
 
-    Raises: OSError if there is no room.
-    """
-    end = max((e.start + e.nbytes for e in entries.values()), default=len(header))
-    with open(path, "xb") as file:
-        os.posix_fallocate(file.fileno(), 0, end)
-        file.write(header)
 
-
-def split(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[dict[str, Any]]:
-    """Tensors for one file after the other, of at most so many bytes or one tensor."""
-    part: dict[str, Any] = {}
-    total = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        if part and total + nbytes > most_bytes:
-            yield part
-            part, total = {}, 0
-        part[name] = tensor
-        total += nbytes
-    yield part
+def _match(
+    model: nn.Module, found: Mapping[str, OpenFile], plan: list[tuple[Target, OpenFile]]
+) -> Differences:
+    differences = Differences()
+    entries = model_entries(model)
+    there = {id(value) for name, value in entries.items() if name in found}
+    for name, value in entries.items():
+        if name not in found:
+            if id(value) not in there:
+                differences.missing.append(name)
+        elif (shape := found[name].shapes[name]) != tuple(value.shape):
+            differences.different.append(
+                f"{name} (shape {shape} in the file, {tuple(value.shape)} here)"
+            )
+        else:
+            plan.append((target_of(name, name, value), found[name]))
+    differences.unknown += [name for name in found if name not in entries]
+    return differences

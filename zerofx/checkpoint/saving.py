@@ -1,4 +1,4 @@
-"""``zerofx.save``: every rank writes what it has, and the checkpoint appears when all is there."""
+"""``zerofx.save``: every rank writes its part; the checkpoint appears when all parts are there."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.background import WRITER, Saving, meet, without_collections
-from zerofx.checkpoint.contents import Contents
-from zerofx.checkpoint.errors import CheckpointError
+from zerofx.checkpoint.barrier import Ranks, Saving, meet, without_collections
+from zerofx.checkpoint.contents import Contents, as_list, check_extra, check_model
 from zerofx.checkpoint.folders import (
     METADATA,
     Draft,
     Notes,
+    as_path,
+    discarded_on_error,
     draft_of,
     in_use,
     next_serial,
     prune,
     telling_what_failed,
 )
-from zerofx.checkpoint.meeting import Ranks
-from zerofx.checkpoint.paths import as_list, as_path, check_extra, check_model
-from zerofx.checkpoint.pieces import FlatPiece
+from zerofx.checkpoint.pieces import Encoded, FlatPiece
 from zerofx.checkpoint.reading import unpickled
-from zerofx.checkpoint.values import Encoded
+from zerofx.errors import CheckpointError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.parameters.snapshots import Snapshot
 from zerofx.versions import __version__
@@ -54,24 +53,24 @@ def save(
 ) -> Saving:
     """Write a checkpoint to the new folder ``path``, in torch's distributed format.  Collective.
 
-    Each rank writes its shards, without sending tensors to others; the folder appears under its
-    name when all is on the disk.  ``extra`` are values of the user's by name: what several ranks
-    give under one name is the lowest rank's.  With ``keep``, the oldest checkpoints next to it that
-    were saved with ``keep`` too are removed, so that so many remain.
+    Each rank writes its shards and sends no tensors to others; the folder appears under its name
+    when everything is on the disk.  ``extra`` holds values of the user's by name; if several ranks
+    give one name, the lowest rank's value is saved.  ``keep`` is how many checkpoints of this
+    folder that were saved with ``keep`` remain: older ones are removed.
 
     With ``asynchronous`` the shards are copied to host memory and written while the training goes
-    on; the next save, or load, waits for it.  Either way what is returned says when it is there:
-    ``save(...).wait()`` gives the path.
+    on.  The next save or load waits for that, and so does the interpreter before it ends.  Either
+    way ``save(...).wait()`` returns the path when the checkpoint is there.
 
-    With ``trainable_only`` parameters that require no gradient are left out, buffers are not.  Such
-    a checkpoint loads into a model where the same parameters are frozen, and leaves these as they
-    are.
+    With ``trainable_only`` parameters that require no gradient are left out; buffers are saved.
+    Such a checkpoint loads into a model in which the same parameters are frozen, and leaves them as
+    they are.
 
     Gradients are not saved.
 
-    Raises: FileExistsError if ``path`` exists; ValueError if ranks were given different paths or
+    Raises: FileExistsError if ``path`` exists; ValueError if ranks were given different paths, or
     for values that could not be read again; CheckpointError if it cannot be written; RuntimeError
-    if a rank does not join.  All on every rank, and whatever has been there before stays.
+    if a rank does not join.  Every rank raises, and earlier checkpoints stay as they are.
     """
     target, optimizers = as_path(path), as_list(optimizer)
     check_model(model)
@@ -96,32 +95,22 @@ def save(
         snapshot.begin()
 
     def write() -> None:
-        try:
+        with discarded_on_error(drafts):
             snapshot.run()
             _write(collected, target, drafts, ranks, keep)
-        except BaseException:
-            _discard(drafts)
-            raise
 
-    try:
+    with discarded_on_error(drafts):
         ranks.together(begin)
-    except BaseException:
-        _discard(drafts)
-        raise
     saving = Saving(target, write)
     if asynchronous:
-        return WRITER.start(saving)
-    saving.run()
+        saving.start()
+    else:
+        saving.run()
     return saving
 
 
-def _discard(drafts: list[Draft]) -> None:
-    for draft in drafts:
-        draft.discard()
-
-
 def _taken(contents: Any, snapshot: Snapshot) -> Any:
-    """What is saved as it is now, in host memory of its own, or to be copied by ``snapshot``."""
+    """Return the contents as they are now, in host memory; ``snapshot`` may copy some later."""
     if isinstance(contents, dict):
         return {key: _taken(value, snapshot) for key, value in contents.items()}
     if isinstance(contents, list):
@@ -134,15 +123,15 @@ def _taken(contents: Any, snapshot: Snapshot) -> Any:
 
 
 _KEPT_BYTES = 1 << 16
-"""Tensors smaller than this stay: torch's frame around one takes more than some do."""
+"""Smaller tensors are kept: torch's frame around one takes more memory than they do."""
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Writes what is encoded already as it is, and has one tensor in memory at a time.
+    """Writes encoded values as they are, and keeps one tensor at a time in memory.
 
     torch's writer keeps all that it has written until its file is complete (torch 2.11 to 2.14).
-    So it is given copies, and the memory of one is taken away when it asks for the next:
-    ``_write`` sees to it that it asks for them one by one, and ``_check_files`` that it has.
+    So it is given copies, and the memory of one is freed when it asks for the next.  ``_write``
+    makes it ask for them one by one, and ``_check_files`` checks that it has.
     """
 
     _given: torch.Tensor | None = None
@@ -168,13 +157,12 @@ class _Planner(dcp.DefaultSavePlanner):
 def _write(
     contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
 ) -> None:
-    """Plan, write and publish as ``torch.distributed.checkpoint.save`` does.
+    """Plan and write as ``torch.distributed.checkpoint.save`` does, then publish.
 
-    That one talks in a group which ``destroy_process_group`` would end; this one in ``ranks``.
+    That function needs a group which ``destroy_process_group`` ends; this one talks in ``ranks``.
     """
     folder = draft_of(target)
     writer, planner = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), _Planner()
-
     described: list[Metadata] = []  # on rank 0
 
     def plan() -> SavePlan:
@@ -217,19 +205,14 @@ def _write(
         ranks.together(publish)
 
 
-def _sizes(metadata: Metadata) -> dict[tuple[str, torch.Size | None], int]:
-    """What parts of tensors take, by name and offset.  Units: bytes."""
-    return {
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Raise CheckpointError unless the files of all ranks are here, in full length."""
+    sizes = {
         (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
         for name, tensor in metadata.state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata)
         for chunk in tensor.chunks
     }
-
-
-def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Raise CheckpointError unless all that the ranks have written is here, and all of it."""
-    sizes = _sizes(metadata)
     for index, info in metadata.storage_data.items():
         if info.length < sizes.get((index.fqn, index.offset), 0):
             raise CheckpointError(

@@ -1,153 +1,94 @@
-"""Where what is read goes: memory to read into, and what is done with it then."""
+"""Where tensors that are read go, and the files that they are read from: now, or when needed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from zerofx.checkpoint.boxes import Box, boxes_of
+from zerofx.checkpoint.folders import Use
+from zerofx.checkpoint.pieces import Box, boxes_of
+from zerofx.checkpoint.reading import Reader
 from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
+from zerofx.errors import CheckpointError, StepError
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState, SavedState, standing_for
 from zerofx.runtime.parameters.parameter import ParameterState
 
+Keep = Callable[[torch.Tensor], object]
+
 
 class Source(Protocol):
-    """Files that targets are filled from.  ``name`` is of these, the same on all ranks."""
+    """Files that targets are filled from.  Their ``name`` is the same on all ranks."""
 
     name: str
 
     def read(
         self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
     ) -> object:
-        """Fill a flat range of the tensor ``entry``, whose ``boxes`` these are.
-
-        Shapes: ``into`` is ``[sum of the boxes' elements]``.
-        """
-
-    def read_late(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> object:
-        """``read``, when the files may have changed since they were checked.
-
-        Raises: StepError if they have.
-        """
+        """Fill ``into``, ``[sum of the boxes' elements]``, with these boxes of a tensor."""
 
     def check(self, entry: str) -> object:
-        """Raise StepError if the files are gone."""
+        """Raise StepError if the files have changed or are gone.  Call it before a late read."""
 
     def use(self) -> object:
-        """What to keep for as long as the files are to stay."""
+        """Return an object that keeps the files for as long as it lives."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A part of the tensor ``entry`` of the checkpoint, in ``boxes``, and where it goes."""
+    """A part of the tensor ``entry`` of a checkpoint, in ``boxes``, and its place.
+
+    ``take`` reads it from a source, or if ``is_lazy`` arranges that it is read when it is needed.
+    """
 
     entry: str
     boxes: Sequence[Box]
-    is_late = False
+    take: Callable[[Source], object]
+    is_lazy: bool = False
 
     def fill(self, source: Source) -> None:
-        """Read it, or have it read when it is needed."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class MemoryTarget(Target):
-    """A flat range of a tensor, with its dimensions in ``order``, read into memory now.
-
-    ``begin`` gives memory for it, ``[number of elements in the range]``, and ``end`` takes that
-    memory when it is full.
-    """
-
-    order: Sequence[int]
-    begin: Callable[[], torch.Tensor]
-    end: Callable[[torch.Tensor], object]
-
-    def fill(self, source: Source) -> None:
-        self.fill_by(source.read)
-
-    def fill_by(self, read: Callable[..., object]) -> None:
-        """Have ``read``, one of a source's two, fill the memory."""
-        memory = self.begin()
-        read(self.entry, self.boxes, self.order, memory)
-        self.end(memory)
-
-
-@dataclass(frozen=True)
-class LateTarget(Target):
-    """A whole tensor whose making is deferred: it is read when it is made, not initialized.
-
-    So it is one of those that are there one at a time.
-    """
-
-    tensor: torch.Tensor
-    is_late = True
-
-    def fill(self, source: Source) -> None:
-        entry, shape = self.entry, tuple(self.tensor.shape)
-
-        def fill(tensor: torch.Tensor, use: object = source.use()) -> None:
-            _in_place(entry, tensor).fill_by(source.read_late)
-
-        def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
-            source.read_late(entry, boxes_of(shape, order, start, stop), order, into)
-
-        check = partial(source.check, entry)
-        LEDGER.fill_later(self.tensor, fill, tape.Source(f"{source.name}: {entry}", read, check))
-
-
-@dataclass(frozen=True)
-class LateStateTarget(Target):
-    """A state of the shape of ``like``, of which a rank reads what it keeps when it is used.
-
-    ``keep`` takes what stands for all of it until then.
-    """
-
-    like: torch.Tensor
-    dtype: torch.dtype
-    device: torch.device
-    keep: Callable[[LazyState], object]
-    is_late = True
-
-    def fill(self, source: Source) -> None:
-        entry, shape = self.entry, tuple(self.like.shape)  # not self, which knows who keeps it
-
-        def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
-            source.read_late(entry, boxes_of(shape, order, start, stop), order, into)
-
-        check = partial(source.check, entry)
-        saved = SavedState(entry, shape, self.dtype, read, check, source.use())
-        self.keep(standing_for(saved, self.like, self.device))
+        self.take(source)
 
 
 def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
-    """A whole tensor, in place: a parameter, a buffer, or one that has just been made.
+    """Read a whole tensor in place: a parameter, a buffer, or one that has just been made.
 
-    One whose making is deferred is read when it is made.
+    One whose making is deferred is read when it is made, in the place of its initialisation.
     """
     target = _in_place(entry, tensor)
     if LEDGER.memory_of(tensor) is None:
         return target
-    return LateTarget(entry, target.boxes, tensor)
+    shape = tuple(tensor.shape)
+
+    def put_off(source: Source) -> None:
+        read, check = _later(source, entry, shape)
+
+        def fill(tensor: torch.Tensor, use: object = source.use()) -> None:
+            check()
+            _in_place(entry, tensor).fill(source)
+
+        LEDGER.fill_later(tensor, fill, tape.Source(f"{source.name}: {entry}", read, check))
+
+    return Target(entry, target.boxes, put_off, is_lazy=True)
 
 
-def _in_place(entry: str, tensor: torch.Tensor) -> MemoryTarget:
+def _in_place(entry: str, tensor: torch.Tensor) -> Target:
     shape = tuple(tensor.shape)
     try:
         order = storage_order(shape, tensor.stride())
         is_dense = True
     except ValueError:
         order, is_dense = tuple(range(len(shape))), False
-    boxes = boxes_of(shape, order, 0, tensor.numel())
 
     def begin() -> torch.Tensor:
         if is_dense:
@@ -160,63 +101,28 @@ def _in_place(entry: str, tensor: torch.Tensor) -> MemoryTarget:
         # A graph built on the old values says so when it is run backward.
         torch.autograd.graph.increment_version(tensor)
 
-    return MemoryTarget(entry, boxes, order, begin, end)
+    return _into_memory(entry, boxes_of(shape, order, 0, tensor.numel()), order, begin, end)
 
 
 def into_shard(entry: str, bound: ParameterState) -> Target:
-    """This rank's shard of a parameter, wherever it is kept."""
+    """Read this rank's shard of a parameter, wherever it is kept."""
     info = bound.info
     start, stop = info.owned_by(bound.communicator.rank)
 
-    def end(values: torch.Tensor) -> None:
-        bound.write_shard(_padded(values, info.shard_numel))
-
     def begin() -> torch.Tensor:
-        return torch.empty(stop - start, dtype=info.dtype, device="cpu")
+        return torch.zeros(info.shard_numel, dtype=info.dtype, device="cpu")[: stop - start]
+
+    def end(values: torch.Tensor) -> None:
+        bound.write_shard(values.as_strided((info.shard_numel,), (1,)))  # with its padding
 
     boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return MemoryTarget(entry, boxes, info.storage_order, begin, end)
-
-
-def late_state(
-    entry: str,
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    keep: Callable[[torch.Tensor], object],
-) -> Target:
-    """A whole state of the shape of the parameter ``like``, read by who will keep a part of it."""
-    shape = tuple(like.shape)
-    boxes = boxes_of(shape, range(len(shape)), 0, like.numel())
-    return LateStateTarget(entry, boxes, like, dtype, device, keep)
-
-
-def late_shard(
-    entry: str,
-    bound: ParameterState,
-    dtype: torch.dtype,
-    device: torch.device,
-    keep: Callable[[torch.Tensor], object],
-) -> Target:
-    """This rank's shard of a state like a parameter, read when an update needs it."""
-    info, rank = bound.info, bound.communicator.rank
-    like = torch.empty_strided(info.shape, info.stride, device="meta")
-    boxes = boxes_of(info.shape, info.storage_order, *info.owned_by(rank))
-
-    def keep_shard(late: LazyState) -> None:
-        keep(late.shard(info, rank))
-
-    return LateStateTarget(entry, boxes, like, dtype, device, keep_shard)
+    return _into_memory(entry, boxes, info.storage_order, begin, end)
 
 
 def new_shard(
-    entry: str,
-    bound: ParameterState,
-    dtype: torch.dtype,
-    device: torch.device,
-    keep: Callable[[torch.Tensor], object],
+    entry: str, bound: ParameterState, dtype: torch.dtype, device: torch.device, keep: Keep
 ) -> Target:
-    """This rank's shard of a state like a parameter, in new memory, for ``keep`` to keep."""
+    """Read this rank's shard of a state like a parameter, into new memory for ``keep``."""
     info = bound.info
     start, stop = info.owned_by(bound.communicator.rank)
 
@@ -227,7 +133,7 @@ def new_shard(
             return shard[: stop - start]
 
     boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return MemoryTarget(entry, boxes, info.storage_order, begin, lambda _values: None)
+    return _into_memory(entry, boxes, info.storage_order, begin)
 
 
 def new_tensor(
@@ -236,12 +142,11 @@ def new_tensor(
     dtype: torch.dtype,
     device: torch.device,
     like: torch.Tensor | None,
-    keep: Callable[[torch.Tensor], object],
+    keep: Keep,
 ) -> Target:
-    """A whole tensor in new memory, for ``keep`` to keep; strided as ``like`` if of its shape."""
-    is_like = like is not None and shape == tuple(like.shape)
+    """Read a whole tensor into new memory for ``keep``; strided as ``like`` if of its shape."""
     order = tuple(range(len(shape)))
-    if is_like:
+    if like is not None and shape == tuple(like.shape):
         order = storage_order(shape, torch.empty_like(like, device="meta").stride())
 
     def begin() -> torch.Tensor:
@@ -251,13 +156,160 @@ def new_tensor(
             keep(memory.permute(inverse))
             return memory.view(-1)
 
-    boxes = boxes_of(shape, order, 0, math.prod(shape))
-    return MemoryTarget(entry, boxes, order, begin, lambda _values: None)
+    return _into_memory(entry, boxes_of(shape, order, 0, math.prod(shape)), order, begin)
 
 
-def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
-    if len(values) == length:
-        return values
-    padded = values.new_zeros(length)
-    padded[: len(values)] = values
-    return padded
+def _into_memory(
+    entry: str,
+    boxes: Sequence[Box],
+    order: Sequence[int],
+    begin: Callable[[], torch.Tensor],
+    end: Keep = lambda _values: None,
+) -> Target:
+    """Read into the memory that ``begin`` returns when its turn comes, then give it to ``end``."""
+
+    def take(source: Source) -> None:
+        memory = begin()
+        source.read(entry, boxes, order, memory)
+        end(memory)
+
+    return Target(entry, boxes, take)
+
+
+def lazy_state(
+    entry: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device, keep: Keep
+) -> Target:
+    """Give ``keep`` what stands for a whole state of the shape of the parameter ``like``.
+
+    Each rank reads the part that it will keep, in the first step.
+    """
+    order = range(like.dim())
+    return _lazy(entry, like, order, (0, like.numel()), dtype, device, keep)
+
+
+def lazy_shard(
+    entry: str, bound: ParameterState, dtype: torch.dtype, device: torch.device, keep: Keep
+) -> Target:
+    """Give ``keep`` what stands for this rank's shard of a state, read when an update needs it."""
+    info, rank = bound.info, bound.communicator.rank
+    like = torch.empty_strided(info.shape, info.stride, device="meta")
+
+    def keep_shard(state: LazyState) -> None:
+        keep(state.shard(info, rank))
+
+    order, bounds = info.storage_order, info.owned_by(rank)
+    return _lazy(entry, like, order, bounds, dtype, device, keep_shard)
+
+
+def _lazy(
+    entry: str,
+    like: torch.Tensor,
+    order: Sequence[int],
+    bounds: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    keep: Callable[[LazyState], object],
+) -> Target:
+    shape = tuple(like.shape)
+
+    def put_off(source: Source) -> None:
+        # The state must not refer to ``keep``, which refers to all that keeps the state.
+        state = SavedState(entry, shape, dtype, *_later(source, entry, shape), source.use())
+        keep(standing_for(state, like, device))
+
+    return Target(entry, boxes_of(shape, order, *bounds), put_off, is_lazy=True)
+
+
+def _later(source: Source, entry: str, shape: tuple[int, ...]) -> tuple[Any, Callable[[], object]]:
+    """Return a function that reads a flat range of a tensor later, and one that checks if it can.
+
+    The first takes (order, start, stop, into).
+    """
+
+    def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
+        source.check(entry)
+        source.read(entry, boxes_of(shape, order, start, stop), order, into)
+
+    return read, partial(source.check, entry)
+
+
+State = tuple[int, int, int]
+
+
+class Files:
+    """A checkpoint's files as a source, which must stay as they are when this is made.
+
+    A disk may damage a file that was not written to.  So parts that are read late are compared with
+    their checksums once more: this rank's ``share`` of them before a step changes anything, so that
+    all ranks hear of damage, and whatever this rank reads when it does.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        late: Mapping[str, Sequence[MetadataIndex]],
+        now: Collection[MetadataIndex],
+        share: Collection[MetadataIndex],
+    ) -> None:
+        """``late`` are the parts of files that any rank reads late, by entry; ``now`` the others.
+
+        Make it before the files are checked.
+        """
+        self.folder = reader.folder.absolute()
+        self.name = str(self.folder)
+        self._reader, self._late, self._share = reader, late, set(share)
+        self._compared = set(now)
+        storage = reader.metadata.storage_data
+        self._names = {
+            entry: sorted({storage[one].relative_path for one in its if one in storage})
+            for entry, its in late.items()
+        }
+        names = {name for its in self._names.values() for name in its}
+        self._states = {name: state_of(self.folder / name) for name in names}
+
+    def use(self) -> Use:
+        return Use(self.folder)
+
+    def read(
+        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
+    ) -> None:
+        items = self._reader.items(entry, boxes)
+        self._compare(entry, [item.storage_index for item in items])
+        self._reader.read_tensor(items, boxes, order, into)
+
+    def check(self, entry: str) -> None:
+        for name in self._names[entry]:
+            path = self.folder / name
+            state = state_of(path)
+            if state is None:
+                raise StepError(
+                    f"{path} is gone, and {entry} was to be made from it: before the first step "
+                    "zerofx.load reads no states, and none of the parameters that deferred_init "
+                    "has put off. Keep a checkpoint until a step has run; load another one now."
+                )
+            if state != self._states[name]:
+                raise StepError(
+                    f"{path} has been written to, or replaced, since zerofx.load checked it, and "
+                    f"{entry} was to be made from it. Load a checkpoint again."
+                )
+        self._compare(entry, [part for part in self._late[entry] if part in self._share])
+
+    def _compare(self, entry: str, parts: Sequence[MetadataIndex]) -> None:
+        parts = [part for part in parts if part not in self._compared]
+        try:
+            self._reader.check(parts)
+        except CheckpointError as error:
+            raise StepError(
+                f"{error} It was whole when zerofx.load checked it, and {entry} was to be made "
+                "from it now."
+            ) from error
+        self._compared.update(parts)
+
+
+def state_of(path: Path) -> State | None:
+    """Return numbers that change if a file is written to or replaced; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

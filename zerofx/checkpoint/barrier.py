@@ -1,29 +1,42 @@
-"""How the ranks that write or read a checkpoint keep together: all succeed, or all raise."""
+"""How the ranks of a checkpoint keep together, and the writing that goes on behind a training."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import logging
+import os
 import pickle
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from zerofx import compat
-from zerofx.checkpoint.errors import CheckpointError, MismatchError, RankError
+from zerofx.checkpoint.contents import bound_parameters
+from zerofx.errors import CheckpointError, MismatchError, RankError
 from zerofx.options import environment
 from zerofx.runtime.comm.agreement import rendezvous
 from zerofx.runtime.comm.communication import Communicator, default_group
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 
+logger = logging.getLogger("zerofx")
+
 Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 
 _TIMEOUT = timedelta(minutes=30)
-"""How long one rank may take to write what others have written: torch's own for a collective."""
+"""How long one rank may write while the others wait: torch's own limit for a collective."""
 
 _KINDS = (
     ValueError,
@@ -37,23 +50,23 @@ _KINDS = (
 
 
 class Ranks:
-    """The ranks of one checkpoint, and a group of their own to talk in.
+    """The ranks of one checkpoint: all succeed, or all raise.
 
-    A write goes on behind the training, whose collectives must not meet those of the write: they
-    have connections of their own, over CPUs, whatever the training uses.  These are made once for
-    each group.  All talk to rank 0 alone: it, or any other, ends, and all hear of it at once.
+    They have connections of their own, over CPUs, because a checkpoint may be written beside the
+    collectives of a training.  Each group makes them once.  All ranks talk to rank 0; if one ends,
+    its connections close, and the others fail at once.
     """
 
     _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, bounds: Collection[ParameterState], group: Any, name: str) -> Ranks:
-        """Return once all ranks have called this with ``name``: those that hold ``bounds``.
+        """Return once all ranks that hold ``bounds`` have called this with ``name``.
 
-        Those of ``group`` if nothing is bound yet, the world if that is None.
+        If nothing is bound yet: all ranks of ``group``, or of the world if that is None.
 
-        Raises: ValueError for parameters of several groups, or another one's; RuntimeError if a
-        rank does not join.
+        Raises: ValueError if the parameters are of several groups, or not of ``group``;
+        RuntimeError if a rank does not join.
         """
         communicators = {id(bound.communicator): bound.communicator for bound in bounds}
         if len(communicators) > 1:
@@ -91,7 +104,7 @@ class Ranks:
         work: Callable[[], Result],
         decide: Callable[[list[Result]], Sequence[Answer]],
     ) -> Answer:
-        """Do ``work`` on every rank; rank 0 gets all results and decides each rank's answer.
+        """Do ``work`` on every rank; rank 0 ``decide``s on the results each rank's answer.
 
         Raises: what ``work`` or ``decide`` raised, on the rank where it did; on the others the same
         in words.  RankError if a rank does not answer any more.
@@ -156,11 +169,11 @@ class Ranks:
         return self.exchange(work, lambda results: [results] * self.world_size)
 
     def on_first(self, work: Callable[[], Result]) -> Result:
-        """Do ``work`` on rank 0, and return what it has got on all.  Collective."""
+        """Do ``work`` on rank 0, and return its result on all ranks.  Collective."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def check_same(self, **values: object) -> None:
-        """Raise ValueError on all ranks unless all have come with the same ``values``, by name."""
+        """Raise ValueError on all ranks unless all were given the same ``values``, by name."""
         gathered = self.together(lambda: {name: str(value) for name, value in values.items()})
         for name in values:
             found = [of_rank[name] for of_rank in gathered]
@@ -177,7 +190,7 @@ def _connected(communicator: Communicator) -> dist.Backend:
     """Connect the ranks once more, by gloo, for checkpoints alone.
 
     torch does not know of this group: ``destroy_process_group`` leaves it alone, and it needs no
-    store any more, so a checkpoint that is under way then is completed.
+    store any more.  So a checkpoint that is being written then is completed.
     """
     assert communicator.group is not None
     store = compat.agreement_store(communicator.group)
@@ -205,3 +218,116 @@ def _told(error: Exception | None) -> tuple[int, str] | None:
         if isinstance(error, kind):
             return number, words
     return _KINDS.index(RankError), f"{type(error).__name__}: {words}"
+
+
+class Saving:
+    """A checkpoint that is being written, or has been.
+
+    ``wait`` raises its error; without a ``wait``, the next ``zerofx.save`` or ``zerofx.load`` does,
+    or the process ends with exit code 1.  One at a time is written in the background: the ``last``.
+    """
+
+    last: ClassVar[Saving | None] = None
+
+    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+        self.path = path
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+        self._was_raised = False
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Write it now, once.  Raises: what goes wrong."""
+        work, self._work = self._work, None
+        assert work is not None, "it is written once"
+        work()
+
+    def start(self) -> None:
+        """Write it in a thread of its own, for which the interpreter waits before it ends.
+
+        Call ``meet`` before.
+        """
+        Saving.last = self
+        self._thread = threading.Thread(target=self._run_behind, name="zerofx checkpoint")
+        self._thread.start()
+
+    def _run_behind(self) -> None:
+        _yield_to_others()
+        try:
+            self.run()
+        except Exception as error:
+            self._error = error
+            logger.error("checkpoint %s was not written: %s", self.path, error)
+            atexit.register(self._fail_at_exit)
+
+    def _fail_at_exit(self) -> None:
+        """End the process as failed, after all else that is done at exit."""
+        atexit.unregister(self._fail_at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def done(self) -> bool:
+        """Return whether it is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def is_settled(self) -> bool:
+        """It is done, and its error has been raised if there is one."""
+        return self.done() and (self._error is None or self._was_raised)
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Return its path when all ranks have written it.
+
+        Raises: CheckpointError if it could not be written; TimeoutError.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self.path} is still being written after {timeout_s:g} s")
+        if self._error is not None:
+            self._was_raised = True
+            atexit.unregister(self._fail_at_exit)
+            raise self._error
+        return self.path
+
+    result = wait
+
+
+def _yield_to_others() -> None:
+    """Let this thread run only when the training leaves a CPU idle, where the system can do so."""
+    if sys.platform == "linux":  # elsewhere the call is about all threads
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Stop Python's garbage collection for the moment in which many objects are made.
+
+    A plan has an object for every part of every tensor, on rank 0 for those of all ranks.  They
+    would make Python look through all objects there are, which stops the training (0.3 s in a
+    process that has compiled two models) and finds nothing.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+def meet(model: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, name: str) -> Ranks:
+    """Return when all ranks are here, and no step or save is working on these objects.
+
+    Raises: the error of the last save, if it has not been raised on one of the ranks; as
+    ``Ranks.of``.
+    """
+    bounds = bound_parameters(model, *optimizers)
+    REGISTRY.settle(bounds, optimizers)
+    ranks = Ranks.of(bounds, process_group, name)
+    last, Saving.last = Saving.last, None
+    ranks.together(lambda: last.wait() if last is not None and not last.is_settled else None)
+    return ranks

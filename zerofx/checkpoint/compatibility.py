@@ -1,6 +1,6 @@
-"""Whether the optimizer that a checkpoint is of, and the one it is loaded into, are of one kind.
+"""Telling whether a checkpoint is of the same kind of optimizer as the one it is loaded into.
 
-A checkpoint has no class in it, only names: those of hyperparameters, and of states.
+A checkpoint has no classes in it, only the names of hyperparameters and states.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zerofx.codegen.rewrite.storage import ADDED
 from zerofx.codegen.trace.shadow import shadow_of
 
 HOW_NOT_WHAT = frozenset("foreach fused capturable differentiable maximize".split())
-"""Hyperparameters that say how an update is computed, which another torch's may lack or have."""
+"""Hyperparameters of how an update is computed: another version of torch may lack or have them."""
 
 DECOUPLED = "decoupled_weight_decay"
-"""What tells Adam from AdamW; an older torch's has none."""
+"""The hyperparameter that tells Adam from AdamW; older versions of torch have none."""
 
 
 def why_another_kind(
     optimizer: Optimizer, group: Mapping[str, Any], saved: Collection[str], values: Mapping
 ) -> str:
-    """How a saved group's hyperparameters are not such an optimizer's, in words; empty if alike.
+    """Return in words how a saved group's hyperparameters differ from an optimizer's, or "".
 
     ``saved`` are their names, ``values`` those that are no tensors.  Names that no optimizer of
-    torch's has, such as a schedule's, count for nothing.
+    torch's has, such as a schedule's, are ignored.
     """
     absent = set(optimizer.defaults) - set(saved) - HOW_NOT_WHAT - {DECOUPLED}
     unknown = (set(saved) & _hyperparameters()) - set(group) - HOW_NOT_WHAT
@@ -46,7 +46,7 @@ def why_another_kind(
 
 @functools.cache
 def _hyperparameters() -> frozenset[str]:
-    """Those of torch's own optimizers."""
+    """Return the names of hyperparameters of torch's own optimizers."""
     kinds = [one for one in vars(torch.optim).values() if inspect.isclass(one)]
     return frozenset(
         name
@@ -63,10 +63,10 @@ def other_states(
     saved: Mapping[str, tuple[torch.Tensor, Collection[str]]],
     values: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Parameters of a group whose saved states are not those that it keeps, and how, in words.
+    """Return parameters of a group whose saved states are not those that it keeps, and how.
 
     ``saved`` are the parameters and the names of their states, ``values`` the group's saved
-    hyperparameters.  None of optimizers that are not torch's: their states may depend on sizes.
+    hyperparameters.  Empty for optimizers that are not torch's: their states may depend on sizes.
     """
     found: dict[str, str] = {}
     if not type(optimizer).__module__.startswith("torch.optim."):
@@ -86,7 +86,7 @@ def other_states(
 def _kept_after_a_step(
     optimizer: Optimizer, place: int, num_dims: int, dtype: torch.dtype, values: Mapping[str, Any]
 ) -> set[str] | None:
-    """The names of what a copy's own step keeps of a small tensor; None if it fails."""
+    """Return the names of states that a copy's own step makes; None if the step fails."""
     with (
         compat.real_tensors(),
         torch.random.fork_rng(devices=[]),
