@@ -269,7 +269,7 @@ _OPTIMIZERS = os.path.join(_TORCH, "optim", "")
 _NOT_USER_CODE = (
     "<",
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),  # all of codegen
-    compat.__file__,
+    os.path.join(os.path.dirname(compat.__file__), ""),
     os.path.join(_OPTIMIZERS, "optimizer.py"),
 )
 

@@ -1,0 +1,202 @@
+"""AOTAutograd: from Dynamo's graph to aten, checkpoints, hints of sizes, structured traces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from zerofx.errors import GraphError
+
+
+def tag_backward_nodes(gm: torch.fx.GraphModule) -> None:
+    """Set ``meta["autograd_backward"]`` where torch 2.11 and 2.12 do not; can go with them."""
+    for node in gm.graph.nodes:
+        stack = node.meta.get("source_fn_stack")
+        if stack and stack[-1][1] is torch.autograd.grad:
+            node.meta["autograd_backward"] = True
+
+
+def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
+
+    The tags ``meta["recompute"]``, a ``CheckpointPolicy``, and ``meta["ac_graph_id"]`` are for 2.11
+    to 2.15; can go when torch documents them.  Random draws are left out, with what reads their
+    state, and so is an attention whose dropout is on.
+    """
+    policies = torch.utils.checkpoint.CheckpointPolicy
+    wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
+    found = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.meta.get("autograd_backward"):
+            continue
+        if node.meta.get("recompute") in wanted and not draws_randomly(node):
+            found.add(node)
+    for node in gm.graph.nodes:
+        if node.target is operator.getitem and node.args[0] not in found:
+            found.discard(node)  # part of a kept result
+        elif node in found and any(_leaves_region(node, user) for user in node.users):
+            found.discard(node)  # a checkpointed function's result is what it saves
+    return found
+
+
+def forget_checkpoints(node: torch.fx.Node) -> None:
+    """Take the tags of ``torch.utils.checkpoint`` off a node: Inductor would obey them again.
+
+    It refuses those on an attention, whose dropout might draw.  For 2.11 to 2.15; can go when the
+    tags are documented.
+    """
+    for tag in ("recompute", "ac_graph_id"):
+        node.meta.pop(tag, None)
+
+
+def is_kept_by_policy(node: torch.fx.Node) -> bool:
+    """Whether a selective checkpoint's policy says to keep a node's result.
+
+    The tag is for 2.11 to 2.15; can go with ``checkpointed_nodes``.
+    """
+    policies = torch.utils.checkpoint.CheckpointPolicy
+    return node.meta.get("recompute") in (policies.MUST_SAVE, policies.PREFER_SAVE)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when captured, without a guard on it; 0 if it depends on data.
+
+    ``node.hint`` is for 2.11 to 2.15; can go when torch documents a way to ask.
+    """
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def scalar_hint(value: Any) -> Any:
+    """A symbolic number as it was when captured, without a guard; anything else as it is.
+
+    ``node.hint`` as above.
+    """
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return value.node.hint if isinstance(value, symbols) else value
+
+
+def trace_program(name: str, text: Callable[[], str]) -> None:
+    """Add a program's text to torch's structured trace, if there is one: tlparse shows it.
+
+    For 2.11 to 2.15; can go when ``torch._logging.trace_structured`` is public.
+    """
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+    )
+
+
+def is_traced() -> bool:
+    """Whether torch writes a structured trace; while it compiles, when it has found out.
+
+    Its handler leaves with the first record if there is nowhere to write to.  For 2.11 to 2.15;
+    can go when torch has a public way to ask.
+    """
+    logging = torch._logging._internal
+    return any(isinstance(h, logging.LazyTraceHandler) for h in logging.trace_log.handlers)
+
+
+def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    if user.meta.get("autograd_backward"):
+        return False
+    return user.meta.get("ac_graph_id") != node.meta.get("ac_graph_id") or (
+        user.meta.get("recompute") is None
+    )
+
+
+def draws_randomly(node: torch.fx.Node) -> bool:
+    """Whether a node draws random numbers: attention without dropout carries the tag too.
+
+    The name of the argument is for 2.11 to 2.15; can go when torch tags calls.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return value != 0.0
+    return True
+
+
+def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
+    """Lower Dynamo's graph to functional aten and give it to ``compiler(gm, fake_inputs)``.
+
+    Input mutations stay in the graph as ``copy_`` at its end.  For 2.11 to 2.15; can go when
+    AOTAutograd has a public entry that keeps them.
+    """
+
+    def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
+        raise GraphError("AOTAutograd split the step in two: a result still wants a gradient.")
+
+    with _own_recomputation():
+        return aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=compiler,
+            bw_compiler=no_backward_graph,
+            decompositions=_list_operators(),
+            keep_inference_input_mutations=True,
+        )
+
+
+@functools.cache
+def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Decompositions of the functional ``_foreach_*`` operators into one operator per tensor.
+
+    Each has a kernel that does just that, for tensors no fast kernel takes.  For 2.11 to 2.15;
+    can go when torch's own decomposition tables cover them.
+    """
+    slow = torch._C.DispatchKey.CompositeExplicitAutograd
+    table: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+    for name in _list_operator_names():
+        if name.endswith("_"):
+            continue  # functionalisation has replaced those that write in place
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            operator_ = getattr(packet, overload)
+            if "out" not in overload and operator_.has_kernel_for_dispatch_key(slow):
+                table[operator_] = functools.partial(operator_._op_dk, slow)
+    # These two kernels write in place and read a number, which tracing forbids.
+    table[torch.ops.aten._foreach_zero.default] = lambda tensors: [*map(torch.zeros_like, tensors)]
+    table[torch.ops.aten._foreach_add.Tensor] = lambda tensors, other, alpha=1: [
+        torch.add(tensor, other, alpha=alpha) for tensor in tensors
+    ]
+    return table
+
+
+def _list_operator_names() -> list[str]:
+    schemas = torch._C._jit_get_all_schemas()
+    names = {schema.name.removeprefix("aten::") for schema in schemas}
+    return sorted(name for name in names if name.startswith("_foreach_"))
+
+
+def _own_recomputation() -> contextlib.AbstractContextManager[None]:
+    """Keep AOTAutograd from honouring checkpoints itself, where it tries to (from 2.12).
+
+    Its pass takes attention without dropout for a random draw and refuses it.
+    """
+    config = torch._functorch.config
+    if not hasattr(config, "remat_using_tags_for_fwd_loss_bwd_graph"):
+        return contextlib.nullcontext()
+    return config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)

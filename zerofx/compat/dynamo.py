@@ -1,0 +1,207 @@
+"""Dynamo: what it learned while tracing, its cache of programs, errors on their way to users."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+
+def why_not_compiled() -> str | None:
+    """What would make Dynamo run a compiled function eagerly right now; None if nothing does.
+
+    The stack of dispatch modes and the stance are for 2.11 to 2.15; can go when torch can be
+    asked whether it would compile.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
+        return f"a dispatch mode ({type(mode).__name__}) is active"
+    stance = torch._dynamo.eval_frame._stance.stance
+    if stance not in ("default", "fail_on_recompile"):
+        return f"torch.compiler.set_stance({stance!r}) is in force"
+    return None
+
+
+def _translator_of_function() -> Any:
+    """Dynamo's translator of the function being compiled, and not of one it calls.
+
+    For 2.11 to 2.15; can go when Dynamo tells a backend whose code it compiles.
+    """
+    translator = InstructionTranslator.current_tx()
+    return getattr(translator.output, "root_tx", translator)
+
+
+def locals_being_compiled() -> dict[str, Any]:
+    """Local and closure variables of the function that Dynamo is compiling; globals last."""
+    root = _translator_of_function()
+    return {**dict(root.f_globals), **dict(root.f_locals)}
+
+
+def code_being_compiled() -> CodeType:
+    """The code object of the function that Dynamo is compiling."""
+    return _translator_of_function().f_code
+
+
+def recompile_limit() -> int:
+    """How many programs of a function torch compiles at most, outside of ``whole_step_tracing``.
+
+    For 2.11 to 2.15; can go with Dynamo's limit.
+    """
+    return torch._dynamo.config.recompile_limit
+
+
+def forget_unless_in_use(code: CodeType) -> None:
+    """Empty Dynamo's cache for a function of which it has only entries that it has invalidated.
+
+    Call it while the function is not being called.  With a compilation under way, in whatever
+    thread, nothing is done.  ``_debug_get_cache_entry_list`` and ``reset_code`` are for 2.11 to
+    2.15; can go when Dynamo removes what it invalidates.
+    """
+    if not compile_lock.acquire(blocking=False):
+        return
+    try:
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+        if entries and all(entry.code is None for entry in entries):
+            torch._C._dynamo.eval_frame.reset_code(code)
+    finally:
+        compile_lock.release()
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``.
+
+    ``meta["grapharg"]`` is for 2.11 to 2.15; can go when a graph says where its inputs are from.
+    """
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    return getattr(source, "name", placeholder.name)
+
+
+def modified_sources() -> list[str]:
+    """Dynamo's expressions for the objects that the function being compiled writes to.
+
+    Objects that it builds itself have none: their ``TempLocalSource`` refuses to be named.  For
+    2.11 to 2.15; can go when Dynamo tells a backend of writes outside the graph.
+    """
+    side_effects = InstructionTranslator.current_tx().output.side_effects
+    names = []
+    for variable in side_effects.id_to_variable.values():
+        if variable.source is not None and side_effects.is_modified(variable):
+            with contextlib.suppress(NotImplementedError):
+                names.append(variable.source.name)
+    return names
+
+
+def owners_looked_into(attribute: str) -> list[Any]:
+    """The objects whose attribute the path of the function being compiled depends on.
+
+    Dynamo's guards name them by expressions in the function's scopes.  For 2.11 to 2.15; can go
+    when Dynamo tells a backend what the function has read.
+    """
+    output = InstructionTranslator.current_tx().output
+    scopes = {"L": output.local_scope, "G": output.global_scope}
+    expressions = {getattr(guard, "name", "") for guard in output.guards}
+    found = []
+    for expression in sorted(filter(lambda name: isinstance(name, str), expressions)):
+        owner, _, last = expression.rpartition(".")
+        if last == attribute:
+            try:
+                found.append(eval(owner, dict(scopes)))
+            except Exception:  # an expression over what only the guards' own scope has
+                continue
+    return found
+
+
+def _ID_MATCH(builder: GuardBuilder, guard: Any) -> None:  # noqa: N802 - guards go by this name
+    """``GuardBuilder.ID_MATCH``, which on 2.11 prints the object: freed memory would be read."""
+    printed = torch.nn.Parameter.__repr__
+    torch.nn.Parameter.__repr__ = object.__repr__
+    try:
+        builder.ID_MATCH(guard)
+    finally:
+        torch.nn.Parameter.__repr__ = printed
+
+
+def guard_identity(placeholder: torch.fx.Node) -> None:
+    """Let the code being compiled hold only for this very object, and not for one like it.
+
+    Dynamo guards a module's parameters by shape and dtype.  For 2.11 to 2.15; can go when a
+    backend may ask for a guard.
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if source is not None:
+        install_guard(source.make_guard(_ID_MATCH))
+
+
+def gradient_assignments() -> dict[str, str]:
+    """Graph results that the function being compiled stores as a tensor's ``.grad``.
+
+    Returns the name of the result's node -> the name of the graph input it belongs to.
+    Dynamo's record of pending attribute writes is the only place that knows.  For 2.11 to 2.15;
+    can go when the graph's outputs say what they are stored as.
+    """
+    translator = InstructionTranslator.current_tx()
+    found = {}
+    for owner, attributes in translator.output.side_effects.store_attr_mutations.items():
+        gradient = attributes.get("grad")
+        try:
+            found[gradient.as_proxy().node.name] = owner.as_proxy().node.name
+        except (AttributeError, NotImplementedError):
+            continue  # p.grad = None, or not a tensor's attribute
+    return found
+
+
+# For errors on their way to the user: backend.py.
+
+
+def pass_through_dynamo(error: Exception) -> Exception:
+    """An error of the same type that Dynamo raises to the user as it is.
+
+    Dynamo wraps what a backend raises in ``BackendCompilerFailed``, save its own
+    ``ShortenTraceback``: the error returned is both.  For 2.11 to 2.15; can go when a backend's
+    errors reach the user unwrapped.
+    """
+    shorten = torch._dynamo.exc.ShortenTraceback
+    if isinstance(error, shorten):
+        return error
+    kind = type(error)
+    bases = (shorten,) if issubclass(shorten, kind) else (kind, shorten)
+    both: Any = type(kind.__name__, bases, {"__module__": kind.__module__})
+    copy = both.__new__(both, *error.args)  # which has its args from here
+    with contextlib.suppress(TypeError):  # a constructor of another shape, or that asks for more
+        kind.__init__(copy, *error.args)
+    if isinstance(error, OSError):  # which args do not have
+        copy.filename = error.filename
+    copy.first_useful_frame = None
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy.with_traceback(error.__traceback__)
+
+
+def explain_refusal(graph_break: str, recompile_limit: str) -> None:
+    """Add words to Dynamo's refusal on its way to the user, if there is one.
+
+    Its exceptions are for 2.11 to 2.15; they can go when a backend may word Dynamo's refusals.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        words = recompile_limit
+    elif isinstance(error, torch._dynamo.exc.Unsupported):
+        words = graph_break
+    else:
+        return
+    if words not in getattr(error, "__notes__", ()):
+        error.add_note(words)

@@ -1,0 +1,238 @@
+"""Inductor: regions compiled in order, and for any length."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+# For lowering: lower.py, regions.py.
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether an operator takes programs as arguments, as ``torch.cond`` does.
+
+    For 2.11 to 2.15; can go when torch exports the class.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def mark_emptied(placeholder: torch.fx.Node) -> None:
+    """Let the compiled graph empty the list that it is given here, as it consumes what is in it.
+
+    ``meta["steal_arg"]`` is for 2.11 to 2.15; can go when ``compile_fx`` returns a function that
+    takes a list.
+    """
+    placeholder.meta["steal_arg"] = True
+
+
+IN_ORDER = {"reorder_for_locality": False}
+"""Settings of Inductor that keep a program's order, as in training and not as in inference.
+
+Weight gradients late, next to what communicates them, keep alive what they are made of.
+"""
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, inputs: list[list[Any]], donated: Sequence[int] = ()
+) -> Callable:
+    """Compile an aten graph for these very inputs, in lists; returns a function of those.
+
+    The memory of inputs at the positions ``donated`` may be written to, as that of what backward
+    alone reads: nobody else has it, and nobody reads it later.
+
+    ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
+    thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
+    tracing needs.  Under a tracing context with a shape environment, without which Inductor
+    leaves its disk cache alone.  For 2.11 to 2.15; can go when torch has a public compiler of
+    aten graphs.
+    """
+    # Not at the top: only this lowering needs it, and the import takes 1.6 to 2.0 s (2.11, 2.13
+    # and 2.15 on two busy CPU cores, November 2026).
+    from torch._inductor.compile_fx import compile_fx
+
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+    def static(value: Any) -> Any:
+        """AOTAutograd takes sizes for symbols otherwise, and fails if one is a view's offset."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return fakes.from_tensor(value, static_shapes=True) if is_tensor else value
+
+    def compile_region() -> Callable:
+        with torch.no_grad(), tracing(TracingContext(fakes)):
+            examples = [list(map(static, values)) for values in inputs]
+            return compile_fx(gm, examples, config_patches=IN_ORDER, **_donating(donated))
+
+    return _in_thread_of_its_own(compile_region)
+
+
+def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
+    """Call it there with the settings of this thread: Inductor's are per context, in some versions.
+
+    It is for ``compile_fx`` and goes with it.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(contextvars.copy_context().run, function).result()
+
+
+def _donating(donated: Sequence[int]) -> dict[str, Any]:
+    """Arguments of ``compile_fx`` that make Inductor reuse the memory of inputs at positions.
+
+    It does so in what is called a backward, where it looks in the tracing context for which.  That
+    is no part of its caches' keys, so the inputs are renamed.  For 2.11 to 2.15; can go with
+    ``compile_with_inductor``.
+    """
+    if not donated:
+        return {}
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def compile_donated(
+        gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for position in donated:
+            placeholders[position]._rename(f"donated_{position}")
+            placeholders[position].target = placeholders[position].name
+        gm.recompile()
+        TracingContext.get().fw_metadata.bw_donated_idxs = list(donated)
+        return compile_fx_inner(gm, inputs, **{**options, "is_backward": True})
+
+    return {"inner_compile": compile_donated}
+
+
+def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
+    """Compile a graph over tensors of one shape, and of its length, when it is first called."""
+    return CompiledForAnyLength(gm)
+
+
+def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
+    """What runs such inputs without compiling anything, in any thread."""
+    if isinstance(function, CompiledForAnyLength):
+        return function.ready(*inputs)
+    return function
+
+
+class CompiledForAnyLength:
+    """A graph over tensors of one shape, and of its length, compiled by Inductor for all shapes.
+
+    Tensors are 0-dim, or flat and of one length; or of two dimensions, and flat ones then have as
+    many elements as those have rows.  Lengths of 0 and 1 are no other program.  The first call
+    with other dtypes or devices compiles, in a thread of its own and by ``compile_fx`` for the
+    reasons above; through ``torch.compile`` a length of 1 is compiled apart, and every call checks
+    guards.  On a CPU, what is compiled runs without Python's lock.  The symbolic contexts are for
+    2.11 to 2.15; can go with ``compile_with_inductor``.
+    """
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self._gm = gm
+        self._compiled: dict[tuple, Callable] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.ready(*inputs)(*inputs)
+
+    def ready(self, *inputs: Any) -> Callable:
+        """What runs inputs of these dtypes, devices and dimensions: compiled now, if it is new."""
+        kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
+        if kinds not in self._compiled:
+            compile_now = functools.partial(self._compile, inputs)
+            self._compiled[kinds] = _in_thread_of_its_own(compile_now)
+        return self._compiled[kinds]
+
+    def _compile(self, inputs: Sequence[Any]) -> Callable:
+        from torch._inductor.compile_fx import compile_fx
+
+        fakes = FakeTensorMode(shape_env=ShapeEnv())
+        in_rows = any(tensor.dim() == 2 for tensor in inputs)
+        # What AOTAutograd finds in its cache meets no inner compiler, which has a cache too.
+        uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+        with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
+            examples = [_of_any_length(tensor, in_rows, fakes) for tensor in inputs]
+            return compile_fx(self._gm, examples, inner_compile=_compile_sums_last)
+
+
+_SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}
+
+
+def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
+    """``compile_fx_inner``, behind writes to inputs what sums: Inductor then has one loop for both.
+
+    It puts no pointwise loop into that of a sum that it has come to before.  For 2.11 to 2.15; can
+    go with ``compile_for_any_length``.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    late: dict[torch.fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.target in _SUMS or any(operand in late for operand in node.all_input_nodes):
+            late[node] = None
+    for node in late:
+        if node.op != "output":
+            gm.graph.output_node().prepend(node)
+    gm.recompile()
+    compiled = compile_fx_inner(gm, inputs, **options)
+    _let_go_of_the_lock(compiled)
+    return compiled
+
+
+def _let_go_of_the_lock(compiled: Any) -> None:
+    """Have the C++ kernels of a graph that Inductor has compiled run without Python's lock.
+
+    Its own bindings hold it.  A kernel is ``extern "C"``, so ``ctypes`` can call it in the same
+    library, and that lets go of the lock.  Python's threads then run beside a kernel, which takes
+    milliseconds.  For 2.11 to 2.15; can go when Inductor's bindings release the lock.
+    """
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    call = runner.call if runner is not None else compiled.current_callable
+    names = getattr(call, "__func__", call).__globals__
+    for name, kernel in list(names.items()):
+        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
+        if library is not None and getattr(kernel, "__name__", "") == "kernel":
+            names[name] = _WithoutLock(kernel, library)
+
+
+class _WithoutLock:
+    """A kernel as Inductor's binding of it: takes tensors, for their memory, and integers."""
+
+    def __init__(self, binding: Callable, library: str) -> None:
+        self._binding = binding
+        self._kernel = ctypes.CDLL(library).kernel
+        self._kernel.restype = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._kernel.argtypes is None:
+            known = {torch.Tensor: ctypes.c_void_p, int: ctypes.c_int64}
+            kinds = [known.get(type(argument)) for argument in arguments]
+            if None in kinds:  # a float, of a width that only its C++ says
+                return self._binding(*arguments)
+            self._kernel.argtypes = kinds
+        self._kernel(*(a if type(a) is int else a.data_ptr() for a in arguments))
+        return None
+
+
+def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -> torch.Tensor:
+    """Stands for tensors like this one, of lengths that are nothing else's and worth threads."""
+    sizes = (2**12 + 3, 2**8 + 3)[: tensor.dim()] if in_rows else (2**20 + 3,)[: tensor.dim()]
+    example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+    return fakes.from_tensor(example, symbolic_context=context)

@@ -1,0 +1,205 @@
+"""Updates traced from optimizers: symbolic scalars, operations recorded one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    handle_sym_dispatch,
+    make_fx,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.printers import PythonPrinter
+
+# For updates traced from optimizers: codegen/.
+
+
+DATA_DEPENDENT_ERRORS = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+"""What a trace raises where it needs a tensor's value.  For 2.11 to 2.15, until they are public."""
+
+
+# Public in all but name; for 2.11 to 2.15, until torch.utils exports it.
+DispatchMode = TorchDispatchMode
+
+SYMBOLIC_SCALARS = (torch.SymFloat, torch.SymInt)
+
+
+class ScalarEnvironment(ShapeEnv):
+    """Makes symbolic scalars that know their current value, and collects guards on them.
+
+    ``conversions`` lists the expressions that ``float()``, ``int()`` or C code turned into plain
+    Python numbers, each with the frame that asked; ``derived`` the scalars made by ``derive``.
+    For 2.11 to 2.15: goes if torch offers scalar inputs to ``make_fx``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conversions: list[tuple[sympy.Expr, FrameType | None]] = []
+        self.derived: list[tuple[sympy.Expr, Callable[..., float], list[Any]]] = []
+        self._num_scalars = 0
+
+    def evaluate_expr(self, orig_expr, *args, **kwargs):
+        # A branch evaluates a Boolean; anything else is about to become a Python number.
+        if not isinstance(orig_expr, sympy.logic.boolalg.Boolean) and orig_expr.free_symbols:
+            self.conversions.append((orig_expr, sys._getframe(1)))
+        return super().evaluate_expr(orig_expr, *args, **kwargs)
+
+    def scalar(self, value: float | int) -> torch.SymFloat | torch.SymInt:
+        """A symbolic scalar whose value is now ``value``."""
+        source = ConstantSource(f"zerofx_scalar_{self._num_scalars}")
+        self._num_scalars += 1
+        symbol = self.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        make = self.create_symfloatnode if isinstance(value, float) else self.create_symintnode
+        return make(symbol, hint=value, source=source)
+
+    def derive(self, function: Callable[..., float], arguments: Sequence[Any]) -> torch.SymFloat:
+        """``function(*arguments)`` as a new symbolic scalar, recorded in ``derived``."""
+        hints = [a.node.hint if isinstance(a, SYMBOLIC_SCALARS) else a for a in arguments]
+        if any(hint is None for hint in hints):
+            return self.create_unbacked_symfloat()
+        result = self.scalar(float(function(*hints)))
+        self.derived.append((expression(result), function, [expression(a) for a in arguments]))
+        return result
+
+    def fake_tensors(self) -> FakeTensorMode:
+        """A mode whose tensors have static shapes and scalars of this environment."""
+        return FakeTensorMode(shape_env=self, allow_non_fake_inputs=True, static_shapes=True)
+
+
+def expression(scalar: Any) -> Any:
+    """The sympy expression of a symbolic scalar; a plain number is its own.
+
+    ``node.expr`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
+    """
+    return scalar.node.expr if isinstance(scalar, SYMBOLIC_SCALARS) else scalar
+
+
+def python_source(expr: Any) -> str:
+    """A sympy expression as Python source over the names of its symbols.
+
+    ``PythonPrinter`` is for 2.11 to 2.15: sympy's own does not know torch's functions.  Can go with
+    ``ScalarEnvironment``.
+    """
+    return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(expr)
+
+
+def guard_sources(env: ScalarEnvironment) -> list[str]:
+    """The conditions under which a trace holds, as Python expressions.
+
+    ``ShapeEnv.guards`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
+    """
+    return [python_source(guard.expr) for guard in env.guards]
+
+
+def record_scalar_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call ``function`` on symbolic scalars and record it as a node of the current trace.
+
+    For 2.11 to 2.15; can go when ``make_fx`` records ``math`` functions.
+    """
+    return handle_sym_dispatch(function, arguments, {})
+
+
+def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph.
+
+    ``make_fx`` by this path, and ``_allow_non_fake_inputs``, are for 2.11 to 2.15; can go when
+    torch exports a tracer of operations.
+    """
+    with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
+        with torch.fx.traceback.preserve_node_meta():
+            return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager:
+    """What runs inside is not seen by dispatch modes, AOTAutograd's watch of a first call included.
+
+    ``_disable_current_modes`` is for 2.11 to 2.15; can go if torch exports it.
+    """
+    return _disable_current_modes()
+
+
+def settings_of_traces() -> Hashable | None:
+    """What else of this thread's and torch's settings ``trace_operations`` depends on.
+
+    None where more than these may have a say: inside a mode, a function transform or autocast.
+    The modes' stacks, dispatch keys and configurations are for 2.11 to 2.15; can go when torch
+    exports a tracer of operations.
+    """
+    if (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return None
+    modules = map(sys.modules.get, _CONFIGURATIONS)
+    return (
+        repr(torch._C._get_torch_function_state()),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.compiler.is_compiling(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        *(module and module.get_hash() for module in modules),
+    )
+
+
+_CONFIGURATIONS = (
+    "torch.fx.experimental._config",
+    "torch._functorch.config",
+    "torch._dynamo.config",
+    "torch._inductor.config",  # an operation on bfloat16 asks it for emulate_precision_casts
+)
+
+
+def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that stands for a tensor in the trace under way; None if it is not in it.
+
+    ``get_proxy_mode`` and ``get_proxy_slot`` are for 2.11 to 2.15; can go when torch exports a
+    tracer of operations.
+    """
+    mode = get_proxy_mode()
+    proxy: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return proxy.proxy.node if proxy is not None else None
+
+
+def set_source_line(text: str) -> None:
+    """Give the nodes recorded from here on this line as their ``stack_trace``.
+
+    For 2.11 to 2.15; can go when torch documents ``torch.fx.traceback``.
+    """
+    torch.fx.traceback.set_stack_trace([text])

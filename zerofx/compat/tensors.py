@@ -1,0 +1,152 @@
+"""Tensors and process groups: fakes, modes, memory that others hold, stores."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+# A context in which new tensors are real although a compilation is under way.  For 2.11 to 2.15,
+# until torch exports it.
+real_tensors = unset_fake_temporarily
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Make tensors without elements; real ones may be mixed with them.
+
+    For 2.11 to 2.15; can go when torch has a public way to run on shapes alone.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
+    return isinstance(value, FakeTensor)
+
+
+# For tensors that guard themselves: runtime/guarded.py.  The context is documented under this name
+# in 2.11 to 2.15; can go when torch exports it.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+# For tensors whose making is deferred: deferred/.
+
+# Also without modes, which a recorder must not call for what it does itself.  For 2.11 to 2.15; can
+# go when torch exports it.
+without_function_modes = torch._C.DisableTorchFunction
+
+# Where a recorder is active and something has to be done at once.  For 2.11 to 2.15, as above.
+without_dispatch_modes = _disable_current_modes
+
+
+# For agreement between ranks: backend.py and runtime/whole.py.
+
+
+def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
+    """The key-value store that a group's ranks share, under a prefix of the group's own.
+
+    The prefix holds the ranks too: groups cut from one mesh may share a name.  For 2.11 to
+    2.15; can go when torch has a public way to a process group's store.
+    """
+    ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
+    return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
+
+
+def world_store() -> torch.distributed.Store | None:
+    """The store that all ranks of this run share; None if there is but this process.
+
+    For 2.11 to 2.15, as above.
+    """
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.PrefixStore("zerofx", _get_default_store()) if is_there else None
+
+
+def timeout_s(group: torch.distributed.ProcessGroup) -> float:
+    """How long a collective of a gloo group may take.
+
+    For 2.11 to 2.15; can go when torch has a public way to a group's timeout.
+    """
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+# For optimizers' hooks: runtime/whole.py.
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Whether hooks are registered around every optimizer's step of the process.
+
+    For 2.11 to 2.15; can go when torch can be asked.
+    """
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+# For tensors that gloo's threads read and write: runtime/communication.py.
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether C++ code holds this very tensor too.
+
+    ``_use_count`` is for 2.11 to 2.15; can go when gloo drops its tensors without the GIL.
+    """
+    return tensor._use_count() > 1
+
+
+# For buffers used again: runtime/buffers.py.
+
+
+def is_storage_held(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor has this memory, or anything else in C++ besides its one Python object.
+
+    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
+    """
+    return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
+# For parameters that move into their bucket's memory: runtime/bucket_memory.py.
+
+
+def is_memory_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has this one's memory too, or anything else in C++.
+
+    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # it, and Python
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, fake ones too, while they live.
+
+    ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+# For tensors that stand for others: checkpoint/pieces.py.
+
+
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
+
+def tensor_without_memory(
+    kind: type[Subclass], shape: tuple[int, ...], dtype: torch.dtype
+) -> Subclass:
+    """A tensor of this class, on the CPU, that has a shape and nothing else.
+
+    For 2.11 to 2.15; can go when torch has a public way to make a wrapper subclass.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype)

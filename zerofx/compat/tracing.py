@@ -1,0 +1,370 @@
+"""Dynamo's tracing of whole steps: the patches that hold while one of our functions is called."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._dynamo.exc
+import torch._functorch.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE, ConstantVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from zerofx.compat.dynamo import pass_through_dynamo
+
+
+def forward_call_context() -> None:
+    """Let a backend put a context around every call of the functions it compiles.
+
+    Dynamo reads ``backend_ctx_ctor`` off the backend, but ``torch.compile`` hides ours in a
+    ``_TorchCompileWrapper`` inside a ``WrapBackendDebug``.  A backend without ``call_context``
+    is left as it is.  For 2.11 to 2.15; can go when ``_TorchCompileWrapper`` forwards
+    ``backend_ctx_ctor`` itself.
+    """
+    original = WrapBackendDebug.__init__
+    if getattr(original, "_zerofx", False):
+        return
+
+    def __init__(self, unconfigured_compiler_fn, compiler_name):
+        original(self, unconfigured_compiler_fn, compiler_name)
+        backend = getattr(unconfigured_compiler_fn, "compiler_fn", unconfigured_compiler_fn)
+        if hasattr(backend, "call_context"):
+            arguments = getattr(unconfigured_compiler_fn, "kwargs", {})
+            self.backend_ctx_ctor = backend.call_context(arguments)
+
+    __init__._zerofx = True  # type: ignore[attr-defined]
+    WrapBackendDebug.__init__ = __init__
+
+
+def backend_in_use(translator: Any) -> Any:
+    """The innermost backend that a Dynamo translator compiles for.
+
+    ``compiler_fn`` and ``_torchdynamo_orig_backend`` are for 2.11 to 2.15; can go with the patches
+    below, which ask whether the backend is theirs.
+    """
+    backend = translator.output.compiler_fn
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "compiler_fn", None
+        )
+        if inner is None or inner is backend:
+            return backend
+        backend = inner
+
+
+# A method of a class, and the plain Python function Dynamo traces in its place.  A class of a
+# library that may not be there goes by its name.
+Substitutes = Mapping[type | str, Mapping[str, Callable[..., Any]]]
+
+
+@contextlib.contextmanager
+def whole_step_tracing(
+    backend: Any, substitutes: Substitutes, met: Callable[[Any], None] = lambda value: None
+) -> Iterator[None]:
+    """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
+
+    While the context is open, and only while Dynamo is compiling in it: ``loss.backward()`` is
+    traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
+    their substitutes, a loss may be returned undetached, log calls are left out, and a graph
+    break is an error.  Everything is put back when a compilation ends, so that other backends see
+    torch as it is.  ``met`` is called with modules that are called, and with optimizers whose own
+    methods are traced: what it raises goes to the user.
+
+    Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
+    a backend may choose options for the functions it compiles.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    undo: list[contextlib.ExitStack] = []
+
+    thread = threading.get_ident()
+
+    def on_start(_args: Any) -> None:
+        if threading.get_ident() != thread:
+            return  # another thread's compilation, of a function that may not be ours
+        stack = contextlib.ExitStack()
+        stack.enter_context(
+            torch._dynamo.config.patch(
+                trace_autograd_ops=True,
+                allow_rnn=True,
+                ignore_logging_functions=_logging_functions(),
+            )
+        )
+        for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
+            stack.enter_context(_substituting(variable_class, backend, substitutes, met))
+        stack.enter_context(_seeing_modules(backend, met))
+        stack.enter_context(_undetached_outputs(backend))
+        stack.enter_context(_own_none())
+        stack.enter_context(_own_augmented_assignment())
+        stack.enter_context(_backward_past_modes())
+        undo.append(stack)
+
+    def on_end(_args: Any) -> None:
+        if undo and threading.get_ident() == thread:
+            undo.pop().close()
+
+    handler.start_callbacks.append(on_start)
+    handler.end_callbacks.append(on_end)
+    try:
+        # The first applies once something has been traced, the others before.
+        limits = torch._dynamo.config.patch(
+            fail_on_recompile_limit_hit=True,
+            recompile_limit=sys.maxsize,  # the backend has a count of its own
+            accumulated_recompile_limit=sys.maxsize,
+        )
+        with torch._dynamo.error_on_graph_break(True), limits:
+            yield
+    finally:
+        handler.start_callbacks.remove(on_start)
+        handler.end_callbacks.remove(on_end)
+        while undo:
+            undo.pop().close()
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What loggers are called with: models warn in forward, and that is not worth a refusal.
+
+    Libraries add methods of their own (``warning_once``) to ``logging.Logger``.
+    """
+    names = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    return {
+        function
+        for name, function in vars(logging.Logger).items()
+        if name in names or name.endswith("_once")
+    }
+
+
+@contextlib.contextmanager
+def _substituting(
+    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], None]
+) -> Iterator[None]:
+    """Answer attribute look-ups of the substituted methods with the substitutes.
+
+    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15; can go when Dynamo lets a backend
+    substitute methods.  Class-level wrappers of the methods themselves fail once a scheduler has
+    wrapped the instance's ``step``.
+
+    Dynamo forgets what a function sets on an optimizer, so optimizers are made known to its side
+    effects (2.11 to 2.15; can go when its builder does that, as for other objects).
+    """
+    name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
+    inherited = name not in variable_class.__dict__
+    original = getattr(variable_class, name)
+
+    def look_up(self, tx, attribute):
+        value = getattr(self, "value", None)
+        if variable_class is OptimizerVariable and backend_in_use(tx) is backend:
+            effects = tx.output.side_effects
+            if value not in effects:
+                effects.track_object_existing(value, self)
+            if effects.has_pending_mutation_of_attr(self, attribute):
+                return original(self, tx, attribute)
+            if attribute == "param_groups":  # its own way turns the user's `capturable` on
+                return getattr(super(variable_class, self), name)(tx, attribute)
+        for owner, methods in substitutes.items():
+            if attribute in methods and _has_method_of(value, owner, attribute):
+                if backend_in_use(tx) is not backend:
+                    break
+                function = _function_for(value, owner, attribute, methods[attribute])
+                if function is not methods[attribute] and isinstance(value, torch.optim.Optimizer):
+                    _telling(met, value)
+                if function is None:
+                    break  # the user's own method says what happens
+                try:
+                    return UserMethodVariable(UserFunctionVariable(function), self)
+                except Exception:  # before 2.15 it takes the plain function
+                    return UserMethodVariable(function, self)
+        return original(self, tx, attribute)
+
+    setattr(variable_class, name, look_up)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(variable_class, name)
+        else:
+            setattr(variable_class, name, original)
+
+
+def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
+    """Whether an object is an ``owner``, or has this method from the class of that name."""
+    if isinstance(owner, type):
+        return isinstance(value, owner)
+    method = getattr(type(value), attribute, None)
+    name = f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
+    return name == f"{owner}.{attribute}"
+
+
+def _function_for(
+    value: Any, owner: type | str, attribute: str, substitute: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The function to trace for a method that ``owner`` implements; None for the object's own.
+
+    Every optimizer has its own ``step``, which ``update`` runs.  A wrapper's is not one of these,
+    nor what anything but a scheduler has put in its place.  The scheduler's mark is for 2.11 to
+    2.15; can go when schedulers leave ``step`` alone.
+    """
+    if isinstance(owner, str):
+        return substitute
+    if owner is not torch.optim.Optimizer or attribute != "step":
+        is_overridden = getattr(type(value), attribute) is not getattr(owner, attribute)
+        return None if is_overridden else substitute
+    own = type(value).step
+    instead = vars(value).get("step", own)
+    is_scheduled = hasattr(instead, "_wrapped_by_lr_sched")
+    if "param_groups" not in vars(value):
+        return own if is_scheduled else None
+    return substitute if is_scheduled or getattr(instead, "__func__", instead) is own else None
+
+
+def _telling(met: Callable[[Any], None], value: Any) -> None:
+    """Call ``met``, and have Dynamo let through what it raises."""
+    try:
+        met(value)
+    except Exception as error:
+        raise pass_through_dynamo(error) from None
+
+
+@contextlib.contextmanager
+def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``met`` with each module that is called, for ``backend``.
+
+    For 2.11 to 2.15; can go when Dynamo tells a backend which modules a function calls.
+    """
+    original = UnspecializedNNModuleVariable.call_function
+
+    def call_function(self, tx, args, kwargs):
+        if backend_in_use(tx) is backend:
+            _telling(met, self.value)
+        return original(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function
+    try:
+        yield
+    finally:
+        UnspecializedNNModuleVariable.call_function = original
+
+
+@contextlib.contextmanager
+def _own_none() -> Iterator[None]:
+    """Give each ``p.grad`` that is None a constant of its own.
+
+    Dynamo writes where ``p.grad`` came from onto the one None that all share; the end of the
+    function then restores other parameters' gradients from there.  For 2.11 to 2.14; from 2.15
+    attributes are looked up elsewhere, and copied.
+    """
+    original = TensorVariable.__dict__.get("var_getattr")
+    if original is None:
+        yield
+        return
+
+    def var_getattr(self, tx, name):
+        result = original(self, tx, name)
+        if result is CONSTANT_VARIABLE_NONE:
+            source, result.source = result.source, None
+            return ConstantVariable(None, source=source)
+        return result
+
+    TensorVariable.var_getattr = var_getattr
+    try:
+        yield
+    finally:
+        TensorVariable.var_getattr = original
+
+
+_AUGMENTED_ASSIGNMENTS = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
+@contextlib.contextmanager
+def _own_augmented_assignment() -> Iterator[None]:
+    """Let ``p -= x`` leave ``p`` the input that it is.
+
+    Dynamo takes its result for another tensor, and loses what is then stored as its ``grad``.
+    For 2.11 to 2.15; can go when Dynamo knows that ``p.__isub__`` returns ``p``.
+    """
+    original = BuiltinVariable.call_function
+
+    def call_function(self, tx, args, kwargs):
+        result = original(self, tx, args, kwargs)
+        if self.fn in _AUGMENTED_ASSIGNMENTS and type(result) is TensorVariable:
+            target = args[0].realize()
+            if (
+                type(target) is TensorVariable
+                and target.as_proxy().node.op == "placeholder"
+                and target.requires_grad == result.requires_grad
+            ):
+                return target
+        return result
+
+    BuiltinVariable.call_function = call_function
+    try:
+        yield
+    finally:
+        BuiltinVariable.call_function = original
+
+
+@contextlib.contextmanager
+def _backward_past_modes() -> Iterator[None]:
+    """Trace ``loss.backward()`` though a torch-function mode is on, as for a default device.
+
+    Dynamo then traces Python's ``Tensor.backward``, which it refuses, and forgets its own rule.
+    For 2.11 to 2.15; can go when ``trace_autograd_ops`` works under ``torch.set_default_device``.
+    """
+    original = TensorVariable.call_method
+
+    def call_method(self, tx, name, args, kwargs):
+        if name != "backward":
+            return original(self, tx, name, args, kwargs)
+        modes = tx.symbolic_torch_function_state
+        enabled, modes.torch_function_mode_enabled = modes.torch_function_mode_enabled, False
+        try:
+            return original(self, tx, name, args, kwargs)
+        finally:
+            modes.torch_function_mode_enabled = enabled
+
+    TensorVariable.call_method = call_method
+    try:
+        yield
+    finally:
+        TensorVariable.call_method = original
+
+
+@contextlib.contextmanager
+def _undetached_outputs(backend: Any) -> Iterator[None]:
+    """Allow ``return loss``: capture detaches the outputs.
+
+    For 2.11 to 2.15; can go when Dynamo lets such a graph out.
+    """
+    name = "_validate_outputs_safe_for_autograd_nodes"
+    original = getattr(OutputGraph, name)
+
+    def validate(self, rv, tx):
+        if backend_in_use(tx) is not backend:
+            return original(self, rv, tx)
+        return None
+
+    setattr(OutputGraph, name, validate)
+    try:
+        yield
+    finally:
+        setattr(OutputGraph, name, original)
