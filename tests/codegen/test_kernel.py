@@ -360,14 +360,14 @@ def test_a_learning_rate_that_is_nan_makes_everything_nan(uncompiled):
 def test_other_threads_of_python_run_beside_a_kernel(monkeypatch):
     """Inductor's own binding of a kernel holds Python's lock, and nobody else comes to a turn."""
     calls: list[tuple[float, float]] = []
-    original = compat._WithoutLock.__call__
+    original = compat.inductor._WithoutLock.__call__
 
     def timed(self, *arguments):
         begun = time.perf_counter()
         original(self, *arguments)
         calls.append((begun, time.perf_counter()))
 
-    monkeypatch.setattr(compat._WithoutLock, "__call__", timed)
+    monkeypatch.setattr(compat.inductor._WithoutLock, "__call__", timed)
     trained = Trained(lambda parameters: torch.optim.AdamW(parameters), 2**25)
     turns: list[float] = []
     is_over = threading.Event()
