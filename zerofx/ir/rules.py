@@ -36,8 +36,7 @@ class Rules:
 
     ``carries`` are the bytes that it puts on its lane, the same on all ranks.  On the link these
     are ``sends``, of the buffer that the ranks make, in so many ``rounds``; ``traffic`` is what
-    they count as.  ``memory_bytes`` and ``flops`` are what
-    it computes with on the device.
+    they count as.  ``memory_bytes`` and ``flops`` are what it computes with on the device.
 
     ``gathers``: it puts shards together.  ``reduces``: it combines what ranks have.  ``uniform``:
     what is made of its result does not differ between ranks.  ``updates`` gives the optimizer and

@@ -1,0 +1,123 @@
+"""An operator's rules: complete for every operator, and enough for a new one to be known."""
+
+import functools
+from unittest import mock
+
+import pytest
+
+from tests.kit.offloaded_programs import FACTS, OFFLOADED, refused
+from tests.kit.programs import clone, mlp_step, nodes_of, rewritten
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.cost.traffic import gathered_peak, wire_bytes
+from zerofx.hardware import NOMINAL
+from zerofx.ir import ops
+from zerofx.ir.aliases import aliases
+from zerofx.ir.collectives import schedule
+from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES
+from zerofx.ir.sizes import value_bytes
+from zerofx.replay.reference import Reference
+from zerofx.report.python_text import target_text
+from zerofx.runtime.file_operators import ProgramFiles
+from zerofx.runtime.step import StepRuntime
+from zerofx.verify.verifier import verify
+
+TARGETS = tuple(ops._RULES)
+OPERATORS = {target._schema.name: target for target in TARGETS}
+REPLACED_BEFORE_A_PROGRAM_RUNS = (ops.gradient, ops.optimizer_step, ops.gradient_squares)
+
+
+def test_eighteen_operators_are_all():
+    assert len(OPERATORS) == 18
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_has_a_meaning(name):
+    if OPERATORS[name] is not ops.gradient_squares:  # which lowering alone knows
+        assert callable(getattr(Reference, name.removeprefix("zerofx::")))
+
+
+def test_every_operator_has_a_kernel_and_every_lane_a_wait():
+    step, files = mock.MagicMock(), mock.MagicMock()
+    files.kernels.side_effect = lambda: ProgramFiles.kernels(files)
+    step.files = files
+    kernels = StepRuntime.kernels(step)
+    waits = {target for target in TARGETS if ops._RULES[target].waits}
+    assert {one for one in kernels if not isinstance(one, tuple)} == {
+        *set(TARGETS) - waits - set(REPLACED_BEFORE_A_PROGRAM_RUNS)
+    }
+    lanes = (LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
+    assert {one for one in kernels if isinstance(one, tuple)} == {(ops.wait, at) for at in lanes}
+
+
+def test_what_starts_is_waited_for_and_has_a_lane_and_bytes():
+    program = rewritten(mlp_step(), stage=3, **OFFLOADED)
+    starts = [node for node in program.graph.nodes if ops.starts(node)]
+    assert {ops.lane(start) for start in starts} == {LINK, TO_HOST, TO_DEVICE, UPDATES}
+    for start in starts:
+        rules = ops.rules(start)
+        assert rules.sends(start) > 0 or rules.carries(start, program.table) > 0
+        assert [ops.waits_on(user) for user in start.users if ops.is_wait(user)] == [
+            ops.lane(start)
+        ]
+
+
+@functools.cache
+def gather_in_int8():
+    """An operator that no file of the product knows: shards travel as a quarter of their bytes."""
+
+    @ops._define(
+        "gather_in_int8_start(Tensor shard, int world_size) -> Tensor",
+        lane=LINK,
+        starts=True,
+        gathers=True,
+        uniform=True,
+        sends=lambda node: value_bytes(node) // 4,
+        traffic=lambda node: "gathers",
+        holds="gathered parameters",
+    )
+    def gather_in_int8_start(shard, world_size):
+        return shard.new_empty(shard.shape[0] * world_size)
+
+    return gather_in_int8_start
+
+
+@pytest.fixture
+def programs():
+    """A program, and one that gathers in int8."""
+    new = gather_in_int8()
+    before = rewritten(mlp_step(), stage=3, bucket=True)
+    after = clone(before)
+    for start in nodes_of(after, ops.all_gather_start):
+        start.target = new
+    return before, after
+
+
+def test_a_new_operator_is_verified_by_its_definition_alone(programs):
+    _, program = programs
+    verify(program.gm, program.table, FACTS)
+    start = nodes_of(program, gather_in_int8())[0]
+    (wait,) = start.users
+    wait.replace_all_uses_with(start)
+    program.graph.erase_node(wait)
+    refused(program, "a started collective has 0 waits")
+
+
+def test_a_new_operator_costs_what_its_definition_says(programs):
+    before, after = programs
+    bytes_before, bytes_after = wire_bytes(before.gm, 2), wire_bytes(after.gm, 2)
+    assert bytes_after.gathers * 4 == bytes_before.gathers > 0
+    assert bytes_after.num_collectives == bytes_before.num_collectives
+    assert gathered_peak(after.gm, after.table) == gathered_peak(before.gm, before.table)
+    assert live_bytes(after.graph, 2) == live_bytes(before.graph, 2)
+    whole, quarter = (predict(p.graph, NOMINAL, p.table, 2) for p in programs)
+    assert quarter.transfer_s < whole.transfer_s
+
+
+def test_a_new_operator_is_agreed_on_and_printed_by_its_name(programs):
+    _, program = programs
+    start = nodes_of(program, gather_in_int8())[0]
+    lines = schedule(program.gm, program.table, 3)
+    assert any(line.startswith("gather_in_int8 ") for line in lines)
+    assert target_text(start.target) == "zerofx.gather_in_int8_start"
+    assert start in aliases(start.args[0], through_gathers=True)  # as in a world of one
