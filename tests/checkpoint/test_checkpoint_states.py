@@ -119,7 +119,7 @@ def resume_of(path, make, stage, options, is_bound, new_options, model):
     resume(path, make, stage, options, is_bound, new_options, **model)
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_a_count_of_updates_is_taken_along_and_never_asked_for(tmp_path):
     rounding, plain = {"stochastic_rounding": True}, {}
 

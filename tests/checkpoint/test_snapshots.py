@@ -117,7 +117,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", first(2, WAYS))
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("way", first(1, WAYS))
 def test_what_is_saved_is_what_was_there(way, ranks, tmp_path):  # noqa: F811
     stage, options, num_copies = WAYS[way]
     if "files" in way:
@@ -127,11 +128,13 @@ def test_what_is_saved_is_what_was_there(way, ranks, tmp_path):  # noqa: F811
         assert len(changed) == num_copies, changed
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("between", first(1, [write_whole, load_others, give_back]))
 def test_changes_between_steps_come_after_the_copy(between, ranks, tmp_path):  # noqa: F811
     ranks(2).run(save_and_go_on, str(tmp_path), 3, {}, step, between)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", first(1, [2, 3]))
 def test_changes_in_the_step_come_after_the_copy(stage, ranks, tmp_path):  # noqa: F811
     ranks(2).run(save_and_go_on, str(tmp_path), stage, {}, decayed)

@@ -69,13 +69,14 @@ def check_same(one, other):
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_alone_a_model_with_tied_weights_trains_like_a_plain_one(stage):
     how = {"stage": stage}, Gpt, tokens, language_loss
     check_same(trained(False, *how), trained(True, *how))
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), range(4)))
 def test_two_ranks_train_like_those_of_a_plain_model(ranks, stage):
     plain = ranks(2).run(trained, False, {"stage": stage})
@@ -117,6 +118,7 @@ def first_values(stage, seeds):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("tier", only(("nvme",), ["cpu", "nvme"]))
 def test_shards_that_leave_the_device_are_the_same(ranks, tier, tmp_path):
     offload = dict(OFFLOAD)
@@ -170,6 +172,7 @@ def most_whole(make_late, options):
     return seen
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_one_parameter_is_whole_at_a_time(ranks):
     largest = 4 * 1024 * 1024
     for seen in ranks(2).run(most_whole, True, {"stage": 3}):
@@ -179,6 +182,7 @@ def test_one_parameter_is_whole_at_a_time(ranks):
         assert wholes == sorted(wholes, reverse=True) and wholes[-1] == 0
 
 
+@pytest.mark.nightly
 def test_shards_are_in_their_file_before_the_next_are_made(ranks, tmp_path):
     options = {"stage": 3, **OFFLOAD, "offload_tier": "nvme", "offload_dir": [str(tmp_path)]}
     cache = 13 * 1024 * 1024  # two of the largest buckets, which are of a layer's states

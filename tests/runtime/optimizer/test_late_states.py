@@ -88,6 +88,7 @@ def load_and_count(path, stage, options):
     return num_at_load, in_step, whole, losses, states(pair)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     ("stage", "tier"),
     only(((3, "nvme"),), [(0, None), (1, None), (2, "cpu"), (3, None), (3, "cpu"), (3, "nvme")]),
@@ -174,6 +175,7 @@ def load_and_save(path, folder):
     assert len(late_states(pair)) > 3
 
 
+@pytest.mark.nightly
 def test_other_states_take_their_place(path, tmp_path):
     pair = loaded(path)
     train(compiled := zero(3), pair, range(3, 4))
@@ -205,6 +207,7 @@ def test_a_step_that_reads_states_itself_says_what_to_do(path):
     assert train(compiled, pair, range(3, 5)) == train(reading, other, range(3, 5))
 
 
+@pytest.mark.nightly
 def test_files_of_another_load_are_read_a_bucket_at_a_time(path, tmp_path):
     """States that are in files already do not come to memory all at once."""
     options = {**FILES, "offload_dir": [str(tmp_path)]}
@@ -220,6 +223,7 @@ def test_files_of_another_load_are_read_a_bucket_at_a_time(path, tmp_path):
 # What happens to a checkpoint in the meantime
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_one_that_has_gone_is_an_error_before_anything_changes(path, tmp_path):
     shutil.copytree(path, tmp_path / "a")
     pair = loaded(tmp_path / "a")
@@ -269,6 +273,7 @@ def test_what_has_been_read_or_replaced_is_in_use_no_longer(path, tmp_path):
         gc.enable()
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_one_that_is_still_to_be_read_is_kept(tmp_path):
     first = built(0)
     train(zero(3), first, range(2))
@@ -282,6 +287,7 @@ def test_one_that_is_still_to_be_read_is_kept(tmp_path):
     assert os.listdir(tmp_path) == ["3"]
 
 
+@pytest.mark.nightly
 def test_one_loaded_by_a_link_is_kept_wherever_the_link_goes(tmp_path):
     first = built(0)
     train(zero(3), first, range(2))
