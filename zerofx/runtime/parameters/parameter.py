@@ -46,11 +46,13 @@ class ParameterState:
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
     tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
-    whole and this rank's own: what is the gradient is its mean over the ranks.  Parameters of
-    one bucket have the same ``bucket``, None for one alone, and at stages 1 and 2 the same
-    ``memory``.  ``location`` is where the values of the shard lie between uses; ``host`` is the
-    memory for those that are not on the device.  ``file`` is the bucket that they may be in, and
-    are if ``location`` is a file: the shard is then an empty tensor, and the same one as before.
+    whole and this rank's own, and the gradient is its mean over the ranks.
+
+    Parameters of one bucket have the same ``bucket``: their ``BucketMemory`` if they live in one
+    (stages 1 and 2).  It is None for a parameter that is alone elsewhere.  ``location`` is where
+    the values of the shard lie between uses; ``host`` is the memory for those that are not on the
+    device.  ``file`` is the bucket that they may be in, and are if ``location`` is a file: the
+    shard is then an empty tensor, and the same one as before.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -60,7 +62,6 @@ class ParameterState:
     own_class: type
     guarded_class: type
     bucket: object = None
-    memory: BucketMemory | None = None
     host: HostMemory = field(default_factory=HostMemory, repr=False)
     location: Location = Location.DEVICE
     file: ShardBucket | None = None
@@ -86,6 +87,11 @@ class ParameterState:
     def parameter(self) -> nn.Parameter | None:
         """The parameter itself, or None once it has been garbage-collected."""
         return self.reference()
+
+    @property
+    def memory(self) -> BucketMemory | None:
+        """The flat memory that the whole parameter lives in with its bucket, if it does."""
+        return self.bucket if isinstance(self.bucket, BucketMemory) else None
 
     @property
     def is_sharded(self) -> bool:
@@ -278,8 +284,9 @@ class ParameterState:
         parameter = self.parameter
         if self.memory is not None and parameter is not None:
             self.memory.leave(parameter)
+        self.bucket = None
         self.state = State.RETIRED
-        self.gradient = self._shard = self.memory = self.file = None
+        self.gradient = self._shard = self.file = None
         self.location = Location.DEVICE
 
     def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:

@@ -177,13 +177,12 @@ class ParameterRegistry:
         """Take charge of new parameters that stay whole, by bucket; they may move to its memory."""
         for its in members.values():
             bounds = [self._add(*member, communicator, stage) for member in its]
-            is_shared = its[0][1].shares_bucket
-            bucket = object() if is_shared else None
+            bucket: object = object() if its[0][1].shares_bucket else None
             home = BucketMemory(its, communicator.rank) if moves else None
             if home is not None:
                 home.move_in(partial(make, communicator=communicator))
             for bound in bounds:
-                bound.bucket, bound.memory = bucket, home
+                bound.bucket = home or bucket
         for batch in batches(itertools.chain.from_iterable(members.values())):
             have_values(batch, communicator)
 
