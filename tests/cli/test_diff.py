@@ -11,7 +11,7 @@ from torch import nn
 import zerofx.__main__ as command_line
 from tests.kit.dumps import programs_in, write_dump
 from tests.kit.programs import capture, mlp_step
-from zerofx.cli.diff import Difference, compare, report
+from zerofx.cli.diff import Difference, compare, report, short_place
 from zerofx.report.read import read, statements
 from zerofx.report.text import FORMAT
 
@@ -173,6 +173,20 @@ def test_a_pass_that_is_turned_off_in_another_run_shows(dumped, tmp_path, capsys
     assert re.search(r"> .*gather_start_bucket\d.* moved: now before \w+", out)
 
 
+@pytest.mark.parametrize(
+    "place, shown",
+    [
+        ("/home/me/train.py:7: loss = a / b", "train.py:7: loss = a / b"),
+        ("/home/My runs/a/train me.py:7: loss = a / b:2", "train me.py:7: loss = a / b:2"),
+        (r"C:\me\train.py:7: loss = a", "train.py:7: loss = a"),
+        ("train.py:7", "train.py:7"),
+        ("", ""),
+    ],
+)
+def test_a_line_of_source_is_shown_with_its_files_name(place, shown):
+    assert short_place(place) == shown
+
+
 # Bad input
 
 
@@ -288,13 +302,13 @@ def written(count, tmp_path, order=None):
     return path
 
 
-def test_a_hundred_thousand_statements_take_no_longer_than_ten_times_ten_thousand(tmp_path):
+def test_ten_times_the_statements_take_little_more_than_ten_times_as_long(tmp_path):
     def reverse_a_tenth(body):
         tenth = len(body) // 10
         body[:tenth] = reversed(body[:tenth])
 
     seconds = []
-    for count in (10_000, 100_000):
+    for count in (4_000, 40_000):
         paths = written(count, tmp_path), written(count, tmp_path, reverse_a_tenth)
         started = time.process_time()
         lines = list(report(*map(read, paths)))
@@ -302,4 +316,4 @@ def test_a_hundred_thousand_statements_take_no_longer_than_ten_times_ten_thousan
         moved = count // 10 - 1
         assert f"0 inserted, 0 removed, {moved} moved, 0 changed, {count - moved + 2}" in lines[3]
     assert seconds[1] < 40 * seconds[0]
-    assert Path(paths[0]).stat().st_size > 5_000_000
+    assert Path(paths[0]).stat().st_size > 2_000_000

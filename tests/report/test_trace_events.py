@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from tests.kit.models import Gpt, language_loss, tokens
 from tests.kit.programs import (
     Captured,
     capture,
@@ -25,7 +25,7 @@ from zerofx.hardware import parse
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
 from zerofx.report.memory import KINDS, PHASES, alive, parameters_of, phases_of, pieces_of
-from zerofx.report.timeline import LANES, PREDICTED, trace_of
+from zerofx.report.timeline import LANES, LOWERED_BY, PREDICTED, duration, trace_of
 
 HARDWARE = "latency_s=1e-6 bytes_per_s=1e9 flops_per_s=1e9 memory_bytes_per_s=1e9"
 AWAY = {"offload": "optimizer,activations,params", "update_in_backward": True}
@@ -83,17 +83,17 @@ def accumulating() -> Captured:
 
 @functools.cache
 def recomputing() -> Captured:
-    model = Gpt(layers=2, checkpoint=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    """A block that is checkpointed, which backward computes again."""
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
+    optimizer = torch.optim.AdamW(block.parameters())
 
-    def step(inputs, targets):
-        loss = language_loss(model, inputs, targets)
-        loss.backward()
+    def step(x):
+        checkpoint(block, x, use_reentrant=False).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
 
-    return capture(step, *tokens(0, 4), world_size=2)
+    return capture(step, torch.randn(4, 5), world_size=2)
 
 
 PROGRAMS = [
@@ -393,3 +393,13 @@ def test_a_program_with_nothing_in_memory_says_so():
         "Nothing is in memory on the device at any time.",
     ]
     assert not events(trace, "X") and not events(trace, "C")
+
+
+def test_every_kind_of_memory_has_a_remedy():
+    assert set(LOWERED_BY) == set(KINDS["device"]) >= set(KINDS["host"])
+
+
+def test_times_have_three_digits():
+    assert [duration(s) for s in (0, 1.234e-7, 2.5e-4, 0.01234, 12.34)] == [
+        "0 µs", "0.123 µs", "250 µs", "12.3 ms", "12.3 s",
+    ]  # fmt: skip

@@ -169,7 +169,7 @@ class _Groups:
             return names or "inputs"
         if statement.gradient_of or statement.module:
             return statement.gradient_of or f"in {statement.module}"
-        return f"at {_short(statement.place)}" if statement.place else "elsewhere"
+        return f"at {short_place(statement.place)}" if statement.place else "elsewhere"
 
     def _parameter_of(self, statement: Statement) -> str:
         """Name the parameter that an input is, or that a statement of no module marks or writes."""
@@ -209,7 +209,7 @@ class _Groups:
         return sorted(self.lines, key=key)
 
 
-def _short(place: str) -> str:
+def short_place(place: str) -> str:
     """``train.py:12: loss.backward()``: a line of source with its file's name alone."""
     found = re.match(r"(.*?:\d+)([: ].*|)$", place)
     return f"{re.split(_SEPARATOR, found[1])[-1]}{found[2]}" if found else place

@@ -43,7 +43,7 @@ LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
 """The words list so many tensors at the peak, so many waits, and so many parameters of each."""
 
-_REMEDIES = {
+LOWERED_BY = {
     "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
     "optimizer states": "stage 1 keeps a shard of them, and offload=optimizer keeps that in host "
     "memory",
@@ -55,6 +55,7 @@ _REMEDIES = {
     "temporaries": "a smaller batch lowers them, or a loss that is computed in pieces",
     "staging": "smaller bucket_bytes lower it",
 }
+"""What lowers each kind of memory."""
 
 
 class TimelineDump:
@@ -340,7 +341,7 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
         f"The peak is {size_text(totals[peak])} at {duration(at_s)}{share}, while {node.name} runs "
         f"in {writer.phases[node]}{place}.",
         f"It is {consists}.",
-        f"Most of it is {parts[0][1]}: {_REMEDIES[parts[0][1]]}.",
+        f"Most of it is {parts[0][1]}: {LOWERED_BY[parts[0][1]]}.",
         "",
         *tabulate(rows, headers=headers, disable_numparse=True).splitlines(),
         *_longest_waits(writer),
