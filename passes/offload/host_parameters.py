@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, mutated_inputs, shard_of, writers
 from zerofx.ir.graph import Builder, is_backward, updated_by
 from zerofx.ir.interface import input_role, placeholders, set_input_role
+from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
@@ -115,7 +117,7 @@ class _Placing:
         last = max(run)
         shards = [update.args[0] for update in run]
         indices = [update.args[3] for update in run]
-        origin = self._origin(indices, last)
+        origin = origin_of(self.table, indices, last)
         behind = [node for node in (before, *map(_reduction_of, run)) if node is not None]
         here = max([*behind, *shards]).next if behind else last
         start = self._start(shards, indices, here, Role.VALUE_TO_DEVICE, origin)
@@ -147,7 +149,9 @@ class _Placing:
             index = shard_of(shard)
             if is_kept_on_host(value):
                 value = self._bring(value, node)
-            self._store([value], [index], [shard], node, self._origin([index], node), replaced=node)
+            self._store(
+                [value], [index], [shard], node, origin_of(self.table, [index], node), replaced=node
+            )
             self.graph.erase_node(node)
             count += 1
         return count
@@ -187,7 +191,7 @@ class _Placing:
                 continue
             shards = list(head.all_input_nodes)
             indices = [shard_of(shard) for shard in shards]
-            origin = self._origin(indices, head)
+            origin = origin_of(self.table, indices, head)
             start = self._start(shards, indices, head, Role.SHARD_TO_DEVICE, origin)
             _, pieces = self._arrived(start, head, Role.SHARD_ON_DEVICE, origin)
             for shard, piece in zip(shards, pieces, strict=True):
@@ -211,7 +215,7 @@ class _Placing:
 
     def _bring(self, shard: fx.Node, here: fx.Node) -> fx.Node:
         index = shard_of(shard)
-        origin = self._origin([index], here)
+        origin = origin_of(self.table, [index], here)
         start = self._start([shard], [index], here, Role.VALUE_TO_DEVICE, origin)
         _, (piece,) = self._arrived(start, here, Role.VALUE_ON_DEVICE, origin)
         return piece
@@ -239,26 +243,31 @@ class _Placing:
         self, start: fx.Node, here: fx.Node, role: Role, origin: dict
     ) -> tuple[fx.Node, list[fx.Node]]:
         """Wait for a move, and take apart what has arrived."""
-        position, pieces = 0, []
         with self.graph.inserting_before(here):
             wait = self.builder.call(ops.wait, start, role=role, **origin)
-            for index in start.args[1]:
-                stop = position + self.table[index].shard_numel
-                pieces.append(
-                    self.builder.call(
-                        aten.slice.Tensor, wait, 0, position, stop,
-                        role=role, parameter=index, like=here,
-                    )
-                )  # fmt: skip
-                position = stop
-        return wait, pieces
+            return wait, take_apart(self.builder, wait, start.args[1], role, here)
 
-    def _origin(self, indices: Iterable[int], like: fx.Node) -> dict:
-        first = self.table[next(iter(indices))]
-        where = (
-            {"bucket": first.place.bucket} if first.shares_bucket else {"parameter": first.index}
-        )
-        return {"like": like, **where}
+
+def origin_of(table: ParameterTable, indices: Sequence[int], like: fx.Node) -> dict[str, Any]:
+    """Return the provenance of what serves these parameters, of one bucket, together."""
+    first = table[indices[0]]
+    if first.shares_bucket:
+        return {"like": like, "bucket": first.place.bucket}
+    return {"like": like, "parameter": first.index}
+
+
+def take_apart(
+    builder: Builder, flat: fx.Node, indices: Sequence[int], role: Role, like: fx.Node
+) -> list[fx.Node]:
+    """Insert each parameter's range of what lies in ``flat`` one behind the other."""
+    assert builder.table is not None
+    pieces, start = [], 0
+    for index in indices:
+        stop = start + builder.table[index].shard_numel
+        origin = {"role": role, "parameter": index, "like": like}
+        pieces.append(builder.call(aten.slice.Tensor, flat, 0, start, stop, **origin))
+        start = stop
+    return pieces
 
 
 def _latest(shard: fx.Node, before: fx.Node) -> fx.Node:

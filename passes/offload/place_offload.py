@@ -23,7 +23,12 @@ from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory.budget import check_fits, with_moves
 from zerofx.passes.memory.residency import stay_on_device
 from zerofx.passes.offload.delay import check_can_be_delayed
-from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters
+from zerofx.passes.offload.host_parameters import (
+    keep_on_host,
+    origin_of,
+    place_parameters,
+    take_apart,
+)
 
 aten = torch.ops.aten
 
@@ -204,12 +209,7 @@ class _Moving:
         """Start moving a group to the host and updating it; wait for who has left before it."""
         group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
         group.targets = [update.args[0] for update in group.updates]
-        first = self.table[group.indices[0]]
-        group.origin = {"like": group.updates[-1]}
-        if first.shares_bucket:
-            group.origin["bucket"] = first.place.bucket
-        else:
-            group.origin["parameter"] = first.index
+        group.origin = origin_of(self.table, group.indices, group.updates[-1])
         while len(self.updating) >= self.most_under_way:
             self._send_back(group.ready)
         with self.graph.inserting_before(group.ready):
@@ -292,7 +292,9 @@ class _Moving:
         group = self.returning.pop(0)
         with self.graph.inserting_before(here):
             arrived = self._wait(ops.wait, group.back, group, Role.UPDATED_VALUE)
-            pieces = self._pieces(arrived, group, Role.UPDATED_VALUE)
+            pieces = take_apart(
+                self.builder, arrived, group.indices, Role.UPDATED_VALUE, group.origin["like"]
+            )
             for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
                 renewed = piece
                 if any(source.op == "placeholder" for source in memory_of(target)):
@@ -331,22 +333,3 @@ class _Moving:
 
     def _wait(self, target: Any, start: fx.Node, group: _Group, role: Role) -> fx.Node:
         return self.builder.call(target, start, role=role, **group.origin)
-
-    def _pieces(self, arrived: fx.Node, group: _Group, role: Role) -> list[fx.Node]:
-        """Take apart what has arrived."""
-        pieces, position = [], 0
-        for index in group.indices:
-            length = self.table[index].shard_numel
-            piece = self.builder.call(
-                aten.slice.Tensor,
-                arrived,
-                0,
-                position,
-                position + length,
-                role=role,
-                parameter=index,
-                like=group.origin["like"],
-            )
-            pieces.append(piece)
-            position += length
-        return pieces
