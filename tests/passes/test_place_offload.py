@@ -92,7 +92,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size, options):
     assert_same_numerics(execute(before), execute(after))
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("name", STEPS)
 def test_every_update_runs_on_the_host(name, stage):
     program = rewritten(STEPS[name](), stage=stage, **OFFLOADED)

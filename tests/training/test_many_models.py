@@ -250,6 +250,7 @@ def test_more_models_than_torch_compiles_for_are_held_at_once():
     assert len(entries(evaluate.__code__)) == len(held)
 
 
+@pytest.mark.slow(reason="as many programs as torch compiles")
 def test_a_string_that_changes_at_every_call_is_refused_with_a_remedy():
     def step(model, x, y, name):
         loss = squared_loss(model, x, y)

@@ -190,7 +190,7 @@ def test_between_steps_a_rank_holds_what_the_formula_says(held, stage, world_siz
 # During the first step.
 
 
-@pytest.mark.slow(reason="two ranks train while their memory is watched")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage, world_size", first(1, worlds((1, 2, 3), (2, 3))))
 def test_updates_allocate_shards_only_even_where_states_are_made(held, stage, world_size):
     for rank in held(stage, world_size):
@@ -369,7 +369,7 @@ def check_gathered(ranks, world_size: int, *arguments) -> None:
 
 
 # A layer has 27 thousand elements.  With the larger vocabulary an embedding has twice as many.
-@pytest.mark.slow(reason="two ranks train while their memory is watched")
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied, vocabulary", first(1, each_value((False, True), (101, 1201))))
 def test_at_most_two_consecutive_units_are_gathered_at_once(ranks_on_sockets, tied, vocabulary):
     check_gathered(ranks_on_sockets, 2, tied, vocabulary, "eager")

@@ -68,6 +68,7 @@ def decline_by_option():
     return declined
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_the_option_leaves_a_group_to_its_sockets():
     with closing(Ranks(2)) as own:
         assert own.run(decline_by_option) == [GlooTransport] * 2
@@ -226,6 +227,7 @@ def test_gradients_that_are_not_dense_arrive(ranks, stage, world_size):
     assert max(ranks(world_size).run(differences_of_sparse_layouts, stage)) < 1e-5
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (0, exhaustive(1), exhaustive(2), 3)))
 def test_gradients_that_are_not_dense_arrive_over_sockets(ranks_on_sockets, stage):
     assert max(ranks_on_sockets(2).run(differences_of_sparse_layouts, stage)) < 1e-5

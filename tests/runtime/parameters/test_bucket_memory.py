@@ -116,6 +116,7 @@ def check_same_values(stage: int) -> None:
         assert parameter._base is None and parameter.is_leaf
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("world_size, stage", only(((2, 2),), [(1, 1), (2, 1), (2, 2), (3, 2)]))
 def test_training_without_copies_gives_the_same_bits(ranks, world_size, stage):  # noqa: F811
     ranks(world_size).run(check_same_values, stage)
@@ -137,6 +138,7 @@ def check_alias(stage: int) -> None:
     assert_equal(trained.values(), trained_with_copies(stage, 0, 1, 2, 3).values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_a_parameter_that_somebody_looks_at_stays_where_it_is(world, stage):
     world.run(check_alias, stage)
@@ -152,6 +154,7 @@ def check_shared_between_processes() -> None:
     assert_equal(trained.values(), trained_with_copies(1, 0).values())
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_memory_shared_with_other_processes_stays_shared(world):
     world.run(check_shared_between_processes)
 
@@ -175,6 +178,7 @@ def check_other_data(stage: int) -> None:
     assert all(memory.flat.dtype == torch.float64 for memory in memories_of(moved.model))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_parameters_with_new_memory_move_in_again(world, stage):
     world.run(check_other_data, stage)
