@@ -19,8 +19,9 @@ from zerofx.compiler.program import Program
 from zerofx.cost.timeline import LANES, Timeline, Work, predict, work_of
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.lower.in_place import buckets_updated_in_place
+from zerofx.ir.graph import copied
 from zerofx.lower.lowering import lower
+from zerofx.passes.fuse.write_back import write_back
 from zerofx.runtime.storage.copies import Worker
 
 SLACK_S = 0.02
@@ -139,17 +140,10 @@ def _slowed(
     for node in program.gm.graph.nodes:
         is_wait = ops.is_wait(node)
         node.meta[_WORK] = "wait" if is_wait else work_of(node, figures, program.table, ranks)
-    in_place = []
+    plain = fx.GraphModule(program.gm, copied(program.gm.graph))
     if program.options.bucket:
-        in_place = buckets_updated_in_place(program.gm.graph, program.table)
-    slowed = lower(
-        program.gm,
-        runtime.kernels(),
-        "eager",
-        write_back=runtime.buckets.write_back,
-        in_place=in_place,
-    )
-    assert isinstance(slowed, fx.GraphModule)
+        write_back(plain, program.ctx)
+    slowed = lower(plain, runtime.kernels())
     traveling: dict[int, Any] = {}  # by the id of what a collective makes
     for node in list(slowed.graph.nodes):
         if node.op == "output":

@@ -63,10 +63,12 @@ class Pass:
     """A rewrite of the program in place: ``run(gm, ctx) -> counts``.
 
     ``requires`` and ``provides`` are facts about the program, checked over the pipeline.
-    An ``optional`` pass is switched by the option of its name.  One that
+    An ``optional`` pass is switched by the option of its name, or of its ``switch``.  One that
     ``preserves_numerics`` leaves every result bitwise the same at two ranks.  One that
     ``offloads`` some targets runs if the option ``offload`` names one of them, and if it is for
-    some ``tiers``, with one of these.
+    some ``tiers``, with one of these.  One that ``lowers`` makes a form that only runs: costs are
+    predicted, and ranks compare, the program before the first of them.  ``why_not`` gives any
+    other reason to leave the pass out.
     """
 
     name: str
@@ -78,3 +80,11 @@ class Pass:
     smallest_stage: int = 0
     offloads: frozenset[str] = frozenset()
     tiers: frozenset[str] = frozenset()
+    switch: str = ""
+    lowers: bool = False
+    why_not: Callable[[PassContext], str] = lambda ctx: ""
+
+    @property
+    def option(self) -> str:
+        """The option that turns an optional pass off."""
+        return self.switch or self.name

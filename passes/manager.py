@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -18,12 +18,25 @@ TURNED_OFF = "turned off"
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: its counts, or why it did not run."""
+    """What one pass did: its counts, or why it did not run.
+
+    ``option`` is the one that turns it off.
+    """
 
     name: str
     counts: Counts
     seconds: float = 0.0
     skipped: str = ""
+    option: str = ""
+
+
+@dataclass
+class Established:
+    """What is known of a program by the passes that have run: facts, and checked metadata."""
+
+    facts: set[str] = field(default_factory=set)
+    metadata: CheckedMetadata = field(default_factory=CheckedMetadata)
+    is_begun: bool = False
 
 
 def run_pipeline(
@@ -32,31 +45,30 @@ def run_pipeline(
     pipeline: Sequence[Pass],
     on_program: Callable[[str, fx.GraphModule, PassReport | None], None] | None = None,
     on_rejected: Callable[[str, fx.GraphModule, Exception], None] | None = None,
+    established: Established | None = None,
 ) -> list[PassReport]:
     """Run the passes that the stage and the options call for, in order, on ``gm`` in place.
 
     ``on_program`` is given the captured program and the one after every pass: its graph, for the
     code of ``gm`` is made when all have run.  ``on_rejected`` is given the one that an error has
-    left, which may be half of one.
+    left, which may be half of one.  With what earlier passes have ``established``, the program is
+    the one that they have left, and the passes go on from there.
 
     Raises: GraphError if a pass lacks what it requires or leaves a broken program; whatever a
     pass raises, with a note that names it.
     """
-    facts: set[str] = set()
-    checked = CheckedMetadata()
-    try:
-        verify(gm, ctx.table, facts, checked)
-    except Exception as error:
-        if on_rejected:
-            on_rejected("captured", gm, error)
-        raise
-    if on_program:
-        on_program("captured", gm, None)
+    established = Established() if established is None else established
+    if not established.is_begun:
+        _check_captured(gm, ctx, established, on_rejected)
+        established.is_begun = True
+        if on_program:
+            on_program("captured", gm, None)
+    facts = established.facts
     reports = []
     for step in pipeline:
         reason = _why_skipped(step, ctx)
         if reason:
-            reports.append(PassReport(step.name, {}, skipped=reason))
+            reports.append(PassReport(step.name, {}, skipped=reason, option=step.option))
             continue
         missing = step.requires - facts
         if missing:
@@ -69,7 +81,7 @@ def run_pipeline(
             counts = step.run(gm, ctx)
             gm.graph.lint()
             facts |= step.provides
-            verify(gm, ctx.table, facts, checked)
+            verify(gm, ctx.table, facts, established.metadata)
         except Exception as error:
             error.add_note(f"in pass {step.name!r} of zerofx")
             if on_rejected:
@@ -79,8 +91,22 @@ def run_pipeline(
         reports.append(report)
         if on_program:
             on_program(step.name, gm, report)
-    gm.recompile()  # once: nobody calls a program between passes, and this took a third of them
+    gm.recompile()  # once: nothing calls a program between passes, and this took a third of them
     return reports
+
+
+def _check_captured(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    established: Established,
+    on_rejected: Callable[[str, fx.GraphModule, Exception], None] | None,
+) -> None:
+    try:
+        verify(gm, ctx.table, established.facts, established.metadata)
+    except Exception as error:
+        if on_rejected:
+            on_rejected("captured", gm, error)
+        raise
 
 
 def _why_skipped(step: Pass, ctx: PassContext) -> str:
@@ -90,6 +116,6 @@ def _why_skipped(step: Pass, ctx: PassContext) -> str:
         return "no offload"
     if step.tiers and step.tiers.isdisjoint(ctx.tiers):
         return f"offload_tier {ctx.options.offload_tier}"
-    if step.optional and not ctx.options.enabled(step.name):
+    if step.optional and not ctx.options.enabled(step.option):
         return TURNED_OFF
-    return ""
+    return step.why_not(ctx)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from zerofx.passes.base import Pass
+from collections.abc import Sequence
+
+from zerofx.passes.base import Pass, PassContext
+from zerofx.passes.fuse.fold_gradient_norms import fold_gradient_norms
+from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
+from zerofx.passes.fuse.form_regions import form_regions
+from zerofx.passes.fuse.merge_updates import merge_updates
+from zerofx.passes.fuse.reduce_unflattened import reduce_unflattened
+from zerofx.passes.fuse.write_back import write_back
 from zerofx.passes.memory.recompute import recompute
+from zerofx.passes.normalize import normalize
 from zerofx.passes.offload.offload_activations import offload_activations
 from zerofx.passes.offload.place_files import place_files
 from zerofx.passes.offload.place_offload import place_offload
@@ -16,7 +25,27 @@ from zerofx.passes.zero.shard_gradients import shard_gradients
 from zerofx.passes.zero.shard_optimizer import shard_optimizer
 from zerofx.passes.zero.shard_parameters import shard_parameters
 
+
+def _eager(ctx: PassContext) -> str:
+    is_eager = ctx.options.lowering == "eager"
+    return "lowering eager (needs inductor)" if is_eager else ""
+
+
+def _no_whole_buckets(ctx: PassContext) -> str:
+    if ctx.options.stage == 3:
+        return "stage 3 (whole parameters live in buckets at 1 and 2)"
+    return "" if ctx.options.bucket else "bucket is off"
+
+
+def _buffers_count(ctx: PassContext) -> str:
+    return "" if ctx.options.memory_budget is None else "memory_budget counts buckets' buffers"
+
+
 PIPELINE = (
+    Pass(
+        "normalize",
+        normalize,
+    ),
     Pass(
         "recompute",
         recompute,
@@ -98,4 +127,67 @@ PIPELINE = (
         offloads=frozenset({"optimizer", "params", "activations"}),
         tiers=frozenset({"nvme"}),
     ),
+    Pass(
+        "write_back",
+        write_back,
+        requires=frozenset({"sharded_updates"}),
+        smallest_stage=1,
+        lowers=True,
+        why_not=_no_whole_buckets,
+    ),
+    Pass(
+        "fold_gradient_norms",
+        fold_gradient_norms,
+        requires=frozenset({"sharded_updates"}),
+        optional=True,
+        switch="fuse_optimizer",
+        preserves_numerics=False,  # the kernels sum squares in another order
+        smallest_stage=1,
+        lowers=True,
+        why_not=_eager,
+    ),
+    Pass(
+        "fold_gradient_work",
+        fold_gradient_work,
+        requires=frozenset({"sharded_updates"}),
+        optional=True,
+        switch="fuse_optimizer",
+        smallest_stage=1,
+        lowers=True,
+        why_not=_eager,
+    ),
+    Pass(
+        "merge_updates",
+        merge_updates,
+        requires=frozenset({"sharded_updates"}),
+        optional=True,
+        switch="fuse_optimizer",
+        smallest_stage=1,
+        lowers=True,
+        why_not=_eager,
+    ),
+    Pass(
+        "reduce_unflattened",
+        reduce_unflattened,
+        requires=frozenset({"averaged_gradients"}),
+        smallest_stage=1,
+        lowers=True,
+        why_not=_buffers_count,
+    ),
+    Pass(
+        "form_regions",
+        form_regions,
+        lowers=True,
+        why_not=_eager,
+    ),
 )
+
+
+def rewrites(pipeline: Sequence[Pass]) -> list[Pass]:
+    """The passes that make the program that is predicted, and that ranks agree on."""
+    return [step for step in pipeline if not step.lowers]
+
+
+def lowerings(pipeline: Sequence[Pass]) -> list[Pass]:
+    """The passes behind those, which make of it the program that runs."""
+    return [step for step in pipeline if step.lowers]

@@ -304,7 +304,7 @@ class Options:
     bucket: bool = _pass(True)
     update_in_backward: bool = _pass(True)
     prefetch: bool = _pass(True)
-    fuse_optimizer: bool = _switch(True)
+    fuse_optimizer: bool = _pass(True)
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
     peer_memory: bool = _switch(True)
     """Ranks of one machine may read each other's memory; off, all goes through sockets."""

@@ -108,6 +108,13 @@ class GradientWork:
         return self.graph_module(gradient, *coefficients)
 
     @cached_property
+    def text(self) -> str:
+        """The work as Python statements, for a reader: from its inputs' names to the result."""
+        code = self.graph_module.code.partition(":\n")[2].replace("torch.ops.aten.", "aten.")
+        lines = (line.partition(";  ")[0].strip() for line in code.splitlines())
+        return "; ".join(filter(None, lines))
+
+    @cached_property
     def computation(self) -> tuple:
         """All that it does: equal work is the same."""
         return (

@@ -77,7 +77,7 @@ def _last_reader(update: fx.Node) -> list[fx.Node]:
     """
     value = cut = update.args[0]
     if cut.target is ops.take_shard:
-        value = cut.args[0]  # whose memory it may turn out to be: zerofx/lower/in_place.py
+        value = cut.args[0]  # whose memory it may turn out to be: passes/fuse/write_back.py
     readers: set[fx.Node] = set()
     pending = [value]
     while pending:

@@ -38,7 +38,8 @@ from zerofx.ir.roles import provenance
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.normalize import normalize
+from zerofx.passes.pipeline import PIPELINE, rewrites
 
 aten = torch.ops.aten
 
@@ -104,7 +105,7 @@ class _CapturingBackend:
 
 
 def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
-    """Trace ``step(*args)`` as the zero backend does; nothing of it runs."""
+    """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
     try:
         torch.compile(step, backend=_CapturingBackend(world_size))(*args)
@@ -112,6 +113,8 @@ def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
         captured, inputs = stop.step, stop.inputs
     else:
         raise AssertionError("the step was not compiled")
+    normalize(captured.gm, None)
+    captured.gm.recompile()
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
     return Captured(**fields, inputs=inputs, world_size=world_size, live=live)
@@ -184,7 +187,7 @@ def run_passes(
     if world_size not in (None, captured.world_size):
         raise ValueError(f"captured for {captured.world_size} ranks, not {world_size}")
     names = [step.name for step in PIPELINE]
-    pipeline = PIPELINE[: names.index(until) + 1] if until else PIPELINE
+    pipeline = PIPELINE[: names.index(until) + 1] if until else rewrites(PIPELINE)
     table = captured.table
     table.parameters = tuple(dataclasses.replace(info, rank=rank) for info in table)
     ctx = context_of(captured, rank, stage, **options)

@@ -12,8 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zerofx  # noqa: F401 - makes the backend known
 from tests.kit.covering import first
 from zerofx.lower.lowering import lower
+from zerofx.passes.fuse.form_regions import form_regions
 
 aten = torch.ops.aten
+
+
+def lowered_with_regions(gm):
+    form_regions(gm, None)
+    return lower(gm, {})
 
 
 @pytest.fixture
@@ -33,7 +39,7 @@ def program():
 
 
 def test_a_region_is_the_last_to_hold_what_nobody_reads_later(program):
-    lowered = lower(program, {}, "inductor")
+    lowered = lowered_with_regions(program)
     (first, second) = lowered.children()
     x = torch.randn(4)
     (sine,) = first([x])
@@ -46,7 +52,7 @@ def test_a_region_is_the_last_to_hold_what_nobody_reads_later(program):
 
 
 def test_the_program_has_no_name_for_a_region_s_inputs_while_it_runs(program):
-    lowered = lower(program, {}, "inductor")
+    lowered = lowered_with_regions(program)
     calls = [node for node in lowered.graph.nodes if node.op == "call_module"]
     assert len(calls) == 2
     for call in calls:
@@ -67,7 +73,7 @@ def test_a_region_may_read_a_view_of_a_larger_tensor():
     loss.meta["val"] = torch.empty(())
     graph.output((product, loss))
     batch, weight = torch.randn(8, 6), torch.randn(6, 3)
-    lowered = lower(fx.GraphModule({}, graph), {}, "inductor")
+    lowered = lowered_with_regions(fx.GraphModule({}, graph))
     found, mean = lowered(batch.chunk(2)[1], weight)
     torch.testing.assert_close(found, batch[4:] @ weight)
     torch.testing.assert_close(mean, (batch[4:] @ weight).mean())
@@ -77,7 +83,7 @@ def test_a_region_may_read_a_view_of_a_larger_tensor():
 
 
 def compiled(function, *inputs):
-    return lower(make_fx(function, tracing_mode="fake")(*inputs), {}, "inductor")
+    return lowered_with_regions(make_fx(function, tracing_mode="fake")(*inputs))
 
 
 def dies(x, box):

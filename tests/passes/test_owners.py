@@ -14,6 +14,7 @@ from tests.kit.programs import (
     assert_same_numerics,
     capture,
     clone,
+    context_of,
     execute,
     mlp_step,
     nodes_of,
@@ -29,7 +30,7 @@ from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.roles import provenance
-from zerofx.lower.in_place import buckets_updated_in_place
+from zerofx.passes.fuse.write_back import write_back
 from zerofx.passes.zero.whole_tensor_update import balanced
 
 STAGES = (1, 2, 3)
@@ -126,8 +127,9 @@ def test_one_exchange_serves_all_matrices_of_a_step():
 @pytest.mark.parametrize("stage", (1, 2))
 def test_matrices_are_still_updated_where_their_bucket_lies(stage):
     step = rewritten(muon_step(), stage=stage, bucket=True)
-    in_place = buckets_updated_in_place(step.graph, step.table)
-    assert sorted(index for bucket in in_place for index in bucket.parameters) == [0, 1, 2, 3]
+    write_back(step.gm, context_of(step, stage=stage, bucket=True))
+    in_place = [node.args[2] for node in nodes_of(step, ops.write_back)]
+    assert sorted(index for bucket in in_place for index in bucket) == [0, 1, 2, 3]
 
 
 def test_ranks_compare_their_owners():

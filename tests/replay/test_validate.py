@@ -90,7 +90,7 @@ def validated(step, pipeline=PIPELINE, **options):
     program = clone(step)
     names = {id(t): info.name for t, info in zip(step.tensors, program.table, strict=True)}
     described = {h: describe(substitutes.optimizer_of(h), names) for h in step.optimizers}
-    ctx = context_of(program, **{"bucket": True, **options})
+    ctx = context_of(program, **{"bucket": True, "lowering": "inductor", **options})
     validator = Validator(program.gm, ctx, pipeline, described)
     compared = []
 

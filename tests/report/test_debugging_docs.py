@@ -51,7 +51,7 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     for line in peak.splitlines():
         # Of when, the line depends on what the machine is taken for.
         assert re.sub(r" at \S+ µs, \d+%", "", line) in re.sub(r" at \S+ µs, \d+%", "", drawn)
-    pictures = re.findall(r"^dumps/.*09_prefetch\.png", drawn, re.M)
+    pictures = re.findall(r"^dumps/.*10_prefetch\.png", drawn, re.M)
     assert len(pictures) == 2 and all((tmp_path / picture).exists() for picture in pictures)
     shown = re.findall(r"^(0\d  \w+ .*)$", PAGE, re.M)
     without_seconds = [re.sub(r"0\.\d{4}", "", line).split() for line in summary.splitlines()]
@@ -68,7 +68,7 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     results = [text.split("what it returns:")[1] for text in (captured, last)]
     assert "parameter 2.bias" in results[0] and results[0] == results[1]
     assert re.search(r"0 inserted, 0 removed, [1-9]\d* moved, 0 changed", turned_off)
-    program = (tmp_path / "dumps/rank0/step0_0/07_shard_parameters.py").read_text()
+    program = (tmp_path / "dumps/rank0/step0_0/08_shard_parameters.py").read_text()
     (quoted,) = re.findall(r"```text\n(    # from /home/me/train.py.*?)```", PAGE, re.S)
     place, *statements = quoted.splitlines(keepends=True)
     assert place.replace("/home/me/train.py", str(tmp_path / "train.py")) in program

@@ -22,7 +22,7 @@ from tests.kit.programs import (
 from zerofx.ir import ops
 from zerofx.ir.roles import provenance
 from zerofx.options import OPTIONAL_PASSES
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.pipeline import PIPELINE, rewrites
 from zerofx.report.folder import MARKER
 from zerofx.report.read import read, statements
 from zerofx.report.text import FORMAT
@@ -46,7 +46,7 @@ def files(folder):
 
 
 def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
-    names = ["captured", *(step.name for step in PIPELINE)]
+    names = ["captured", *(step.name for step in rewrites(PIPELINE))]
     expected = [f"{number:02d}_{name}.py" for number, name in enumerate(names)]
     everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES}
     assert files(dumped(mlp_step(), **everything)) == [*expected, "summary.txt"]
@@ -55,10 +55,27 @@ def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
 def test_passes_that_did_not_run_leave_no_file(dumped):
     assert files(dumped(mlp_step(), stage=1, prefetch=False, recompute=False)) == [
         "00_captured.py",
-        "01_data_parallel.py",
-        "02_shard_optimizer.py",
+        "01_normalize.py",
+        "02_data_parallel.py",
+        "03_shard_optimizer.py",
         "summary.txt",
     ]
+
+
+def test_what_runs_is_dumped_as_the_other_programs_are(dumped):
+    options = {"lowering": "inductor", "until": "form_regions"}
+    folder = dumped(mlp_step(clip=True), bucket=True, **options)
+    names = [path.name[3:] for path in programs_in(folder)]
+    assert names[-4:] == [
+        "fold_gradient_work.py",
+        "merge_updates.py",
+        "reduce_unflattened.py",
+        "form_regions.py",
+    ]
+    text = programs_in(folder)[-1].read_text()
+    assert 'work="' in text.replace("'", '"') and "zerofx.update_together([" in text
+    assert "zerofx.reduce_bucket_start([" in text
+    assert "OBSTACLES = []" in text  # to running it again
 
 
 def test_ranks_and_functions_have_folders_of_their_own(dumped, tmp_path):
@@ -78,10 +95,10 @@ def test_every_program_is_python(dumped):
 
 def test_the_first_lines_name_versions_the_pass_and_what_it_did(dumped):
     folder = dumped(mlp_step())
-    lines = (folder / "02_data_parallel.py").read_text().splitlines()
+    lines = (folder / "03_data_parallel.py").read_text().splitlines()
     assert lines[:3] == [
         f"# zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {zerofx.__version__}",
-        "# 02 data_parallel, rank 0 of 2, stage 3",
+        "# 03 data_parallel, rank 0 of 2, stage 3",
         "# averaged: 6, sums averaged once: 0",
     ]
     costs = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:] for line in lines[4:10]}
@@ -139,7 +156,7 @@ def test_every_inserted_node_is_explained_in_place(dumped):
 
 
 def test_local_gradients_say_whose_they_are(dumped):
-    lines = (dumped(mlp_step()) / "02_data_parallel.py").read_text().splitlines()
+    lines = (dumped(mlp_step()) / "03_data_parallel.py").read_text().splitlines()
     marked = [line.strip() for line in lines if "this rank's gradient of" in line]
     assert sorted(marked) == sorted(
         f"# this rank's gradient of {index}.{of}"
@@ -172,9 +189,9 @@ def test_the_summary_has_a_line_per_pass(dumped):
         *("pass", "collectives", "sent", "peak before", "after", "seconds")
     ]
     rows = {re.search(r"[a-z]\w+", line)[0]: line for line in lines[2:]}
-    assert list(rows) == ["captured", *(step.name for step in PIPELINE)]
+    assert list(rows) == ["captured", *(step.name for step in rewrites(PIPELINE))]
     assert re.match(
-        r"02  data_parallel +6 .* \d+ B +\d+ B +0\.\d{4} +averaged: 6", rows["data_parallel"]
+        r"03  data_parallel +6 .* \d+ B +\d+ B +0\.\d{4} +averaged: 6", rows["data_parallel"]
     )
     assert rows["shard_parameters"].endswith("off: stage 1 (needs 3)")
 

@@ -8,10 +8,11 @@ from torch import nn
 
 import zerofx
 import zerofx.__main__ as command_line
+from tests.kit.programs import clone, mlp_step, run_passes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.cost.timeline import LANES, Timeline
-from zerofx.options import Options
-from zerofx.report.explain import limit_text, why_not_fused
+from zerofx.passes.manager import TURNED_OFF
+from zerofx.report.explain import limit_text
 from zerofx.report.write import EXPLANATION
 
 NUMEL = 8 * 8 + 8
@@ -81,14 +82,25 @@ def test_what_is_off_says_why_and_how_to_turn_it_on():
     text = train(stage=2, prefetch=False)
     assert re.search(r"prefetch +off +turned off; ZEROFX_PREFETCH=1 turns it on", text)
     assert re.search(r"shard_parameters +off +stage 2 \(needs 3\)", text)
-    assert re.search(r"fuse_optimizer +off +lowering eager \(needs inductor\)", text)
+    assert re.search(r"merge_updates +off +lowering eager \(needs inductor\)", text)
     assert re.search(r"bucket +on +buckets: 1", text)
 
 
+FUSING = {"until": "merge_updates", "lowering": "inductor"}
+
+
 def test_updates_are_fused_where_nothing_is_in_the_way():
-    assert why_not_fused(Options()) == ""
-    assert why_not_fused(Options(stage=0)) == "stage 0 (needs 1)"
-    assert "ZEROFX_FUSE_OPTIMIZER=1" in why_not_fused(Options(fuse_optimizer=False))
+    skipped = {
+        name: run_passes(clone(mlp_step()), **FUSING, **options)["merge_updates"].skipped
+        for name, options in (
+            ("fused", {}),
+            ("stage 0", {"stage": 0}),
+            ("off", {"fuse_optimizer": False}),
+        )
+    }
+    assert skipped == {"fused": "", "stage 0": "stage 0 (needs 1)", "off": TURNED_OFF}
+    text = train(stage=2, fuse_optimizer=False)
+    assert text.count("turned off; ZEROFX_FUSE_OPTIMIZER=1 turns it on") == 3
 
 
 @pytest.mark.parametrize("lane", LANES)

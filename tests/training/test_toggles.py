@@ -29,7 +29,7 @@ from tests.kit.models import Gpt, language_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.options import OPTIONAL_PASSES
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.pipeline import PIPELINE, rewrites
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -37,12 +37,13 @@ CLIPPED = 0.5  # under the norm of every step's gradients
 PROMISED = 1e-6
 TIMEOUT_S = 600.0
 
-PASSES = {step.name: step for step in PIPELINE if step.optional}
+PASSES = {step.name: step for step in rewrites(PIPELINE) if step.optional}
+NAMES = tuple(PASSES)
 CUTS_SHARDS = {"bucket"}
 """Passes that decide which elements a rank's shards hold, so how a norm is added up."""
 
-ALONE = tuple((name,) for name in OPTIONAL_PASSES)
-PAIRS = tuple(itertools.combinations(OPTIONAL_PASSES, 2))
+ALONE = tuple((name,) for name in NAMES)
+PAIRS = tuple(itertools.combinations(NAMES, 2))
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def train(form: Form, stage: int, off: tuple[str, ...]) -> Trained:
     model = Gpt(layers=2, width=33, checkpoint=form.checkpoint)
     # Adam makes full steps of rounding errors where a gradient is zero, unless epsilon is larger.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    passes = {name: name not in off for name in OPTIONAL_PASSES}
+    passes = {name: name not in off for name in NAMES}
     options = {"stage": stage, "lowering": form.lowering, **passes}
     known = set(backend.zero.functions)
     compiled = torch.compile(step, backend="zero", options=options)
@@ -166,15 +167,15 @@ def check(trained: Callable, form: Form, stage: int, off: tuple[str, ...]) -> No
 
 
 def test_the_options_are_the_pipelines_optional_passes():
-    assert set(OPTIONAL_PASSES) == set(PASSES)
+    assert set(OPTIONAL_PASSES) == {*PASSES, "fuse_optimizer"}
 
 
-@pytest.mark.parametrize("name", first(1, first(2, OPTIONAL_PASSES)))
+@pytest.mark.parametrize("name", first(1, first(2, NAMES)))
 def test_without_one_pass_the_step_computes_the_same(trained, name):
     check(trained, EVERYTHING, 3, (name,))
 
 
-@pytest.mark.parametrize("name", first(1, first(2, OPTIONAL_PASSES)))
+@pytest.mark.parametrize("name", first(1, first(2, NAMES)))
 def test_every_pass_has_something_to_do_in_that_step(trained, name):
     """Otherwise turning it off says nothing."""
     assert trained(EVERYTHING, 3, ())[0].did[name] > 0
@@ -182,7 +183,7 @@ def test_every_pass_has_something_to_do_in_that_step(trained, name):
 
 @pytest.mark.slow(reason="two ranks train with and without")
 def test_without_any_pass_the_step_computes_the_same(trained):
-    check(trained, EVERYTHING, 3, OPTIONAL_PASSES)
+    check(trained, EVERYTHING, 3, NAMES)
 
 
 # The rest of the matrix.

@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
-from zerofx.capture.normalize import normalize
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
@@ -308,7 +307,6 @@ class StepCapture:
             gm.graph.output_node().meta["zerofx_gradients"] = self.gradient_outputs
             compat.tag_backward_nodes(gm)
             gm.graph.output_node().meta["zerofx_updates"] = updates(gm.graph)
-            normalize(gm)
             return compiler(
                 CapturedStep(
                     gm=gm,

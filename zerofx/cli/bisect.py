@@ -19,10 +19,14 @@ from tabulate import tabulate
 
 from zerofx.cli.training_runs import SWITCHED, Command, Level, Trial, furthest, interruptible
 from zerofx.errors import CommandError
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.pipeline import PIPELINE, rewrites
 from zerofx.report.read import read
 
-NEEDED = tuple(step.name for step in PIPELINE if not step.optional and step.name != "data_parallel")
+NEEDED = tuple(
+    step.name
+    for step in rewrites(PIPELINE)
+    if not step.optional and step.name not in ("normalize", "data_parallel")
+)
 """The passes that the stage and offloads call for; ``stop_after`` does without them."""
 
 _INTERRUPTED = 130

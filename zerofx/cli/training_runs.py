@@ -19,7 +19,7 @@ from zerofx.errors import CommandError
 from zerofx.options import environment, turned_off
 from zerofx.passes.pipeline import PIPELINE
 
-SWITCHED = (*(step.name for step in PIPELINE if step.optional), "fuse_optimizer")
+SWITCHED = tuple(dict.fromkeys(step.option for step in PIPELINE if step.optional))
 """Passes that can be turned off: the optional ones in their order, then lowering's."""
 
 GRACE_S = 40.0

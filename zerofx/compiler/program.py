@@ -22,15 +22,15 @@ from zerofx.compiler.auto_offload import attempts, first_that_fits
 from zerofx.compiler.progress import progress
 from zerofx.cost.timeline import predict
 from zerofx.errors import StepError
+from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import copied, updates
 from zerofx.ir.interface import kept_gathered
-from zerofx.lower.in_place import buckets_updated_in_place
 from zerofx.lower.lowering import lower
 from zerofx.options import Options, environment
 from zerofx.passes.base import PassContext
-from zerofx.passes.manager import PassReport, run_pipeline
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.manager import Established, PassReport, run_pipeline
+from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
 from zerofx.replay.validate import Validator
 from zerofx.report.explain import explanation, first_words, peak_bytes
 from zerofx.report.optimizers import describe
@@ -99,11 +99,12 @@ class Program:
             _kept_on_host(options, step),
             _kept_in_files(options, step),
         )
+        self.ctx = ctx
         self.bucket_bytes = ctx.bucket_bytes
         self.dump: ProgramDump | None = None
         self.captured_peak: int | None = None  # known if somebody logs it
         if "auto" in options.offload:
-            ctx = self._automatic(ctx, step)
+            self.ctx = ctx = self._automatic(ctx, step)
             options = self.options = ctx.options
         agrees = options.memory_budget is not None and communicator.world_size > 1
         captured = copied(self.gm.graph) if agrees else None
@@ -148,7 +149,7 @@ class Program:
 
         def try_passes(options: Options) -> None:
             self.gm.graph = copied(captured)
-            run_pipeline(self.gm, context(options), PIPELINE)
+            run_pipeline(self.gm, context(options), rewrites(PIPELINE))
 
         if function.attempt is None:
             mine = first_that_fits(tried, try_passes)
@@ -168,6 +169,7 @@ class Program:
             (step,) = self.captured
             timelines = TimelineDump(dump.folder, dump.name, ctx, bytes_kept(step, ctx.options))
 
+        lowers = False
         validator = None
         if ctx.options.validate:
             write_minimal = dump.write_minimal if dump else None
@@ -178,7 +180,7 @@ class Program:
             if report is None and logger.isEnabledFor(logging.INFO):
                 self.captured_peak = peak_bytes(self)
             path = dump.write(name, gm, report) if dump else None
-            if timelines:
+            if timelines and not lowers:
                 timelines.write(name, gm)
             if validator:  # which may reject what has been written
                 validator(name, gm, report, path)
@@ -190,7 +192,12 @@ class Program:
             if path:
                 error.add_note(f"what it has left is in {path}")
 
-        reports = run_pipeline(self.gm, ctx, PIPELINE, on_program, on_rejected)
+        hooks, established = (on_program, on_rejected), Established()
+        reports = run_pipeline(self.gm, ctx, rewrites(PIPELINE), *hooks, established)
+        self.lowered = fx.GraphModule(self.gm, self.gm.graph)
+        self.gm.graph = copied(self.gm.graph)
+        lowers = True
+        reports += run_pipeline(self.lowered, ctx, lowerings(PIPELINE), *hooks, established)
         if dump:
             timeline = predict(self.gm.graph, ctx.figures, ctx.table, ctx.world_size)
             dump.write_summary(reports, str(timeline))
@@ -224,8 +231,7 @@ class Program:
         """
         options, communicator = self.options, self.function.communicator
         (step,) = self.captured
-        in_place = buckets_updated_in_place(self.gm.graph, self.table) if options.bucket else []
-        fuses = options.fuse_optimizer and options.lowering == "inductor" and options.stage > 0
+        nodes = self.lowered.graph.nodes
         try:
             runtime = StepRuntime(
                 communicator,
@@ -240,13 +246,13 @@ class Program:
                     options.stage,
                     Precision.of(options),
                     moves_whole=options.bucket,
-                    in_place=[bucket.parameters for bucket in in_place],
+                    in_place=[node.args[2] for node in nodes if node.target is ops.write_back],
                     reuses_buffers=options.memory_budget is None,
                 ),
                 HostSetup(
                     self.function.copies,
                     keeps_states="optimizer" in options.offload,
-                    joins_updates=fuses,
+                    joins_updates=any(node.target is ops.update_together for node in nodes),
                     open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,
                 ),
@@ -261,16 +267,7 @@ class Program:
                 self.schedule, self.function.agreement_timeout_s, digest_of(sources)
             )
         runtime.bind(sources if is_same_for_all else {})
-        runtime.program = lower(
-            self.gm,
-            runtime.kernels(),
-            options.lowering,
-            runtime.device_updates.update_together if fuses else None,
-            # A budget counts a bucket's buffer, and its gradients as gone once they are in it.
-            runtime.buckets.reduce_bucket_start if options.memory_budget is None else None,
-            runtime.buckets.write_back,
-            in_place,
-        )
+        runtime.program = lower(self.lowered, runtime.kernels())
         level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):
             logger.log(level, "%s", first_words(self))

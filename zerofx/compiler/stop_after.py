@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerofx.options import Options
-from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.pipeline import PIPELINE, rewrites
 
 
 def stopped(options: Options) -> Options:
@@ -19,8 +19,8 @@ def stopped(options: Options) -> Options:
     """
     if options.stop_after is None:
         return options
-    names = [step.name for step in PIPELINE]
-    later = PIPELINE[names.index(options.stop_after) + 1 :]
+    names = [step.name for step in rewrites(PIPELINE)]
+    later = rewrites(PIPELINE)[names.index(options.stop_after) + 1 :]
     changed: dict[str, Any] = {step.name: False for step in later if step.optional}
     shards = [step for step in later if not (step.optional or step.offloads)]
     changed["stage"] = min([options.stage, *(step.smallest_stage - 1 for step in shards)])

@@ -125,7 +125,8 @@ def _allocations(
     for node in nodes:
         here = order[node]
         if sockets and ops.rules(node).reduces:
-            received = bytes_of(node.args[0].meta["val"])
+            operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
+            received = sum(bytes_of(operand.meta["val"]) for operand in operands)
             if world_size > 1 and node.meta["val"].device.type == "cpu":
                 yield Allocation(node, 0, here, done_with(node, order), received, own=True)
         if node.target is ops.on_owners:

@@ -23,6 +23,9 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     shares = ops.rules(node).shares
     if shares is not None:
         return list(shares(node))
+    if node.target is operator.getitem and node.args[0].target is ops.update_together:
+        values, position = node.args[0].args[0], node.args[1]
+        return list(values[position : position + 1])  # what is behind the values is new
     if node.target is operator.getitem and node.args[0].target is ops.wait_shards:
         (start,) = node.args[0].args
         return [mutated_inputs(start)[node.args[1]]]  # and not those written to with it

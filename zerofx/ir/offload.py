@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,24 @@ def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
     """What the updates that a node runs read, by parameter; none for what is no update."""
     if node.target is ops.update:
         return [UpdateOperands(node.args[3], *node.args[:2])]
+    if node.target is ops.update_together:
+        operands = zip(node.args[3], *node.args[:2], strict=True)
+        return [UpdateOperands(*each) for each in operands]
     if not ops.updates_on_host(node):
         return []
     values = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args[0].args[0]
     pieces = zip(node.args[3], values, node.args[1].args[0], strict=True)
     return [UpdateOperands(*piece) for piece in pieces]
+
+
+def updated_parameter(node: fx.Node) -> int | None:
+    """The parameter whose updated shard a node is; None for what no update on the device made."""
+    if node.target is ops.update:
+        return node.args[3]
+    if node.target is operator.getitem and node.args[0].target is ops.update_together:
+        parameters = node.args[0].args[3]
+        return parameters[node.args[1]] if node.args[1] < len(parameters) else None
+    return None
 
 
 def brought_from(node: fx.Node) -> fx.Node | None:

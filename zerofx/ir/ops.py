@@ -75,7 +75,7 @@ def _update_bytes(node: fx.Node, table: ParameterTable) -> float:
     return UPDATE_STREAMS * info.nbytes / (1 if is_whole else info.world_size)
 
 
-def _host_update_bytes(node: fx.Node, table: ParameterTable) -> float:
+def _updates_bytes(node: fx.Node, table: ParameterTable) -> float:
     infos = [table[index] for index in node.args[3]]
     return sum(UPDATE_STREAMS * info.nbytes / info.world_size for info in infos)
 
@@ -224,14 +224,51 @@ def update(values, grad, optimizer, parameter, found_inf=None):
     return torch.empty_like(values)
 
 
-@_define("gradient_squares(Tensor updated) -> Tensor")
-def gradient_squares(updated):
-    """What an update adds to the squares of a norm of gradients, in float32.
+@_define(
+    "update_together(Tensor(a!)[] values, Tensor[] grads, int optimizer, int[] parameters,"
+    " Tensor? found_inf=None, str work='', Tensor[]? coefficients=None, int? norm=None)"
+    " -> Tensor(a!)[]",
+    memory_bytes=_updates_bytes,
+    updates=lambda node: tuple(node.args[2:4]),
+)
+def update_together(
+    values, grads, optimizer, parameters, found_inf=None, work="", coefficients=None, norm=None
+):
+    """Run several updates of one optimizer as one.
 
-    Only in programs that are being lowered, where updates have a ``norm``.  What updates that run
-    together add is right in total: it may all be one's.
+    ``work`` is what is done to each gradient first: Python statements, from ``gradient`` and the
+    0-dim ``coefficient``, ``coefficient_1``, ... to the result that they return.  With a ``norm``
+    as many numbers follow the new values: the sums of the squares of what the updates are given,
+    in float32.  They are right in total: it may all be in one of them.
     """
-    return updated.new_empty((), dtype=torch.float32)
+    squares = [values[0].new_empty((), dtype=torch.float32) for _ in values]
+    return [*map(torch.empty_like, values), *(squares if norm is not None else ())]
+
+
+@_define("write_back(Tensor gathered, Tensor(a!)[] wholes, int[] parameters) -> ()")
+def write_back(gathered, wholes, parameters):
+    """Copy a bucket's new values, of these parameters, to where the whole parameters lie.
+
+    Where they lie in the bucket that was gathered, updates and gathers have written them already:
+    nothing reads an old value after its update.
+    """
+    return None
+
+
+@_define(
+    "reduce_bucket_start(Tensor[] wholes, int[] parameters, int numel, str reduction,"
+    " int world_size) -> Tensor",
+    lane=LINK,
+    starts=True,
+    reduces=True,
+    uniform=True,
+    sends=lambda node: node.args[2] * node.meta["val"].dtype.itemsize,
+    traffic=lambda node: "reductions",
+    holds="gradients",
+)
+def reduce_bucket_start(wholes, parameters, numel, reduction, world_size):
+    """Reduce what ``flatten_bucket`` would copy into one buffer, from where it lies."""
+    return wholes[0].new_empty(numel // world_size)
 
 
 @_define(
@@ -287,7 +324,7 @@ def copy_start_shards(values, parameters, shards):
     " Tensor? found_inf=None) -> Tensor(a!)",
     lane=UPDATES,
     starts=True,
-    carries=_host_update_bytes,
+    carries=_updates_bytes,
     updates=lambda node: tuple(node.args[2:4]),
 )
 def update_start(values, grads, optimizer, parameters, found_inf=None):
@@ -304,7 +341,7 @@ def update_start(values, grads, optimizer, parameters, found_inf=None):
     " Tensor? found_inf=None) -> Tensor(a!)[]",
     lane=UPDATES,
     starts=True,
-    carries=_host_update_bytes,
+    carries=_updates_bytes,
     updates=lambda node: tuple(node.args[2:4]),
 )
 def update_start_shards(values, grads, optimizer, parameters, found_inf=None):
@@ -380,6 +417,11 @@ def starts(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Whether a node starts what ranks do together."""
     return starts(node) and lane(node) == LINK
+
+
+def reduction_of(start: fx.Node) -> str:
+    """How a node that starts a reduction combines: ``sum``, ``mean``, ``max`` or ``min``."""
+    return argument(start, "reduction")
 
 
 def is_move(node: fx.Node) -> bool:

@@ -38,6 +38,9 @@ class Role(StrEnum):
 
     # Updates, on the device and by owners.
     UPDATE = "update"
+    UPDATED = "updated"
+    SQUARES = "squares"
+    WRITE_BACK = "write_back"
     ON_OWNERS = "on_owners"
     DIRECTION = "direction"
     RECOMPUTE = "recompute"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.ir.aliases import aliased_inputs, aliases
-from zerofx.ir.aliases import is_compute as computes
+from zerofx.ir.lowered import region_of
 from zerofx.ir.source import call_text, layout_text
 
 aten = torch.ops.aten
@@ -22,109 +22,25 @@ aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def with_compiled_regions(gm: fx.GraphModule, program: fx.Graph, root: nn.Module) -> fx.Graph:
-    """Copy a program with each run of compute replaced by a call of its compiled region.
+def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
+    """Copy a program with each of its regions replaced by a call of what compiles it.
 
-    The regions become submodules of ``root``, as what the program reads from ``gm`` does.
+    The regions become submodules of ``root``.
     """
-    _take_results_apart_at_once(program)
-    region_of = _regions(program)
-    _take_views_where_they_are_read(program, region_of)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    pending: list[fx.Node] = []
-
-    def flush() -> None:
-        if not any(_computes(node) for node in pending):
-            for node in pending:  # nothing but views: not worth a call
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            _call_region(gm, pending, region_of, graph, root, copies)
-        pending.clear()
-
-    for node in program.nodes:
-        if node.op == "get_attr" and not hasattr(root, node.target):
-            setattr(root, node.target, getattr(gm, node.target))
-        if node in region_of:
-            pending.append(node)
+    # In a list, for the iterator that torch has over nodes begins anew when it has ended.
+    for number, run in itertools.groupby(list(gm.graph.nodes), region_of):
+        nodes = list(run)
+        if number is not None and any(map(_computes, nodes)):
+            _call_region(gm, nodes, graph, root, copies)
             continue
-        flush()
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return graph
-
-
-def _take_results_apart_at_once(program: fx.Graph) -> None:
-    """Compiled regions return tensors: those of several results are taken where they are made."""
-    for node in program.nodes:
-        if not is_compute(node) or isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        for part in [user for user in node.users if user.target is operator.getitem]:
-            if part.users:
-                node.append(part)
+        for node in nodes:  # ours, or nothing but views: not worth a call
+            if node.op == "output":
+                graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
             else:
-                program.erase_node(part)
-
-
-def _regions(program: fx.Graph) -> dict[fx.Node, int]:
-    """Number the runs of compute, and say which one each node of theirs is in."""
-    region_of: dict[fx.Node, int] = {}
-    number = 0
-    for node in program.nodes:
-        if is_compute(node):
-            region_of[node] = number
-        else:
-            number += 1
-    return region_of
-
-
-def _take_views_where_they_are_read(program: fx.Graph, region_of: dict[fx.Node, int]) -> None:
-    """Give every region a view of its own, where it reads one that another region takes.
-
-    What passes between regions is then whole memory, once, which its last reader may reuse.
-    """
-    for node in reversed(program.nodes):
-        if node not in region_of or not _is_view(node):
-            continue
-        own = {region_of[node]: node}
-        for user in sorted(node.users):  # in the program's order
-            region = region_of.get(user)
-            if region is None:
-                continue
-            if region not in own:
-                with program.inserting_before(user):
-                    own[region] = program.node_copy(node)
-                region_of[own[region]] = region
-            user.replace_input_with(node, own[region])
-        if not node.users:
-            program.erase_node(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether all that a node does is to look at one tensor's memory in another way."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and aliased_inputs(node) == node.all_input_nodes
-        and isinstance(node.meta.get("val"), torch.Tensor)
-    )
-
-
-def is_compute(node: fx.Node) -> bool:
-    """Whether a node goes into a compiled region."""
-    is_the_runtimes = isinstance(node.target, MethodType)
-    return computes(node) and not is_the_runtimes and not _has_branches(node)
-
-
-def _has_branches(node: fx.Node) -> bool:
-    """Whether a node runs programs of its own, as ``torch.cond`` does, or is a result of such.
-
-    These are in attributes and no tensors, as a region's inputs are: they run operator by operator.
-    """
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return _has_branches(node.args[0])
-    return compat.is_higher_order(node.target)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph
 
 
 def _computes(node: fx.Node) -> bool:
@@ -134,7 +50,6 @@ def _computes(node: fx.Node) -> bool:
 def _call_region(
     gm: fx.GraphModule,
     nodes: list[fx.Node],
-    region_of: Mapping[fx.Node, int],
     graph: fx.Graph,
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
@@ -153,8 +68,9 @@ def _call_region(
     local = {}
     values = body.placeholder("values")
     compat.mark_emptied(values)
-    number = region_of[nodes[0]]
-    donated = [at for at, source in enumerate(inputs) if _dies_in(number, source, region_of)]
+    number = region_of(nodes[0])
+    assert number is not None
+    donated = [at for at, source in enumerate(inputs) if _dies_in(number, source)]
     for position, source in enumerate(inputs):
         local[source] = body.call_function(operator.getitem, (values, position))
         local[source].meta = dict(source.meta)
@@ -176,8 +92,8 @@ def _call_region(
         copies[node] = graph.call_function(operator.getitem, (call, position))
 
 
-def _dies_in(number: int, source: fx.Node, region_of: Mapping[fx.Node, int]) -> bool:
-    """Whether a region's input is memory that another region has made and nobody reads later.
+def _dies_in(number: int, source: fx.Node) -> bool:
+    """Whether a region's input is memory that another region has made and nothing reads later.
 
     Its views are read by the region that takes them, if at all.  Whatever is no region may read it
     later than it says, as communication does, or keep it.
@@ -185,12 +101,12 @@ def _dies_in(number: int, source: fx.Node, region_of: Mapping[fx.Node, int]) -> 
     maker = source.args[0] if source.target is operator.getitem else source
     if not isinstance(maker, fx.Node) or not isinstance(maker.target, torch._ops.OpOverload):
         return False
-    if maker not in region_of or aliased_inputs(maker):
+    if region_of(maker) is None or aliased_inputs(maker):
         return False
     return all(
-        user in region_of
-        and region_of[user] <= number
-        and (alias is source or region_of[user] == region_of.get(alias))
+        (region := region_of(user)) is not None
+        and region <= number
+        and (alias is source or region == region_of(alias))
         for alias in aliases(source)
         for user in alias.users
     )

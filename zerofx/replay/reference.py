@@ -6,6 +6,7 @@ they give is what a program says.  Compare the runtime, which is what a step run
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -134,6 +135,24 @@ class Reference:
             whole_from_flat(flat[info.place.offset :], info).copy_(whole)
         return flat
 
+    def reduce_bucket_start(
+        self,
+        wholes: list[torch.Tensor],
+        parameters: list[int],
+        numel: int,
+        reduction: str,
+        world_size: int,
+    ) -> torch.Tensor:
+        flat = self.flatten_bucket(wholes, parameters, numel)
+        return self.reduce_scatter_start(flat, reduction, world_size)
+
+    def write_back(
+        self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
+    ) -> None:
+        for whole, index in zip(wholes, parameters, strict=True):
+            info = self.table[index]
+            whole.copy_(whole_from_flat(gathered[info.place.offset :], info))
+
     # Updates
 
     def optimizer_step(
@@ -162,6 +181,25 @@ class Reference:
         else:
             values.copy_(take_shard(whole, self.table[parameter], self.rank))
         return values
+
+    def update_together(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        optimizer: int,
+        parameters: list[int],
+        found_inf: torch.Tensor | None = None,
+        work: str = "",
+        coefficients: Sequence[torch.Tensor] | None = None,
+        norm: int | None = None,
+    ) -> list[torch.Tensor]:
+        given = worked_on(grads, work, coefficients or ())
+        for value, grad, index in zip(values, given, parameters, strict=True):
+            self.update(value, grad, optimizer, index, found_inf)
+        if norm is None:
+            return values
+        whole = map(self.mask_padding, given, parameters, itertools.repeat(0.0))
+        return [*values, *(one.float().square().sum() for one in whole)]
 
     def on_owners(
         self,
@@ -250,6 +288,19 @@ class Reference:
         if what == "value" and not changed:
             there.fill_(_poison(there.dtype))
         return there.clone(memory_format=torch.preserve_format)
+
+
+def worked_on(
+    grads: Sequence[torch.Tensor], work: str, coefficients: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The gradients after the ``work`` that an ``update_together`` says is done to them first."""
+    if not work:
+        return grads
+    others = ["coefficient", *(f"coefficient_{n}" for n in range(1, len(coefficients)))]
+    names = ", ".join(["gradient", *others[: len(coefficients)]])
+    namespace = {"aten": torch.ops.aten, "torch": torch, "inf": math.inf, "nan": math.nan}
+    exec(f"def work({names}): {work}", namespace)
+    return [namespace["work"](grad, *coefficients) for grad in grads]
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -20,7 +20,7 @@ from zerofx.ir.interface import unreduced_results, written_gradients
 from zerofx.passes.base import PassContext
 from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, random_inputs
-from zerofx.replay.reference import Reference, Updates
+from zerofx.replay.reference import Reference, Updates, worked_on
 from zerofx.report.optimizers import rebuild
 from zerofx.report.read import DumpedProgram
 from zerofx.report.text import program_facts
@@ -168,14 +168,14 @@ class _Run(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if ops.is_ours(target):
-            self._note_given(target, args)
+            self._note_given(target, args, kwargs)
             schema = target._schema
             names = (argument.name for argument in schema.arguments)
             args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
             target = getattr(self.reference, schema.name.split("::")[1])
         return super().call_function(target, args, kwargs)
 
-    def _note_given(self, target: Any, args: Sequence[Any]) -> None:
+    def _note_given(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if target in (ops.optimizer_step, ops.on_owners):
             position = 4 if target is ops.optimizer_step else 3
             gradients, optimizer, indices = args[1], args[2], args[position]
@@ -185,6 +185,12 @@ class _Run(fx.Interpreter):
             if self.reference.is_updated_whole(optimizer, args[3]):
                 return
             is_shard = self.is_sharded
+        elif target is ops.update_together:
+            optimizer, indices, is_shard = args[2], args[3], True
+            work, coefficients = kwargs.get("work", ""), kwargs.get("coefficients", ())
+            gradients = worked_on(args[1], work, coefficients)
+            if any(self.reference.is_updated_whole(optimizer, index) for index in indices):
+                return  # what only goes on with what owners have computed
         elif target in (ops.update_start, ops.update_start_shards):
             optimizer, indices, is_shard = args[2], args[3], True
             gradients = args[1].split([self.reference.table[i].shard_numel for i in indices])

@@ -13,7 +13,6 @@ from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_byte
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, resident
 from zerofx.ir.offload import copies_activation, is_fetch
-from zerofx.options import Options
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
 from zerofx.runtime.optimizer.states import bytes_of_states
@@ -96,26 +95,14 @@ def _passes(program: Program, with_seconds: bool) -> str:
     for report in program.reports:
         row = [report.name, "off" if report.skipped else "on", _counts(report.counts)]
         if report.skipped == TURNED_OFF:
-            row[-1] = f"{report.skipped}; ZEROFX_{report.name.upper()}=1 turns it on"
+            row[-1] = f"{report.skipped}; ZEROFX_{report.option.upper()}=1 turns it on"
         elif report.skipped:
             row[-1] = report.skipped
         rows.append([*row, f"{report.seconds:.3f}"])
-    reason = why_not_fused(program.options)
-    does = "updates of neighbouring shards run as one kernel"
-    rows.append(["fuse_optimizer", "off" if reason else "on", reason or does, ""])
     headers = ("pass", "", "what it did, or why not", "seconds")
     columns = len(headers) if with_seconds else len(headers) - 1
     shown = [row[:columns] for row in rows]
     return tabulate(shown, headers=headers[:columns], disable_numparse=True)
-
-
-def why_not_fused(options: Options) -> str:
-    """Return why updates do not run as one kernel; an empty string if they do."""
-    if not options.fuse_optimizer:
-        return f"{TURNED_OFF}; ZEROFX_FUSE_OPTIMIZER=1 turns it on"
-    if options.lowering != "inductor":
-        return f"lowering {options.lowering} (needs inductor)"
-    return "" if options.stage else "stage 0 (needs 1)"
 
 
 def limit_text(timeline: Timeline) -> str:

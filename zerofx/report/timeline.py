@@ -1,6 +1,6 @@
 """One predicted step as a Chrome trace: lanes, memory by kind, and its peak in words.
 
-``09_prefetch.trace.json`` lies next to ``09_prefetch.py``; https://ui.perfetto.dev opens it.
+``10_prefetch.trace.json`` lies next to ``10_prefetch.py``; https://ui.perfetto.dev opens it.
 """
 
 from __future__ import annotations

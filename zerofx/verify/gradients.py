@@ -72,13 +72,18 @@ def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: Parameter
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
-    if reduced.target is not ops.wait or reduced.args[0].target is not ops.reduce_scatter_start:
+    reduction = reduced.args[0] if reduced.target is ops.wait else reduced
+    if reduction.target is ops.reduce_bucket_start:
+        parameters = reduction.args[1]
+    elif reduction.target is not ops.reduce_scatter_start:
         return False
-    flat, reduction = reduced.args[0].args[:2]
+    elif reduction.args[0].target is not ops.flatten_bucket:
+        return False
+    else:
+        parameters = reduction.args[0].args[1]
     return (
-        reduction == "mean"
-        and flat.target is ops.flatten_bucket
-        and info.index in flat.args[1]
+        ops.reduction_of(reduction) == "mean"
+        and info.index in parameters
         and (dim, start) == (0, info.position_in_shard)
         and stop - start == info.shard_numel
     )
@@ -101,7 +106,7 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             continue
         origin = provenance(node)
         if origin and origin.role == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            if origin.parameter == parameter and node.args[0].args[1] == "mean":
+            if origin.parameter == parameter and ops.reduction_of(node.args[0]) == "mean":
                 return True
             continue
         if origin and origin.role == Role.REDUCED_GRADIENT:

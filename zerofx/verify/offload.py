@@ -18,6 +18,7 @@ from zerofx.ir.offload import (
     operands_of_updates,
     slot_of,
     staged_until,
+    updated_parameter,
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, role
@@ -165,8 +166,11 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
             _stores_what_it_says(node, infos)
         if ops.updates_on_host(node):
             _is_update_of_what_has_arrived(node, table)
-        if node.target is ops.update and brought_from(node.args[0]) is not None:
-            _is_stored(node, table)
+        if (index := updated_parameter(node)) is not None:
+            is_alone = node.target is ops.update
+            value = node.args[0] if is_alone else node.args[0].args[0][node.args[1]]
+            if brought_from(value) is not None:
+                _is_stored(node, value, index, table)
         if node.op == "placeholder" and input_role(node).on_host:
             _is_read_where_it_is(node)
         is_copy = node.target is aten.copy_.default
@@ -210,8 +214,8 @@ def _stores_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
     if len(shards) != len(infos) or not all(map(is_kept_on_host, shards)):
         raise broken(start, "does not store to shards that are kept in host memory.")
     for value, info, shard in zip(values, infos, shards, strict=True):
-        is_update = value.target is ops.update
-        if shard_of(shard) != info.index or (is_update and value.args[3] != info.index):
+        updated = updated_parameter(value)
+        if shard_of(shard) != info.index or updated not in (None, info.index):
             raise broken(start, f"stores {value.name} as if it were of {info.name!r}.")
     (wait,) = start.users
     for stored in wait.users:
@@ -221,11 +225,10 @@ def _stores_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
             raise broken(stored, f"is not the shard that {start.name} stores at that place.")
 
 
-def _is_stored(update: fx.Node, table: ParameterTable) -> None:
+def _is_stored(update: fx.Node, value: fx.Node, index: int, table: ParameterTable) -> None:
     """Whether what an update makes of a shard that was brought to the device is stored, once."""
-    index = update.args[3]
-    shard = brought_from(update.args[0])
-    if shard_of(shard) != index:
+    shard = brought_from(value)
+    if shard is None or shard_of(shard) != index:
         raise broken(update, f"updates {table[index].name!r} from the value of another parameter.")
     stores = [user for user in update.users if user.target is ops.copy_start_shards]
     if len(stores) != 1 or len(update.users) != 1:

@@ -5,6 +5,7 @@ A program that breaks one would corrupt training in silence, or hang a cluster.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, mutated_inputs, shard_of
 from zerofx.ir.graph import program_order, updates
 from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders
+from zerofx.ir.lowered import region_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
@@ -63,7 +65,8 @@ def verify(
     _nothing_reads_what_was_overwritten(gm.graph, order)
     _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
     _sharded_inputs_are_read_as_shards(gm.graph)
-    _buckets_hold_what_they_say(gm.graph, table)
+    _buckets_hold_what_they_say(gm.graph, table, order)
+    _regions_are_runs_of_compute(gm.graph)
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         verify_averages(gm.graph, table)
@@ -134,6 +137,9 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 def _renewed_by(writer: fx.Node) -> set[fx.Node]:
     """What has the new value: the writer's result, or those of its wait."""
     renewed = aliases(writer, through_gathers=True)
+    if writer.target is ops.update_together:
+        for part in writer.users:
+            renewed |= aliases(part, through_gathers=True)
     for wait in [user for user in writer.users if user.target is ops.wait_shards]:
         for stored in wait.users:
             renewed |= aliases(stored, through_gathers=True)
@@ -201,16 +207,20 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
                 raise broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
 
 
-def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
+def _buckets_hold_what_they_say(
+    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
+) -> None:
     """What is put into a bucket as a parameter's is that, and is read from where it lies."""
     for node in graph.nodes:
-        if node.target is ops.pack:
+        if node.target is ops.write_back:
+            _writes_back_what_was_gathered(node, order)
+        elif node.target is ops.pack:
             for part, info in _members(node, table, num_shards=1):
                 if shard_of(part) != info.index:
                     raise broken(
                         node, f"packs {part.name} as if it were the shard of {info.name!r}."
                     )
-        elif node.target is ops.flatten_bucket:
+        elif node.target in (ops.flatten_bucket, ops.reduce_bucket_start):
             num_shards = table[node.args[1][0]].world_size
             for part, info in _members(node, table, num_shards):
                 is_cast = role(part) == Role.REDUCE_CAST
@@ -228,11 +238,32 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                 _reads_its_own_range(node, packed, table[parameter_of(node)])
 
 
+def _writes_back_what_was_gathered(node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """The parameters may lie in what was gathered: nothing reads an old value after its update."""
+    gathered, wholes, indices = node.args
+    sent = gathered.args[0].args[0]
+    packed, held = ([sent], indices) if sent.target is not ops.pack else sent.args[:2]
+    updated = dict(zip(held, packed, strict=True))
+    if sorted(held) != sorted(indices):
+        raise broken(node, f"does not write back the parameters that {gathered.name} has.")
+    if [input_role(whole).parameter for whole in wholes] != list(indices):
+        raise broken(node, "does not write to the parameters that it names.")
+    for whole, index in zip(wholes, indices, strict=True):
+        made = updated[index]
+        update = made.args[0] if made.target is operator.getitem else made
+        for reader in {reader for alias in aliases(whole) for reader in alias.users}:
+            if reader is not node and order[reader] > order[update]:
+                raise broken(
+                    reader,
+                    f"reads {whole.name} after {update.name}, which may have written it in place.",
+                )
+
+
 def _members(
     node: fx.Node, table: ParameterTable, num_shards: int
 ) -> list[tuple[fx.Node, ParameterInfo]]:
     """The parts of a ``pack`` or ``flatten_bucket`` and the parameters that they are of."""
-    parts, indices, numel = node.args
+    parts, indices, numel = node.args[:3]
     infos = [table[index] for index in indices]
     place = infos[0].place
     same = all(
@@ -250,6 +281,23 @@ def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) ->
     alone = node.target is not aten.slice.Tensor and info.numel == node.args[0].meta["val"].numel()
     if info.index not in packed.args[1] or not (whole or alone):
         raise broken(node, f"does not read what {packed.name} holds of {info.name!r}.")
+
+
+def _regions_are_runs_of_compute(graph: fx.Graph) -> None:
+    """A region is one run, of what can be compiled: neither our operators nor writes."""
+    ended: set[int | None] = set()
+    current = None
+    for node in graph.nodes:
+        region = region_of(node)
+        if region != current:
+            ended.add(current)
+            current = region
+        if region is None:
+            continue
+        if region in ended:
+            raise broken(node, f"is in region {region}, which has ended before it.")
+        if ops.is_ours(node.target) or mutated_inputs(node):
+            raise broken(node, f"is in region {region}, and is none of its compute.")
 
 
 def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:

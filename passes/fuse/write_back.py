@@ -1,52 +1,73 @@
-"""Which buckets of whole parameters can be updated and gathered where the parameters lie."""
+"""Let whole parameters be updated and gathered where they lie, bucket by bucket."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, mutated_inputs
-from zerofx.ir.graph import is_owned, program_order
+from zerofx.ir.graph import erase_unused, is_owned, program_order
 from zerofx.ir.interface import input_role
+from zerofx.ir.lowered import STANDS_FOR
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import Role, parameter_of, role
+from zerofx.ir.roles import Provenance, Role, bucket_of, parameter_of, role
+from zerofx.passes.base import Counts, PassContext
 
 
-@dataclass(frozen=True)
-class WholeBucket:
-    """The end of one bucket's step at stages 1 and 2, all of whose copies may be left out.
+def write_back(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Replace all copies of a gathered bucket into its parameters by one node.
 
-    ``wait`` is the gather of its updated shards, ``writes`` copy each parameter's part of it
-    into the parameter.  ``parameters`` are those of the bucket, in the order of ``writes``.
+    Before, at stages 1 and 2::
+
+        s = update(take_shard(p, 0, n), g, 1, 0)
+        whole = wait(all_gather_start(pack([s, ...], [0, ...], m), 2))
+        copy_(p, whole[0:k].view(...));  copy_(q, whole[k:l].view(...))
+
+    After::
+
+        s = update(take_shard(p, 0, n), g, 1, 0)
+        whole = wait(all_gather_start(pack([s, ...], [0, ...], m), 2))
+        write_back(whole, [p, q], [0, 1])
+
+    If ``p`` is a view of its bucket's flat buffer, ``s`` can be this rank's range of it and
+    ``whole`` the buffer itself, and nothing is left to copy.  That writes ``p`` at the update and,
+    the other ranks' ranges, from the gather's start on: all readers of its old value must come
+    before, and all that is gathered must be parameters that this program updates once.
     """
-
-    wait: fx.Node
-    writes: tuple[fx.Node, ...]
-    parameters: tuple[int, ...]
-
-
-def buckets_updated_in_place(graph: fx.Graph, table: ParameterTable) -> list[WholeBucket]:
-    """Find the buckets whose parameters may be written before the program's copies say so::
-
-        s = zerofx.update(zerofx.take_shard(p, 0, n), g, 1, 0)
-        whole = zerofx.wait(zerofx.all_gather_start(zerofx.pack([s, ...], [0, ...], m), 2))
-        copy_(p, whole[0:k].view(...))
-
-    If ``p`` is a view of a bucket's flat buffer, ``s`` can be this rank's range of it and
-    ``whole`` the buffer itself.  That writes ``p`` at the update and, the other ranks' ranges,
-    from the gather's start on: all readers of its old value must come before, and all that is
-    gathered must be parameters that this program updates once.
-    """
-    order = program_order(graph)
-    found = (_bucket_of(node, table, order) for node in graph.nodes if node.target is ops.wait)
-    return [bucket for bucket in found if bucket is not None]
+    order = program_order(gm.graph)
+    found = {
+        wait: writes
+        for wait in gm.graph.nodes
+        if wait.target is ops.wait and (writes := _writes_of(wait, ctx.table, order))
+    }
+    for wait, writes in found.items():
+        _write_together(gm.graph, wait, writes)
+    return {"buckets": len(found), "copies": sum(map(len, found.values()))}
 
 
-def _bucket_of(
+def _write_together(graph: fx.Graph, wait: fx.Node, writes: list[fx.Node]) -> None:
+    wholes = [write.args[0] for write in writes]
+    parameters = [input_role(whole).parameter for whole in wholes]
+    with graph.inserting_after(wait):
+        call = graph.create_node(
+            "call_function", ops.write_back, (wait, wholes, parameters), name="write_back"
+        )
+    alone = parameters[0] if len(parameters) == 1 else -1
+    call.meta = {
+        "val": None,
+        STANDS_FOR: writes[0].name,
+        "zerofx": Provenance(Role.WRITE_BACK, alone, "write_back", bucket_of(wait)),
+    }
+    for write in writes:
+        value = write.args[1]
+        graph.erase_node(write)
+        erase_unused(graph, [value])
+
+
+def _writes_of(
     wait: fx.Node, table: ParameterTable, order: dict[fx.Node, int]
-) -> WholeBucket | None:
+) -> list[fx.Node] | None:
+    """The copies of each part of a gathered bucket into its parameter; None if they must stay."""
     start = wait.args[0]
     if start.target is not ops.all_gather_start or list(start.users) != [wait]:
         return None
@@ -65,7 +86,7 @@ def _bucket_of(
     readers = {user for alias in seen for user in alias.users} - set(writes)
     if any(reader.op == "output" or mutated_inputs(reader) for reader in readers):
         return None
-    return WholeBucket(wait, tuple(writes), tuple(parameters))
+    return writes
 
 
 def _is_whole_bucket(parameters: list[int], packed: fx.Node, table: ParameterTable) -> bool:

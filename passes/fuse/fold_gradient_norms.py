@@ -11,12 +11,14 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.graph import erase_unused, program_order
-from zerofx.lower.gradient_work import may_be_overwritten
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.fuse.fold_gradient_work import may_be_overwritten
+from zerofx.passes.fuse.together import result_of, run_together
 
 aten = torch.ops.aten
 
 
-def fold_gradient_norms(graph: fx.Graph) -> None:
+def fold_gradient_norms(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """Take the squares of gradients from their updates, for a total norm that decides no update.
 
     Before::
@@ -27,16 +29,17 @@ def fold_gradient_norms(graph: fx.Graph) -> None:
 
     After::
 
-        s = update(p, g, 1, 0, norm=0);  a = gradient_squares(s)
-        t = update(q, h, 1, 1, norm=0);  b = gradient_squares(t);  ...
+        s, a = update_together([p], [g], 1, [0], norm=0)
+        t, b = update_together([q], [h], 1, [1], norm=0);  ...
 
     The gradient is then read once, and gone after its update.  Updates of one norm may share out
-    their squares among them as they like, if they add up: nobody but the total reads them, and
-    one kernel takes the updates of a bucket.  A norm that clips comes before the updates, and is
-    left alone; so is one of whose gradients any cannot be folded.
+    their squares among them as they like, if they add up: only the total reads them, and one
+    kernel takes the updates of a bucket.  A norm that clips comes before the updates, and is left
+    alone; so is one of whose gradients any cannot be folded.
     """
+    graph = gm.graph
     order = program_order(graph)
-    number = 0
+    number = folded = 0
     for start in [node for node in graph.nodes if node.target is ops.all_reduce_start]:
         for members in _totals(start):
             found = [(square, _update_of(square, start, order)) for square in members]
@@ -45,13 +48,15 @@ def fold_gradient_norms(graph: fx.Graph) -> None:
                 continue
             for square, update in found:
                 assert update is not None
-                update.kwargs = {**update.kwargs, "norm": number}
-                with graph.inserting_after(update):
-                    given = graph.call_function(ops.gradient_squares, (update,))
-                given.meta["val"] = square.meta["val"]
-                square.replace_all_uses_with(given)
+                place, value = order[update], square.meta["val"]
+                by = "fold_gradient_norms"
+                together = run_together(graph, [update], by, squares=value, norm=number)
+                order[together] = place
+                square.replace_all_uses_with(result_of(together, 1))
                 erase_unused(graph, [square])
+                folded += 1
             number += 1
+    return {"norms": number, "gradients": folded}
 
 
 def _totals(start: fx.Node) -> list[list[fx.Node]]:
@@ -110,7 +115,7 @@ def _update_of(square: fx.Node, start: fx.Node, order: dict[fx.Node, int]) -> fx
         return None
     for update in gradient.users:
         is_its = update.target is ops.update and update.args[1] is gradient
-        if is_its and order[update] < order[start.args[0]] and "norm" not in update.kwargs:
+        if is_its and order[update] < order[start.args[0]]:
             return update
     return None
 

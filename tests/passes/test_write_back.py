@@ -1,4 +1,4 @@
-"""Which buckets may be written before the program's last copies, and which must not."""
+"""write_back: buckets that may be written before the program's last copies, and no others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.kit.programs import Captured, capture, mlp_step, nodes_of, rewritten
+from tests.kit.programs import Captured, capture, clone, context_of, mlp_step, nodes_of, rewritten
+from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
 from zerofx.ir.interface import input_role, placeholders
-from zerofx.lower.in_place import buckets_updated_in_place
+from zerofx.passes.fuse.write_back import write_back
+from zerofx.passes.manager import run_pipeline
+from zerofx.passes.pipeline import PIPELINE
+from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 
@@ -20,9 +24,22 @@ def program(request):
     return rewritten(mlp_step(), stage=request.param, bucket=True, update_in_backward=True)
 
 
+def written_back(program: Captured) -> Captured:
+    """A copy of the program after the pass."""
+    copy = clone(program)
+    write_back(copy.gm, context_of(copy, stage=1, bucket=True))
+    return copy
+
+
 def found_in(program: Captured) -> set[frozenset[int]]:
-    buckets = buckets_updated_in_place(program.graph, program.table)
-    return {frozenset(bucket.parameters) for bucket in buckets}
+    return {frozenset(node.args[2]) for node in nodes_of(written_back(program), ops.write_back)}
+
+
+def one_bucket(program: Captured) -> tuple[frozenset[int], list[fx.Node]]:
+    """The parameters of some bucket, and the copies into them."""
+    copies = {input_role(n.args[0]).parameter: n for n in nodes_of(program, aten.copy_.default)}
+    bucket = min(all_buckets(program), key=sorted)
+    return bucket, [copy for parameter, copy in copies.items() if parameter in bucket]
 
 
 def all_buckets(program: Captured) -> set[frozenset[int]]:
@@ -81,17 +98,17 @@ def test_who_reads_the_old_value_before_the_update_does_not_matter(program):
 
 
 def test_a_gathered_value_that_leaves_the_program_keeps_its_bucket_out(program):
-    bucket = buckets_updated_in_place(program.graph, program.table)[0]
-    return_too(program, bucket.writes[0].args[1])
-    assert found_in(program) == all_buckets(program) - {frozenset(bucket.parameters)}
+    bucket, writes = one_bucket(program)
+    return_too(program, writes[0].args[1])
+    assert found_in(program) == all_buckets(program) - {bucket}
 
 
 def test_a_write_to_a_gathered_value_keeps_its_bucket_out(program):
-    bucket = buckets_updated_in_place(program.graph, program.table)[0]
+    bucket, writes = one_bucket(program)
     builder = Builder(program.gm, "test", program.table)
-    with program.graph.inserting_after(bucket.writes[-1]):
-        builder.call(aten.mul_.Tensor, bucket.writes[0].args[1], 2, role="test")
-    assert found_in(program) == all_buckets(program) - {frozenset(bucket.parameters)}
+    with program.graph.inserting_after(writes[-1]):
+        builder.call(aten.mul_.Tensor, writes[0].args[1], 2, role="test")
+    assert found_in(program) == all_buckets(program) - {bucket}
 
 
 def test_a_part_of_a_bucket_is_none():
@@ -129,3 +146,45 @@ def test_two_updates_of_a_parameter_keep_its_bucket_out():
 
     program = rewritten(capture(step, torch.randn(4, 5), world_size=2), stage=2, bucket=True)
     assert len(nodes_of(program, ops.update)) == 4 and not found_in(program)
+
+
+def test_one_node_stands_for_the_copies_of_a_bucket(program):
+    after = written_back(program)
+    assert not nodes_of(after, aten.copy_.default)
+    for node in nodes_of(after, ops.write_back):
+        gathered, wholes, parameters = node.args
+        assert gathered.target is ops.wait
+        assert [input_role(whole).parameter for whole in wholes] == parameters
+    verify(after.gm, after.table, {"averaged_gradients", "sharded_updates"})
+
+
+def test_a_read_of_the_old_value_behind_the_update_is_rejected(program):
+    after = written_back(program)
+    builder = Builder(after.gm, "test", after.table)
+    with after.graph.inserting_after(update_of(after, 0)):
+        return_too(after, builder.call(aten.neg.default, value_of(after, 0), role="test"))
+    with pytest.raises(GraphError, match="may have written it in place"):
+        verify(after.gm, after.table, {"averaged_gradients"})
+
+
+def test_a_parameter_of_another_bucket_is_rejected(program):
+    after = written_back(program)
+    one, other = nodes_of(after, ops.write_back)[:2]
+    one.args, other.args = (one.args[0], *other.args[1:]), (other.args[0], *one.args[1:])
+    with pytest.raises(GraphError, match="does not write back the parameters that"):
+        verify(after.gm, after.table, {"averaged_gradients"})
+
+
+def test_a_value_for_another_parameter_is_rejected(program):
+    after = written_back(program)
+    node = next(n for n in nodes_of(after, ops.write_back) if len(n.args[2]) > 1)
+    node.args = (node.args[0], list(reversed(node.args[1])), node.args[2])
+    with pytest.raises(GraphError, match="does not write to the parameters that it names"):
+        verify(after.gm, after.table, {"averaged_gradients"})
+
+
+def test_requires_sharded_updates():
+    (alone,) = [step for step in PIPELINE if step.name == "write_back"]
+    program = rewritten(mlp_step(), stage=1, until="data_parallel")
+    with pytest.raises(GraphError, match="'write_back' requires sharded_updates"):
+        run_pipeline(program.gm, context_of(program, stage=1, bucket=True), [alone])

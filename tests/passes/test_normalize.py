@@ -8,14 +8,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.kit.programs import assert_same_numerics, capture, evaluation, execute, listing, mlp_step
 from zerofx import compat
-from zerofx.capture.normalize import normalize
 from zerofx.ir.interface import InputRole, placeholders, set_input_role
+from zerofx.passes.normalize import normalize
 
 aten = torch.ops.aten
 
 
 def trace(function, *inputs, roles=()):
-    """``function`` as capture hands it to normalize: functional aten, every input with a role."""
+    """``function`` as capture hands it to the passes: functional aten, every input with a role."""
     gm = make_fx(functionalize(function), tracing_mode="fake")(*inputs)
     for position, node in enumerate(placeholders(gm.graph)):
         set_input_role(node, roles[position] if position < len(roles) else InputRole("other"))
@@ -131,7 +131,7 @@ def test_a_copy_into_fresh_memory_is_what_was_copied():
 
     gm = trace(function, torch.randn(2, 3))
     assert aten.copy.default in targets(gm)
-    normalize(gm)
+    normalize(gm, None)
     assert targets(gm) == [aten.mul.Tensor, aten.add.Tensor]
 
 
@@ -150,7 +150,7 @@ def test_a_copy_that_changes_something_stays(into):
 
     x = torch.randn(2, 3)
     gm = trace(function, x)
-    normalize(gm)
+    normalize(gm, None)
     assert aten.copy.default in targets(gm)
     actual, expected = gm(x), function(x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -163,7 +163,7 @@ def test_a_copy_of_a_parameter_does_not_become_its_alias():
 
     p = torch.randn(2, 3)
     gm = trace(function, p, roles=[PARAMETER])
-    normalize(gm)
+    normalize(gm, None)
     assert gm(p).data_ptr() != p.data_ptr()
 
 
@@ -172,7 +172,7 @@ def test_what_a_dropped_copy_overwrote_is_not_computed():
         return aten.copy.default(x.exp(), y * 2)
 
     gm = trace(function, torch.randn(3), torch.randn(3))
-    normalize(gm)
+    normalize(gm, None)
     assert targets(gm) == [aten.mul.Tensor]
 
 
@@ -184,7 +184,7 @@ def test_filling_like_a_parameter_does_not_read_it(make, dtype):
 
     inputs = torch.randn(2, 3), torch.randn(2, 3)
     gm = trace(function, *inputs, roles=[PARAMETER])
-    normalize(gm)
+    normalize(gm, None)
     (parameter,) = placeholders(gm.graph, "parameter")
     assert not parameter.users
     torch.testing.assert_close(gm(*inputs), function(*inputs), rtol=0, atol=0)
@@ -196,7 +196,7 @@ def test_empty_memory_like_a_parameter_does_not_read_it_and_keeps_its_layout():
 
     parameter = torch.randn(3, 2).t()
     gm = trace(function, parameter, roles=[PARAMETER])
-    normalize(gm)
+    normalize(gm, None)
     (node,) = placeholders(gm.graph, "parameter")
     assert not node.users
     assert gm(parameter).stride() == parameter.stride()
@@ -208,7 +208,7 @@ def test_zeros_like_a_transposed_parameter_keep_its_layout():
 
     parameter = torch.randn(3, 2).t()
     gm = trace(function, parameter, roles=[PARAMETER])
-    normalize(gm)
+    normalize(gm, None)
     assert gm(parameter).stride() == parameter.stride()
 
 
@@ -217,7 +217,7 @@ def test_filling_like_a_batch_is_left_alone():
         return torch.zeros_like(x)
 
     gm = trace(function, torch.randn(2, 3))
-    normalize(gm)
+    normalize(gm, None)
     assert targets(gm) == [aten.zeros_like.default]
 
 
@@ -227,7 +227,7 @@ def test_a_write_of_an_input_to_itself_is_dropped():
     with gm.graph.inserting_before(gm.graph.output_node()):
         write = gm.graph.call_function(aten.copy_.default, (x, x))
     write.meta = dict(x.meta)
-    normalize(gm)
+    normalize(gm, None)
     assert targets(gm) == [aten.mul.Tensor]
 
 
@@ -238,7 +238,7 @@ def test_a_write_to_an_input_stays():
     with gm.graph.inserting_before(gm.graph.output_node()):
         write = gm.graph.call_function(aten.copy_.default, (x, double))
     write.meta = dict(x.meta)
-    normalize(gm)
+    normalize(gm, None)
     assert aten.copy_.default in targets(gm)
 
 
@@ -250,14 +250,14 @@ def test_leaves_other_programs_alone():
         function, torch.randn(2, 3), torch.randn(4, 3), roles=[InputRole("other"), PARAMETER]
     )
     before = gm.code
-    normalize(gm)
+    normalize(gm, None)
     assert gm.code == before
 
 
 def test_is_idempotent():
     for captured in (mlp_step(clip=True), evaluation()):
         before = listing(captured)
-        normalize(captured.gm)
+        normalize(captured.gm, None)
         assert listing(captured) == before
 
 

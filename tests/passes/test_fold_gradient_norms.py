@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import time
 
 import pytest
@@ -15,13 +16,12 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.covering import first
 from tests.kit.device_memory import Allocations
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.lower.test_fold_gradient_work import Program, counting
+from tests.passes.test_fold_gradient_work import Program, counting, without_pass
+from zerofx.backend import zero
 from zerofx.codegen import kernel
 from zerofx.ir import ops
-from zerofx.lower import lowering
-from zerofx.lower.gradient_norms import fold_gradient_norms
-from zerofx.lower.gradient_work import fold_gradient_work
-from zerofx.lower.regions import is_compute
+from zerofx.passes.fuse.fold_gradient_norms import fold_gradient_norms
+from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
 from zerofx.runtime.optimizer import fused as updates
 from zerofx.runtime.optimizer.steps import DeviceUpdates
 
@@ -58,7 +58,7 @@ class Normed(Program):
         """Fold norms; return whether there were any."""
         self.output(results)
         before = str(self)
-        fold_gradient_norms(self)
+        fold_gradient_norms(self.module(), None)
         self.lint()
         return str(self) != before
 
@@ -77,13 +77,16 @@ def inputs(program):
 
 def test_updates_give_the_squares_of_a_norm_behind_them(program, inputs):
     p, q, g, h = inputs
-    one, other = program.update(p, g), program.update(q, h, 1)
+    updates = program.update(p, g), program.update(q, h, 1)
     norms = program.reduced(program.square(g), program.square(h))
-    assert program.fold(one, other, program.total(*norms))
+    assert program.fold(*updates, program.total(*norms))
+    one, other = program.updates()
     assert one.kwargs == other.kwargs == {"norm": 0}
     stacked = norms[0].args[0].args[0].args[0].args[0]
-    assert [node.target for node in stacked.args[0]] == [ops.gradient_squares] * 2
-    assert [node.args for node in stacked.args[0]] == [(one,), (other,)]
+    assert [(node.target, node.args) for node in stacked.args[0]] == [
+        (operator.getitem, (one, 1)),
+        (operator.getitem, (other, 1)),
+    ]
     assert list(g.users) == [one] and list(h.users) == [other]
 
 
@@ -93,8 +96,9 @@ def test_the_norm_of_what_work_makes_of_a_gradient_leaves_the_work_to_the_kernel
     one = program.update(p, scaled)
     total = program.total(*program.reduced(program.square(scaled)))
     assert program.fold(one, total)
-    fold_gradient_work(program, nn.Module(), is_compute)
-    assert one.args[1] is g and one.kwargs.keys() == {"norm", "work", "coefficients"}
+    fold_gradient_work(program.module(), None)
+    (one,) = program.updates()
+    assert one.args[1] == [g] and one.kwargs.keys() == {"norm", "work", "coefficients"}
 
 
 def test_a_norm_that_clips_is_left_alone(program, inputs):
@@ -148,10 +152,10 @@ def test_a_gradient_that_is_overwritten_before_its_norm_is_left_alone(program, i
 
 def test_two_norms_do_not_share_a_kernel(program, inputs):
     p, q, g, h = inputs
-    one, other = program.update(p, g), program.update(q, h, 1)
+    updates = program.update(p, g), program.update(q, h, 1)
     norms = program.reduced(program.square(g), program.square(h))
-    assert program.fold(one, other, *(program.total(norm) for norm in norms))
-    assert [one.kwargs, other.kwargs] == [{"norm": 0}, {"norm": 1}]
+    assert program.fold(*updates, *(program.total(norm) for norm in norms))
+    assert [update.kwargs for update in program.updates()] == [{"norm": 0}, {"norm": 1}]
 
 
 def test_padding_is_zero_as_it_was_reduced(program, inputs):
@@ -161,6 +165,7 @@ def test_padding_is_zero_as_it_was_reduced(program, inputs):
     one = program.update(p, part)
     masked = program.call(ops.mask_padding, part, 0, 0.0)
     assert program.fold(one, program.total(*program.reduced(program.square(masked))))
+    (one,) = program.updates()
     assert one.kwargs == {"norm": 0} and list(part.users) == [one]
 
 
@@ -249,6 +254,7 @@ class Trained:
             step = functools.partial(step, scaler=scaler)
         if stage is not None:
             step = torch.compile(step, backend="zero", options={"stage": stage, **options})
+        self.step = step
         self.norms = []
         for number in range(3):
             generator = torch.Generator().manual_seed(number)
@@ -259,6 +265,11 @@ class Trained:
         self.parameters = [value.detach().clone() for value in model.state_dict().values()]
         states = optimizer.state_dict()["state"].values()
         self.states = [value for state in states for _, value in sorted(state.items())]
+
+    def reports(self):
+        code = self.step._torchdynamo_orig_callable.__code__
+        (function,) = [known for known in zero.functions if known.code is code]
+        return function.programs[0].reports
 
 
 @pytest.fixture
@@ -280,7 +291,7 @@ def summed(monkeypatch):
 
 def unfolded(monkeypatch, *args, **kwargs):
     with monkeypatch.context() as context:
-        context.setattr(lowering, "fold_gradient_norms", lambda graph: None)
+        without_pass(context, "fold_gradient_norms")
         return Trained(*args, **kwargs)
 
 
@@ -347,19 +358,10 @@ def test_a_step_that_is_skipped_has_a_norm(summed):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", first(1, [1, 3]))
-def test_a_clipped_steps_program_is_unchanged(stage, summed, monkeypatch):
-    lowered = []
-    monkeypatch.setattr(
-        lowering, "fold_gradient_norms", lambda graph: lowered.append(folding(graph))
-    )
-
-    def folding(graph):
-        before = str(graph)
-        fold_gradient_norms(graph)
-        return before == str(graph)
-
-    Trained(stage, clipped_step)
-    assert lowered == [True] and not summed
+def test_a_clipped_steps_program_is_unchanged(stage, summed):
+    step = Trained(stage, clipped_step)
+    (report,) = [one for one in step.reports() if one.name == "fold_gradient_norms"]
+    assert report.counts == {"norms": 0, "gradients": 0} and not summed
 
 
 def test_it_is_off_with_fuse_optimizer(summed):
@@ -425,6 +427,6 @@ def peak_of_updates(monkeypatch):
 def test_a_gradient_is_gone_after_its_update(monkeypatch):
     largest, peak = peak_of_updates(monkeypatch)
     assert largest <= 64
-    monkeypatch.setattr(lowering, "fold_gradient_norms", lambda graph: None)
+    without_pass(monkeypatch, "fold_gradient_norms")
     _, peak_without = peak_of_updates(monkeypatch)
     assert peak + 2 * 4 * 128 * 128 <= peak_without  # of four

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import time
 from collections import Counter
 from unittest import mock
@@ -18,11 +20,14 @@ from tests.kit.device_memory import Allocations
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.codegen import kernel
+from zerofx.compiler import program as compiler
 from zerofx.ir import ops
 from zerofx.ir.interface import InputRole, set_input_role
-from zerofx.lower import lowering
-from zerofx.lower.gradient_work import fold_gradient_work
-from zerofx.lower.regions import CompiledRegion, is_compute
+from zerofx.ir.lowered import gradient_work
+from zerofx.lower.regions import CompiledRegion
+from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
+from zerofx.passes.pipeline import PIPELINE
+from zerofx.replay.reference import worked_on
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer import fused as updates
 from zerofx.runtime.optimizer.steps import DeviceUpdates
@@ -52,10 +57,16 @@ class Program(fx.Graph):
     def update(self, shard, gradient, index=0):
         return self.call(ops.update, shard, gradient, 1, index, None)
 
+    def module(self):
+        return fx.GraphModule(nn.Module(), self)
+
+    def updates(self):
+        """The updates as they are after a pass, in order."""
+        return [node for node in self.nodes if node.target in (ops.update, ops.update_together)]
+
     def fold(self, *results):
         self.output(results)
-        self.root = nn.Module()
-        fold_gradient_work(self, self.root, is_compute)
+        fold_gradient_work(self.module(), None)
         self.lint()
         return Counter(node.target for node in self.nodes if node.op == "call_function")
 
@@ -79,11 +90,17 @@ def test_a_product_with_a_number_is_folded(program, inputs):
     other = program.update(q, program.call(aten.mul.Tensor, h, coefficient), 1)
     left = program.fold(one, other)
     assert aten.mul.Tensor not in left
-    assert [one.args[1], other.args[1]] == [g, h]
+    one, other = program.updates()
+    assert [one.args[1], other.args[1]] == [[g], [h]]
     assert one.kwargs == other.kwargs  # of which there is one kernel
     assert one.kwargs["coefficients"] == [coefficient]
-    work = getattr(program.root, one.kwargs["work"].target)
-    assert torch.equal(work(torch.ones(3), torch.tensor(2.0)), torch.full((3,), 2.0))
+    assert one.kwargs["work"] == (
+        "mul_tensor = aten.mul.Tensor(gradient, coefficient); return mul_tensor"
+    )
+    operands, twice = (torch.ones(3), torch.tensor(2.0)), torch.full((3,), 2.0)
+    assert torch.equal(gradient_work(one)(*operands), twice)
+    (worked,) = worked_on([operands[0]], one.kwargs["work"], [operands[1]])
+    assert torch.equal(worked, twice)
 
 
 def test_a_chain_is_folded_with_what_it_branches_on(program, inputs):
@@ -96,8 +113,15 @@ def test_a_chain_is_folded_with_what_it_branches_on(program, inputs):
     )
     kept = program.call(aten.where.self, flag, scaled, masked)
     one = program.update(p, program.call(aten._to_copy.default, kept, dtype=torch.float32))
-    assert set(program.fold(one)) == {ops.wait, ops.update}
-    assert one.args[1] is g and set(one.kwargs["coefficients"]) == {coefficient, flag}
+    assert set(program.fold(one)) == {ops.wait, ops.update_together, operator.getitem}
+    (one,) = program.updates()
+    assert one.args[1] == [g] and set(one.kwargs["coefficients"]) == {coefficient, flag}
+    # As its text says, and as its kernel does.
+    gradient, values = torch.tensor([1.0, torch.nan]), [torch.tensor(3.0), torch.tensor(True)]
+    order = [coefficient, flag]
+    given = [values[order.index(node)] for node in one.kwargs["coefficients"]]
+    (worked,) = worked_on([gradient], one.kwargs["work"], given)
+    torch.testing.assert_close(worked, gradient_work(one)(gradient, *given), equal_nan=True)
 
 
 def test_equal_work_is_shared_and_other_work_is_not(program, inputs):
@@ -105,7 +129,9 @@ def test_equal_work_is_shared_and_other_work_is_not(program, inputs):
     one = program.update(p, program.call(aten.mul.Tensor, g, coefficient))
     other = program.update(q, program.call(aten.div.Tensor, h, coefficient), 1)
     program.fold(one, other)
-    assert one.kwargs["work"] is not other.kwargs["work"]
+    one, other = program.updates()
+    assert one.kwargs["work"] != other.kwargs["work"]
+    assert gradient_work(one) is not gradient_work(other)
 
 
 def test_a_gradient_that_outlives_the_step_is_written(program, inputs):
@@ -124,7 +150,8 @@ def test_what_something_behind_a_collective_reads_is_written(program, inputs):
     clipped = program.call(aten.mul.Tensor, unscaled, norm)
     one = program.update(p, clipped)
     left = program.fold(one)
-    assert one.args[1] is unscaled and left[aten.mul.Tensor] == 1
+    (one,) = program.updates()
+    assert one.args[1] == [unscaled] and left[aten.mul.Tensor] == 1
 
 
 def test_a_norm_computed_where_the_gradient_is_needs_none_in_memory(program, inputs):
@@ -133,7 +160,8 @@ def test_a_norm_computed_where_the_gradient_is_needs_none_in_memory(program, inp
     norm = program.call(aten.linalg_vector_norm.default, unscaled)
     one = program.update(p, program.call(aten.mul.Tensor, unscaled, norm))
     left = program.fold(one)
-    assert one.args[1] is g and one.kwargs["coefficients"] == [coefficient, norm]
+    (one,) = program.updates()
+    assert one.args[1] == [g] and one.kwargs["coefficients"] == [coefficient, norm]
     assert left[aten.mul.Tensor] == 1  # the norm's
 
 
@@ -143,7 +171,8 @@ def test_a_wider_gradient_is_not_kept_for_the_sake_of_a_fold(program, inputs):
     norm = program.call(aten.linalg_vector_norm.default, narrow)
     one = program.update(p, program.call(aten.mul.Tensor, narrow, norm))
     program.fold(one)
-    assert one.args[1] is narrow
+    (one,) = program.updates()
+    assert one.args[1] == [narrow]
 
 
 def test_a_sum_of_two_gradients_is_computed_before(program, inputs):
@@ -152,7 +181,8 @@ def test_a_sum_of_two_gradients_is_computed_before(program, inputs):
     one = program.update(p, program.call(aten.mul.Tensor, total, coefficient))
     alone = program.update(q, program.call(aten.add.Tensor, g, h), 1)
     program.fold(one, alone)
-    assert one.args[1] is total and not alone.kwargs
+    one, alone = program.updates()
+    assert one.args[1] == [total] and not alone.kwargs
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["itself", "gathered"])
@@ -298,11 +328,11 @@ class Trained:
             )
         self.kernels, self.losses, self.gradients = [], [], None
         with (
-            mock.patch.multiple(
-                lowering, fold_gradient_work=fold_gradient_work if folds else lambda *_: None
-            ),
+            contextlib.nullcontext() if folds else pytest.MonkeyPatch.context() as patched,
             counting() as calls,
         ):
+            if patched is not None:
+                without_pass(patched, "fold_gradient_work")
             for number in range(3):
                 x = batch(number, rank, world_size).to(dtype)
                 if bad is not None and number == 1:
@@ -314,6 +344,12 @@ class Trained:
         self.parameters = [v.detach().clone() for v in model.state_dict().values()]
         states = optimizer.state_dict()["state"].values()
         self.states = [value for state in states for _, value in sorted(state.items())]
+
+
+def without_pass(monkeypatch, name):
+    """Compile without one pass of the pipeline."""
+    others = tuple(step for step in PIPELINE if step.name != name)
+    monkeypatch.setattr(compiler, "PIPELINE", others)
 
 
 class counting:
@@ -485,5 +521,5 @@ def allocated_for_updates(monkeypatch) -> int:
 def test_a_clipped_update_allocates_nothing_beyond_states(monkeypatch):
     with monkeypatch.context() as context:
         assert allocated_for_updates(context) <= 64  # numbers: the norm's, the coefficient
-    monkeypatch.setattr(lowering, "fold_gradient_work", lambda *_: None)
+    without_pass(monkeypatch, "fold_gradient_work")
     assert allocated_for_updates(monkeypatch) >= 4 * 512 * 63  # that the instrument works

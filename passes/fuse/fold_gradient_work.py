@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import fx, nn
+from torch import fx
 
 from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, writers
 from zerofx.ir.graph import erase_unused, program_order
+from zerofx.ir.lowered import set_gradient_work
 from zerofx.ir.sizes import value_bytes
+from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.fuse.form_regions import is_compute
+from zerofx.passes.fuse.together import is_update_alone, operands_of, run_together
 
 
-def fold_gradient_work(
-    graph: fx.Graph, root: nn.Module, is_compute: Callable[[fx.Node], bool]
-) -> None:
-    """Give updates the gradient as it is before elementwise work that nobody else needs.
+def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Give updates the gradient as it is before elementwise work that only they need.
 
     Before::
 
         mul = mul(g, clip);  update(p, mul, 1, 0);  mul_1 = mul(h, clip);  update(q, mul_1, 1, 1)
 
-    After, with a ``GradientWork`` of ``root``'s::
+    After, with ``mul = aten.mul.Tensor(gradient, coefficient); return mul`` for ``work``::
 
-        update(p, g, 1, 0, work=multiply, coefficients=[clip])
-        update(q, h, 1, 1, work=multiply, coefficients=[clip])
+        update_together([p], [g], 1, [0], work=work, coefficients=[clip])
+        update_together([q], [h], 1, [1], work=work, coefficients=[clip])
 
     The gradient is then read once and not written again, and updates stand next to each other:
     one kernel takes those of a bucket.  What else reads a result of the work needs it in memory,
     and it stays (``p.grad`` that outlives the step); unless it is computed where the result is, as
-    a norm, which needs none.  ``is_compute`` tells what is compiled together.
+    a norm, which needs none.
     """
-    known: dict[tuple, fx.Node] = {}
+    graph = gm.graph
+    known: dict[tuple, GradientWork] = {}
     order = program_order(graph)
-    runs = _runs(graph, is_compute)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for update in [node for node in graph.nodes if node.target is ops.update]:
+    runs = _runs(graph)
+    folded_nodes = 0
+    for update in list(filter(is_update_alone, graph.nodes)):
         folded = _foldable(update, order, runs)
         if folded is None:
             continue
@@ -44,18 +45,22 @@ def fold_gradient_work(
         work, coefficients = GradientWork.of(nodes, gradient)
         if any(may_be_overwritten(number, update, order) for number in coefficients):
             continue  # it is read by then, and not where the step reads it
-        if work.computation not in known:
-            name = f"gradient_work_{len(known)}"
-            setattr(root, name, work)
-            with graph.inserting_after(inputs[-1]):
-                known[work.computation] = graph.get_attr(name)
-        update.update_arg(1, gradient)
-        work_of = {"work": known[work.computation], "coefficients": coefficients}
-        update.kwargs = {**update.kwargs, **work_of}
-        erase_unused(graph, [nodes[-1]])
+        work = known.setdefault(work.computation, work)
+        together = run_together(
+            graph,
+            [update],
+            "fold_gradient_work",
+            gradient,
+            work=work.text,
+            coefficients=coefficients,
+        )
+        set_gradient_work(together, work)
+        order[together], runs[together] = order[update], runs[update]
+        folded_nodes += erase_unused(graph, [nodes[-1]])
+    return {"kinds of work": len(known), "operators": folded_nodes}
 
 
-def _runs(graph: fx.Graph, is_compute: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
+def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the runs of compute that are compiled together."""
     runs, number = {}, 0
     for node in graph.nodes:
@@ -68,9 +73,10 @@ def _foldable(
     update: fx.Node, order: dict[fx.Node, int], runs: dict[fx.Node, int]
 ) -> tuple[list[fx.Node], fx.Node] | None:
     """The most work before an update that starts from one flat tensor; and that tensor."""
-    shape = tuple(update.args[1].meta["val"].shape)
+    _, given, _ = operands_of(update)
+    shape = tuple(given.meta["val"].shape)
     inside = {update}
-    edge = {update.args[1]}
+    edge = {given}
     found: tuple[list[fx.Node], fx.Node] | None = None
     while edge:
         node = max(edge, key=order.__getitem__)
@@ -88,7 +94,7 @@ def _foldable(
 
 
 def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Node, int]) -> bool:
-    """Whether nobody else needs a result in memory.
+    """Whether nothing else needs a result in memory.
 
     Where others read it as it is computed, what it is computed from must take no more memory, as
     that now lives on.
@@ -102,7 +108,7 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
 
 
 def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a tensor may lie in memory that is written to before somebody would read it.
+    """Whether a tensor may lie in memory that is written to before ``reader`` would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """

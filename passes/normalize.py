@@ -14,22 +14,31 @@ from torch import fx
 from zerofx.ir.aliases import aliased_inputs, memory_of
 from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import input_role, placeholders
+from zerofx.passes.base import Counts, PassContext
 
 aten = torch.ops.aten
 
 
-def normalize(gm: fx.GraphModule) -> None:
-    """Rewrite in place: drop copies into fresh memory, no-ops and reads of a mere shape."""
-    _detach_shapes_from_parameters(gm)
+def normalize(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Drop copies into fresh memory, no-ops and reads of a mere shape.
+
+    Before::
+
+        e = empty_like(p);  c = copy(e, x);  w = copy_(q, q)
+
+    After: ``x`` is read for ``c``, ``q`` for ``w``, and ``p`` by nothing.
+    """
+    before = len(gm.graph.nodes)
+    shapes = _detach_shapes_from_parameters(gm)
     _drop_copies(gm)
-    gm.graph.lint()
-    gm.recompile()
+    return {"shapes": shapes, "dropped": before - len(gm.graph.nodes)}
 
 
-def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
+def _detach_shapes_from_parameters(gm: fx.GraphModule) -> int:
     """``empty_like(parameter)`` -> ``empty_strided(...)``: it reads no values."""
+    detached = 0
     fills = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
-    builder = Builder(gm, "capture")
+    builder = Builder(gm, "normalize")
     for parameter in placeholders(gm.graph, "parameter"):
         for node in list(parameter.users):
             if node.target not in (aten.empty_like.default, *fills):
@@ -50,6 +59,8 @@ def _detach_shapes_from_parameters(gm: fx.GraphModule) -> None:
             builder.refresh(replacement)
             node.replace_all_uses_with(replacement)
             gm.graph.erase_node(node)
+            detached += 1
+    return detached
 
 
 def _drop_copies(gm: fx.GraphModule) -> None:

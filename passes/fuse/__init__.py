@@ -1,0 +1,1 @@
+"""What the last passes run together: updates, copies of a bucket, and compute."""

@@ -1,0 +1,78 @@
+"""form_regions: runs of compute between our operators have numbers, and views of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from tests.kit.programs import clone, context_of, mlp_step, rewritten, run_passes
+from zerofx.errors import GraphError
+from zerofx.ir import ops
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
+from zerofx.ir.lowered import region_of, set_region
+from zerofx.passes.fuse.form_regions import form_regions
+from zerofx.verify.verifier import verify
+
+aten = torch.ops.aten
+FACTS = {"averaged_gradients", "sharded_updates"}
+
+
+@pytest.fixture
+def program():
+    program = rewritten(mlp_step(), stage=3, bucket=True)
+    form_regions(program.gm, None)
+    return program
+
+
+def test_every_run_of_compute_is_a_region(program):
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        assert (region_of(node) is None) == ops.is_ours(node.target) or mutated_inputs(node)
+    numbers = [region_of(node) for node in nodes if region_of(node) is not None]
+    assert numbers == sorted(numbers) and len(set(numbers)) > 2
+    verify(program.gm, program.table, FACTS)
+
+
+def test_a_view_is_taken_where_it_is_read():
+    graph = fx.Graph()
+    x, box = graph.placeholder("x"), graph.placeholder("box")
+    sine = graph.call_function(aten.sin.default, (x,))
+    turned = graph.call_function(aten.t.default, (sine,))
+    written = graph.call_function(aten.zero_.default, (box,))
+    twice = graph.call_function(aten.mul.Tensor, (turned, 2))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2)
+    graph.output((twice,))
+    assert form_regions(fx.GraphModule({}, graph), None) == {"regions": 2}
+    (own,) = aliased_inputs(twice) or [twice.args[0]]
+    assert own.target is aten.t.default and region_of(own) == region_of(twice)
+    assert region_of(twice) != region_of(sine) and region_of(written) is None
+    assert turned not in graph.nodes
+
+
+def test_nothing_is_done_without_inductor():
+    program = clone(mlp_step())
+    reports = run_passes(program, stage=1, until="form_regions", bucket=True)
+    assert "needs inductor" in reports["form_regions"].skipped
+    assert all(region_of(node) is None for node in program.graph.nodes)
+
+
+def test_a_region_that_begins_again_is_rejected(program):
+    first, *_, last = [node for node in program.graph.nodes if region_of(node) is not None]
+    set_region(last, region_of(first))
+    with pytest.raises(GraphError, match="which has ended before it"):
+        verify(program.gm, program.table, FACTS)
+
+
+def test_an_operator_of_ours_in_a_region_is_rejected(program):
+    gather = next(node for node in program.graph.nodes if node.target is ops.all_gather_start)
+    set_region(gather, 10_000)
+    with pytest.raises(GraphError, match="and is none of its compute"):
+        verify(program.gm, program.table, FACTS)
+
+
+def test_the_same_step_has_the_same_regions(program):
+    again = rewritten(mlp_step(), stage=3, bucket=True)
+    form_regions(again.gm, context_of(again))
+    assert list(map(region_of, again.graph.nodes)) == list(map(region_of, program.graph.nodes))
