@@ -268,6 +268,7 @@ def name_fixture(request) -> str:
     return request.param
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("share", only((0.5,), (0.0, 0.5, 1.0)))
 def test_what_a_budget_lets_a_step_allocate_is_predicted(on_both, name, share):
     """From the smallest budget that works (0) to one that keeps everything gathered (1)."""
@@ -291,6 +292,7 @@ def test_30_percent_less_than_keeps_everything_gathered_is_slower_and_computes_t
         assert less.allocated <= 1.05 * budget
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_one_byte_less_than_the_smallest_budget_is_refused_and_it_is_not(on_both, ranks):
     smallest, other = on_both(smallest_budget, "MLP")
     assert smallest == other

@@ -38,6 +38,7 @@ def program():
     return fx.GraphModule({}, graph)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 def test_a_region_is_the_last_to_hold_what_nobody_reads_later(program):
     lowered = lowered_with_regions(program)
     (first, second) = lowered.children()
@@ -187,6 +188,7 @@ def is_one_of_several_results(x, box):
     return mean * 2
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize(
     ("function", "donations"),
     first(

@@ -143,6 +143,7 @@ def load(saved: bytes, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     optimizer.load_state_dict(of_optimizer)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_state_dicts_are_whole_and_can_be_loaded_into_another_layout(world, stage):
     world.run(check_state_dicts, stage)
@@ -173,6 +174,7 @@ def check_full_params_and_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_whole_parameters_are_written_given_back_and_sharded_again(world, stage):
     world.run(check_full_params_and_unshard, stage)
@@ -214,6 +216,7 @@ def check_evaluation_first(stage: int) -> None:
     pair.assert_alike()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_training_keeps_the_layout_of_an_evaluation_before_it(world, stage):
     world.run(check_evaluation_first, stage)
@@ -250,6 +253,7 @@ def check_parts_of_buckets(stage: int, first: bool) -> None:
     pair.assert_alike()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", only((True,), [False, True]))
 @pytest.mark.parametrize("stage", only((3,), [2, 3]))
 def test_functions_that_use_parts_of_buckets(world, stage, first):
@@ -297,6 +301,7 @@ def check_bfloat16(part: bool) -> None:
         torch.testing.assert_close(value, other, **rounding)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", only((True,), [False, True]))
 def test_a_new_dtype_of_whole_parameters(world, part):
     world.run(check_bfloat16, part)
@@ -342,6 +347,7 @@ def check_nothing_is_copied() -> None:
         assert result.storage_offset() == 0 and result.untyped_storage().nbytes() == result.nbytes
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_parameters_of_a_bucket_share_memory_and_are_packed_without_a_copy(world):
     world.run(check_nothing_is_copied)
 
@@ -358,6 +364,7 @@ def check_persistent_bytes() -> tuple[dict[str, int], int]:
     return kept, elements
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_every_rank_keeps_the_same_number_of_bytes(world):
     """Unlike shards of single parameters, buckets' are equal, and so are states but for steps."""
     for kept, elements in world.run(check_persistent_bytes):
@@ -387,6 +394,7 @@ def check_gradients_between_calls(stage: int) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), [2, 3]))
 def test_gradients_that_wait_between_calls_are_shards_of_buckets(world, stage):
     world.run(check_gradients_between_calls, stage)
@@ -409,6 +417,7 @@ def check_another_layout_after_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), [1, 3]))
 def test_a_function_compiled_for_another_layout_is_refused(world, stage):
     world.run(check_another_layout_after_unshard, stage)
@@ -421,6 +430,7 @@ def check_sizes_of_buckets(bucket_bytes: int) -> int:
     return len(bounds_by_bucket(pair.model))
 
 
+@pytest.mark.nightly
 def test_bucket_bytes_says_how_much_travels_together(ranks):  # noqa: F811
     assert ranks(2).run(check_sizes_of_buckets, 2**20) == [3, 3]
     assert ranks(2).run(check_sizes_of_buckets, 4 * 66 + 64) == [4, 4]  # 11x11 is larger
