@@ -78,6 +78,7 @@ def loaded_and_trained_on(path, is_bound, is_late):
     return losses(run, pair, range(2, 4)), states(pair)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     ("is_bound", "is_late"), first(1, [(False, False), (True, False), (False, True)])
 )

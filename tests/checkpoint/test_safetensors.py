@@ -40,6 +40,7 @@ def export(root: str, stage: int, file_bytes: int) -> dict:
     return dict(pair[0].state_dict())
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(("size", "stage", "file_bytes"), first(1, [(2, 3, 1 << 30), (3, 1, 300)]))
 def test_the_library_reads_what_all_ranks_write(
     size,
@@ -67,6 +68,7 @@ def load_here(path: str, stage: int, is_bound: bool) -> dict:
     return found
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     ("size", "stage", "is_bound"), first(1, [(2, 3, True), (2, 1, True), (3, 3, False)])
 )
@@ -93,6 +95,7 @@ def llama():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.slow(reason="a Hugging Face model is saved and loaded")
 def test_from_pretrained_gives_the_same_logits(tmp_path):
     model, tokens = llama(), torch.arange(7)[None]
     expected = model(tokens).logits

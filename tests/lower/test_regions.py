@@ -260,6 +260,7 @@ def test_regions_that_may_not_write_are_not_taken_for_equal_ones_that_may():
         torch.testing.assert_close(found, function(*(value.clone() for value in inputs)))
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 def test_regions_exchange_whole_memory_and_take_their_own_views():
     def views(x, box):
         sine = x.sin()
@@ -332,6 +333,7 @@ def test_equal_regions_with_inputs_that_lie_otherwise_are_compiled_apart():
         torch.testing.assert_close(one([x])[0], x.sin() + 1)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize(
     "joined",
     first(

@@ -170,18 +170,20 @@ def test_the_options_are_the_pipelines_optional_passes():
     assert set(OPTIONAL_PASSES) == {*PASSES, "fuse_optimizer"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", first(1, first(2, NAMES)))
 def test_without_one_pass_the_step_computes_the_same(trained, name):
     check(trained, EVERYTHING, 3, (name,))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", first(1, first(2, NAMES)))
 def test_every_pass_has_something_to_do_in_that_step(trained, name):
     """Otherwise turning it off says nothing."""
     assert trained(EVERYTHING, 3, ())[0].did[name] > 0
 
 
-@pytest.mark.slow(reason="two ranks train with and without")
+@pytest.mark.nightly
 def test_without_any_pass_the_step_computes_the_same(trained):
     check(trained, EVERYTHING, 3, NAMES)
 

@@ -217,6 +217,7 @@ def check_unshard(stage: int) -> None:
     assert_equal(trained.values(), trained_with_copies(stage, 0, 1).values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((2,), [1, 2]))
 def test_unshard_gives_parameters_memory_of_their_own(world, stage):
     world.run(check_unshard, stage)
@@ -248,5 +249,6 @@ def check_a_dropped_model_is_freed() -> None:
     assert step is not None
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_the_memory_goes_with_the_model(world):
     world.run(check_a_dropped_model_is_freed)

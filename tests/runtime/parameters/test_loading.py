@@ -72,6 +72,7 @@ def load_everywhere(stage: int) -> list[dict]:
     return outcomes
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_what_all_ranks_load_is_trained_on(stage, ranks):  # noqa: F811
     for one, *others in ranks(2).run(load_everywhere, stage):
@@ -92,6 +93,7 @@ def load_on_rank_0(stage: int, what: str, then: str) -> None:
         training.train(2) if then == "step" else training.saved()
 
 
+@pytest.mark.slow(reason="ranks of its own compile and train")
 @pytest.mark.parametrize(
     ("stage", "what", "then"),
     first(1, [(3, "model", "step"), (3, "model", "state_dict"), (1, "optimizer", "step")]),
