@@ -106,6 +106,7 @@ def count_what_is_sent(path, stage: int) -> tuple[int, int]:
     return sent, (path / f"__{dist.get_rank()}_0.distcp").stat().st_size
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_every_rank_writes_its_part_and_sends_names_alone(stage, ranks, tmp_path):  # noqa: F811
     whole = 3 * 4 * 12 * 50_000

@@ -66,6 +66,7 @@ def load_deferred(path, stage, inside, options):
     return losses, states(pair)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     ("stage", "inside", "tier"),
     only(
@@ -165,6 +166,7 @@ def load_and_count(path, kind, changes_one):
     return dict(read), losses, states(pair)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("kind", only(("saved",), ["saved", "exported"]))
 @pytest.mark.parametrize("changes_one", only((True,), [False, True]))
 def test_each_rank_reads_its_part_or_takes_rank_0s(kind, changes_one, ranks, tmp_path):  # noqa: F811
@@ -278,6 +280,7 @@ HARMED = [("cut short", CHANGED), ("flipped", CHANGED), ("replaced", CHANGED)]
 HARMED += [("deleted", "is gone, and model."), ("rotten", "is damaged where model.deep is")]
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
     ("harm", "words", "size"),
     first(

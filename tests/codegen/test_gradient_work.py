@@ -93,6 +93,7 @@ def kernels(monkeypatch):
     return calls
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize(
     "name",
     first(
@@ -151,6 +152,7 @@ def test_coefficients_are_read_at_every_step(kernels):
         torch.testing.assert_close(fused.data, apart.data, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize(("dtype", "precision"), [(FP32, PLAIN), (BF16, MASTERS)])
 def test_a_clipped_update_allocates_nothing_beyond_states(dtype, precision, kernels, tmp_path):
     """Nor does what is gathered, of a parameter with a master: it is written by the kernel."""

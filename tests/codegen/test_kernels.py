@@ -90,6 +90,7 @@ def test_sources_are_handed_over_as_they_are_made(on_gpu, monkeypatch):
     assert sgd.startswith("kernel_sgd_") and "def forward" in inductor
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 def test_a_step_that_is_dumped_has_its_kernels_beside_it(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(100, 100)

@@ -71,6 +71,7 @@ def test_over_sockets_a_reduction_receives_into_a_buffer_and_reads_its_input_unt
             assert alive[position] >= 2 * nbytes
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_an_update_that_will_be_moved_up_lets_its_gradient_go_there():
     """By as much as when ``update_in_backward`` has moved it."""
     before = rewritten(mlp_step(num_layers=6, width=33))
@@ -292,7 +293,7 @@ def test_30_percent_less_than_keeps_everything_gathered_is_slower_and_computes_t
         assert less.allocated <= 1.05 * budget
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_one_byte_less_than_the_smallest_budget_is_refused_and_it_is_not(on_both, ranks):
     smallest, other = on_both(smallest_budget, "MLP")
     assert smallest == other

@@ -172,7 +172,7 @@ def most_whole(make_late, options):
     return seen
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_one_parameter_is_whole_at_a_time(ranks):
     largest = 4 * 1024 * 1024
     for seen in ranks(2).run(most_whole, True, {"stage": 3}):

@@ -316,6 +316,7 @@ def test_the_norm_is_eagers_and_the_updates_are_bitwise_as_without(
     assert len(summed) == 6
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_short_updates_give_squares_without_a_kernel(summed, monkeypatch):
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 10_000)
     folded = Trained(3)

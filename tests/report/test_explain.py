@@ -44,6 +44,7 @@ def memory(text):
     return {what: re.split(r" {2,}", values.strip()) for what, values in rows}
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_memory_stands_beside_the_formulas_of_every_stage(ranks):  # noqa: F811
     for stage in (0, 3):
         table = memory(ranks(2).run(train_at, stage)[0])

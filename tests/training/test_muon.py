@@ -203,7 +203,7 @@ def trains_like_eager(name, stage):
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "stage"),
     only(

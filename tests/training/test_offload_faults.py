@@ -89,6 +89,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("kind, code, at", first(1, FAULTS))
 def test_a_failing_disk_stops_the_step_and_leaves_the_checkpoint_good(
     kind, code, at, tmp_path, on_system, expected
@@ -186,6 +187,7 @@ def test_a_bit_flip_is_found_with_checksums_and_the_bucket_named(tmp_path, expec
         run(compiled, pair, range(3, 4))
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monkeypatch, expected):
     """As without files: updates that have run have run, and the next step goes on."""
 
@@ -385,7 +387,7 @@ def fail_on_one(directory, failing):
         REGISTRY.files.system = None
 
 
-@pytest.mark.slow(reason="ranks of its own, one of which ends")
+@pytest.mark.nightly
 def test_a_rank_whose_disk_fails_does_not_leave_the_other_hanging(tmp_path):
     with closing(Ranks(2, group_timeout_s=5.0)) as ranks:
         first, second = ranks.run(fail_on_one, tmp_path, 0)

@@ -350,6 +350,7 @@ def test_an_evaluation_without_the_option_takes_shards_from_the_host(offload):
     assert found[3] == [{True}] * 4
 
 
+@pytest.mark.nightly
 def test_one_that_came_first_has_them_moved_back(ranks):
     order = ("judge", "train", "judge", "train")
     expected = ranks(2).run(with_evaluations, order, {})
@@ -411,6 +412,7 @@ def converted(**options):
     return losses, pair[0].state_dict()
 
 
+@pytest.mark.nightly
 def test_a_model_that_changes_its_dtype_stays_where_it_is():
     assert_same(converted(**PARAMS), converted())
 
@@ -453,6 +455,7 @@ def test_what_makes_no_sense_with_it_is_refused_with_words(options, words):
         resolve(options, {})
 
 
+@pytest.mark.nightly
 def test_muon_updates_parameters_that_are_on_the_host():
     def losses(**options):
         torch._dynamo.reset()

@@ -137,6 +137,7 @@ def bound_value(parameter):
 PLACES = (0.05, 0.3, *(pytest.param(place, marks=pytest.mark.exhaustive) for place in (0.15, 0.45)))
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("place", only((0.3,), PLACES))
 def test_who_interrupts_a_step_before_its_updates_finds_all_as_it_was(place, tmp_path):
     found = interrupted_at(place, files(tmp_path, ALL, 6 * 8192))

@@ -276,6 +276,7 @@ EVALUATIONS = [
 ]
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("order, has_option", first(1, EVALUATIONS))
 def test_an_evaluation_beside_it_reads_the_same_values(order, has_option, tmp_path):
     filed = files(tmp_path, WITH_STATES, 2**15)
@@ -320,6 +321,7 @@ def test_batches_that_grow_and_shrink_are_bitwise_the_same(stage, offload, tmp_p
     assert max(found[3]) >= 900 * 6 * 4, "it has grown"
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_batch_that_is_too_large_for_the_cache_is_refused_and_smaller_ones_go_on(tmp_path):
     expected = sized((8, 4, 6, 8), {})
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, ALL, 5 * 8192))
@@ -391,6 +393,7 @@ def test_no_room_is_refused_with_the_numbers_and_nothing_has_changed(tmp_path, d
     assert REGISTRY.lookup(pair[0].head.weight) is None
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_cache_too_small_is_refused_and_the_least_it_names_is_enough(tmp_path):
     with pytest.raises(StepError, match="offload_cache_bytes=5000 is less than two of the largest"):
         run(zero(**SMALL_BUCKETS, **files(tmp_path, ALL, 5000)), built(), [0])
@@ -456,6 +459,7 @@ def test_tied_frozen_and_single_parameters_of_several_dtypes(options, ranks, tmp
     assert_same(ranks(2).run(states_of_deep, filed), expected)
 
 
+@pytest.mark.nightly
 def test_between_steps_host_memory_holds_the_caches_bound_and_no_more(tmp_path):
     gc.collect()
     before, kept = REGISTRY.host.nbytes, REGISTRY.persistent_bytes()["parameters"]

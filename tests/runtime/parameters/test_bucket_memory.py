@@ -155,7 +155,7 @@ def check_shared_between_processes() -> None:
     assert_equal(trained.values(), trained_with_copies(1, 0).values())
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_memory_shared_with_other_processes_stays_shared(world):
     world.run(check_shared_between_processes)
 
@@ -198,6 +198,7 @@ def check_saved() -> None:
     assert_equal({n: v.clone() for n, v in twin.state_dict().items()}, expected)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_saving_or_copying_a_parameter_takes_nothing_of_its_neighbours(world):
     world.run(check_saved)
 
