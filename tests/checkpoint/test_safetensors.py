@@ -223,6 +223,7 @@ def export_without_room(root: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_files_that_the_kernel_refuses_leave_nothing(ranks, tmp_path):  # noqa: F811
     for words in ranks(2).run(export_without_room, str(tmp_path)):
         assert "File too large" in words

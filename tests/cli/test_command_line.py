@@ -12,6 +12,7 @@ from zerofx.cli import COMMANDS
 from zerofx.errors import CommandError
 
 
+@pytest.mark.slow(reason="a process for each command")
 def test_help_lists_every_command():
     done = subprocess.run(
         [sys.executable, "-m", "zerofx", "--help"], capture_output=True, text=True, check=True

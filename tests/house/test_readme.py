@@ -23,6 +23,7 @@ def run_script() -> float:
     return float(printed.getvalue())
 
 
+@pytest.mark.slow(reason="a process of its own trains")
 def test_the_script_trains(monkeypatch):
     monkeypatch.setenv("ZEROFX_LOWERING", "eager")  # compiling its regions takes longer
     assert run_script() < 0.3  # a mean of squares of numbers that are near 1 each

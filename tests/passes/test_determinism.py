@@ -38,6 +38,7 @@ def leaving_gradients():
     return capture(step, torch.randn(2, 4), world_size=2)
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("stage, bucket", each_value(STAGES, (False, True)))
 def test_the_schedule_is_the_same_every_time(stage, bucket):
     captured = leaving_gradients()

@@ -425,6 +425,7 @@ def peak_of_updates(monkeypatch):
     return max(allocations.sizes(spans)), max(held)
 
 
+@pytest.mark.nightly
 def test_a_gradient_is_gone_after_its_update(monkeypatch):
     largest, peak = peak_of_updates(monkeypatch)
     assert largest <= 64

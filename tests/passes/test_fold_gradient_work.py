@@ -518,6 +518,7 @@ def allocated_for_updates(monkeypatch) -> int:
     return max(allocations.sizes(spans), default=0)
 
 
+@pytest.mark.nightly
 def test_a_clipped_update_allocates_nothing_beyond_states(monkeypatch):
     with monkeypatch.context() as context:
         assert allocated_for_updates(context) <= 64  # numbers: the norm's, the coefficient

@@ -98,6 +98,7 @@ def test_starts_each_gather_after_the_wait_for_the_one_before():
     )
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_moves_nothing_but_starts_and_their_casts():
     for captured in (mlp_step(4, clip=True), autocast_step()):
         before, after = listing_without_starts(without(captured)), rewritten(captured)

@@ -74,6 +74,7 @@ def check(found):
 OTHERS = [pytest.param(step, marks=pytest.mark.exhaustive) for step in FORMS if step is not clipped]
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 @pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", (clipped, *OTHERS))
 def test_what_stays_is_bitwise_what_leaves(step, stage):
@@ -115,6 +116,7 @@ def test_functions_with_different_room_share_an_optimizer():
     assert held[0] == held[3] == count and held[1] == 0 and 0 < held[2] < count
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_explain_says_what_stays():
     pair = built()
     compiled = zero(plain, 3, memory_budget=least_budget(plain, 3) + 1500, **OFFLOAD, **BUCKETS)

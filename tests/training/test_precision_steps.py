@@ -126,6 +126,7 @@ def test_a_checkpoint_continues_bitwise(name):
     assert train(again, other, range(4, 8)) == expected
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_step_that_is_compiled_anew_does_not_draw_the_same_again():
     found = []
     for is_compiled_anew in (False, True):
