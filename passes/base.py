@@ -47,13 +47,13 @@ class PassContext:
 
     @property
     def offloads(self) -> frozenset[str]:
-        """What this program keeps off the device: by its options, or as it finds parameters."""
+        """The targets kept off the device, by option or as the program finds parameters."""
         found = {"params"} if self.host_parameters else set()
         return frozenset({*self.options.offload, *found})
 
     @property
     def tiers(self) -> frozenset[str]:
-        """Where to: by its options, or as it finds parameters."""
+        """Their tiers, by option or as it finds parameters."""
         found = {"nvme"} if self.filed_parameters else set()
         return frozenset({self.options.offload_tier, *found})
 

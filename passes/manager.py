@@ -18,7 +18,7 @@ TURNED_OFF = "turned off"
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: its counts, or why it did not run.
+    """The report of one pass: its counts, or why it did not run.
 
     ``option`` is the one that turns it off.
     """
@@ -32,7 +32,7 @@ class PassReport:
 
 @dataclass
 class Established:
-    """What is known of a program by the passes that have run: facts, and checked metadata."""
+    """The knowledge of a program from the passes that have run: facts, checked metadata."""
 
     facts: set[str] = field(default_factory=set)
     metadata: CheckedMetadata = field(default_factory=CheckedMetadata)

@@ -259,7 +259,7 @@ class Options:
     """
 
     stage: int = _option(3, _Choice(0, 1, 2, 3))
-    """How much is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     lowering: str = _option("inductor", _Choice("eager", "inductor"))
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
     process_group: object = _option(None, _Group())

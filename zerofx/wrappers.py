@@ -18,7 +18,7 @@ _PARALLEL = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
 
 
 def is_wrapper(optimizer: object) -> bool:
-    """Whether an optimizer has no parameter groups but those of another, which it wraps."""
+    """Return whether an optimizer has no parameter groups but those of another, which it wraps."""
     return isinstance(optimizer, torch.optim.Optimizer) and "param_groups" not in vars(optimizer)
 
 
@@ -70,7 +70,7 @@ class WrappersMet:
             )
 
     def words(self) -> str:
-        """What to do if they are why the step cannot be traced; "" if there are none."""
+        """Return advice, if wrappers may be the reason why a step cannot be traced; else ""."""
         return "".join(
             f" {found}: its step() and zero_grad() are traced, as parts of the step. If that is "
             "what fails, give the step an optimizer without them (a wrapper has it as "

@@ -1,1 +1,1 @@
-"""What the last passes run together: updates, copies of a bucket, and compute."""
+"""The last passes, which let things run together: updates, copies of a bucket, compute."""

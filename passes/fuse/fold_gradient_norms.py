@@ -125,7 +125,7 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _has_zeros_for_padding(gradient: fx.Node) -> bool:
-    """Whether a gradient is part of a bucket as it was reduced, or that cast or scaled.
+    """Return whether a gradient is part of a bucket as it was reduced, or that cast or scaled.
 
     A factor that is a tensor may be infinite, and make NaN of zero.
     """
@@ -149,7 +149,7 @@ def _scales_by_a_number(node: fx.Node) -> bool:
 
 
 def _is_of_order_2(norm: fx.Node) -> bool:
-    """Whether it is the 2-norm of all elements of a flat tensor."""
+    """Return whether it is the 2-norm of all elements of a flat tensor."""
     order = norm.args[1] if len(norm.args) > 1 else 2
     return order == 2 and norm.args[0].meta["val"].dim() == 1 and norm.meta["val"].dim() == 0
 

@@ -94,7 +94,7 @@ def _foldable(
 
 
 def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Node, int]) -> bool:
-    """Whether nothing else needs a result in memory.
+    """Return whether nothing else needs a result in memory.
 
     Where others read it as it is computed, what it is computed from must take no more memory, as
     that now lives on.
@@ -108,7 +108,7 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
 
 
 def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a tensor may lie in memory that is written to before ``reader`` would read it.
+    """Return whether a tensor may lie in memory that is written to before ``reader`` would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """

@@ -77,7 +77,7 @@ def _take_views_where_they_are_read(graph: fx.Graph) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether all that a node does is to look at one tensor's memory in another way."""
+    """Return whether all that a node does is to look at one tensor's memory in another way."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and aliased_inputs(node) == node.all_input_nodes
@@ -86,7 +86,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node goes into a region: neither ours nor a result of ours, nor a write."""
+    """Return whether a node goes into a region: neither ours nor a result of ours, nor a write."""
     if not computes(node):
         return False
     if node.target is operator.getitem and ops.is_ours(node.args[0].target):
@@ -95,7 +95,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def _has_branches(node: fx.Node) -> bool:
-    """Whether a node runs programs of its own, as ``torch.cond`` does, or is a result of such.
+    """Return whether a node runs its own programs, as ``torch.cond`` does, or is a result of one.
 
     These are in attributes and no tensors, as a region's inputs are: they run operator by operator.
     """

@@ -53,7 +53,7 @@ def merge_updates(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
 
 def _shared(update: fx.Node) -> tuple:
-    """What updates must have in common: optimizer, flag of overflow, work on the gradient, norm."""
+    """The key of updates that may merge: optimizer, overflow flag, work on the gradient, norm."""
     return (update.args[2], update.args[4:], tuple(update.kwargs.items()))
 
 

@@ -14,7 +14,7 @@ from zerofx.ir.roles import Provenance, Role, bucket_of
 
 
 def is_update_alone(node: fx.Node) -> bool:
-    """Whether a node runs the update of one parameter."""
+    """Return whether a node runs the update of one parameter."""
     return node.target is ops.update or (
         node.target is ops.update_together and len(node.args[0]) == 1
     )

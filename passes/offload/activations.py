@@ -1,4 +1,4 @@
-"""What forward saves for backward, and where the program may be parted to move it away."""
+"""Values that forward saves for backward, and the places where they may be moved away."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _makes_a_value(node: fx.Node, device: torch.device) -> bool:
 
 
 def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation | None:
-    """Where in the program nobody reads a value before backward does; None if it has to stay."""
+    """Return where a value is unread until backward reads it; None if it has to stay."""
     views = aliases(node)
     if not all(view is node or _can_be_taken_again(view) for view in views):
         return None
@@ -107,7 +107,7 @@ _HOLDING = (ops.free,)
 
 
 def _can_be_taken_again(view: fx.Node) -> bool:
-    """Whether a view can be taken of a copy, wherever that lies in memory."""
+    """Return whether a view can be taken of a copy, wherever that lies in memory."""
     if mutated_inputs(view) or ops.is_ours(view.target) or len(view.all_input_nodes) == 0:
         return False
     tensors = [s for s in view.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
@@ -115,7 +115,7 @@ def _can_be_taken_again(view: fx.Node) -> bool:
 
 
 def clock(graph: fx.Graph, ctx: PassContext) -> list[float]:
-    """When each node begins if nobody ever waits, and when the last one ends.  Units: seconds.
+    """Return each node's begin if nothing ever waits, and the last one's end.  Units: seconds.
 
     Time that ranks wait for one another is none to count on: ``prefetch`` may have it hidden.
     """
@@ -158,7 +158,7 @@ def where_to_cut(
 
 
 def _ends_of_regions(nodes: Sequence[fx.Node]) -> list[int]:
-    """Where compute is parted from something else, and not within a run of such.
+    """Return the borders between compute and other nodes.
 
     Updates that follow one another are to stay neighbours: they run as one.
     """
@@ -172,14 +172,14 @@ def _ends_of_regions(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """Whether a node only looks at memory, or cuts a shard out of it for an update."""
+    """Return whether a node only looks at memory, or cuts a shard out of it for an update."""
     if node.target in (operator.getitem, ops.take_shard) or node.op == "get_attr":
         return True
     return is_compute(node) and bool(aliased_inputs(node))
 
 
 def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
-    """Where compute can be parted without writing to memory what stays out of it otherwise."""
+    """Return the places where compute can be parted without further writes to memory."""
     order = {node: position for position, node in enumerate(nodes)}
     changes = [0] * (len(nodes) + 1)
     for position, node in enumerate(nodes):
@@ -197,7 +197,7 @@ def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
 
 
 def _is_in_memory(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
-    """Whether a result is written to memory even if all compute around it is one region."""
+    """Return whether a result is written to memory even if all compute around it is one region."""
     return not is_fused(node) or any(
         not is_compute(reader)
         or not is_fused(reader)

@@ -1,4 +1,4 @@
-"""What a program may not do if its updates are stored by the next call."""
+"""Refuse programs that cannot have their updates stored by the next call."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def _reduction_of(update: fx.Node) -> fx.Node | None:
 
 
 def _may_wait(run: list[fx.Node], update: fx.Node) -> bool:
-    """Whether all of a run can be updated where ``update`` stands."""
+    """Return whether all of a run can be updated where ``update`` stands."""
     indices = {member.args[3] for member in run}
     if update.args[3] in indices or update.args[0].op != "placeholder":
         return False
@@ -303,13 +303,13 @@ def _may_wait(run: list[fx.Node], update: fx.Node) -> bool:
 
 
 def _begins_gather(node: fx.Node) -> bool:
-    """Whether a node takes shards from the host to be gathered: as a pack, a cast, or alone."""
+    """Return whether a node takes shards from the host to a gather: by pack, cast, or alone."""
     if not any(map(is_kept_on_host, node.all_input_nodes)):
         return False
     return node.target is ops.pack or ops.rules(node).gathers or role(node) == Role.GATHER_CAST
 
 
 def _reads_host(node: fx.Node) -> bool:
-    """Whether a node may have a shard that is in host memory for an operand."""
+    """Return whether a node may have a shard that is in host memory for an operand."""
     passes_on = node.op == "output" or node.target in (ops.wait_shards, operator.getitem)
     return passes_on or ops.is_move(node) or ops.updates_on_host(node)

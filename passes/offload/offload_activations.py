@@ -28,7 +28,7 @@ from zerofx.passes.offload.offload_schedule import Lanes, Trip, fit, worth_it
 from zerofx.passes.schedule.start_times import MARGIN
 
 SMALLEST_BYTES = 2**18
-"""What is smaller takes a copy engine about as long to begin with as to copy: 10 us."""
+"""The least bytes worth a copy: smaller ones take as long to begin as to copy, 10 us."""
 
 
 def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -80,7 +80,7 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
 
 def _budget(graph: fx.Graph, ctx: PassContext) -> int | None:
-    """What a step may allocate besides what of ``offload``'s other targets stays on the device."""
+    """Return the bytes that a step may allocate besides the other targets kept on the device."""
     there = resident(graph)
     if ctx.options.memory_budget is None or there is None:
         return ctx.options.memory_budget
@@ -90,7 +90,7 @@ def _budget(graph: fx.Graph, ctx: PassContext) -> int | None:
 def _planned(
     graph: fx.Graph, nodes: Sequence[fx.Node], activations: list[Activation], ctx: PassContext
 ) -> list[Trip]:
-    """Which activations leave, where each is gone and where it comes back."""
+    """Choose the activations that leave, and where each is gone and comes back."""
 
     slowest = ctx.figures.copy_bytes_per_s
     if ctx.options.offload_tier == "nvme":

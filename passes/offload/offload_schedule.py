@@ -1,4 +1,4 @@
-"""Which activations leave the device, and when: two lanes of copies beside the compute."""
+"""Schedule activations that leave the device: two lanes of copies beside the compute."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Lanes:
         return trips
 
     def _gone(self, activations: Sequence[Activation]) -> dict[Activation, int] | None:
-        """Where each has left, one behind the other; None if too many would be leaving at once."""
+        """Return where each has left, one by one; None if too many would leave at once."""
         ends: list[float] = []
         gone = {}
         for activation in sorted(activations, key=lambda a: a.leaves):
@@ -85,7 +85,7 @@ class Lanes:
         return gone
 
     def back(self, activations: Sequence[Activation]) -> dict[Activation, int]:
-        """Where each starts to come back, so that it is there when it is read."""
+        """Return where each starts to come back, so that it is there when it is read."""
         back: dict[Activation, int] = {}
         needed = float("inf")
         arrivals: list[tuple[int, int, Activation | None]] = [

@@ -20,10 +20,10 @@ from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
 
 MOMENTS = 2
-"""What AdamW keeps of each element, beside a master."""
+"""The values that AdamW keeps of each element, beside a master."""
 
 BUCKETS_AHEAD = 4
-"""How many of the largest bucket plans take host memory to have room for, if nobody has said."""
+"""The number of largest buckets that plans assume host memory has room for, by default."""
 
 
 def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -193,13 +193,13 @@ class _Filing:
 
 
 def _parts_of(start: fx.Node) -> list[object]:
-    """What a read is of, that an earlier use may have changed."""
+    """Return the subject of a read, which an earlier use may have changed."""
     optimizer = ops.argument(start, "optimizer")
     return [(optimizer, index) for index in ops.argument(start, "parameters")]
 
 
 def _uses_filed_shards(node: fx.Node, filed: frozenset[int]) -> bool:
-    """Whether a node reads or writes shards on the host that are in files else."""
+    """Return whether a node reads or writes shards on the host that are in files else."""
     if not (ops.is_move(node) or ops.updates_on_host(node)):
         return False
     return not filed.isdisjoint(_parameters_of(node))

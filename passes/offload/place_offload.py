@@ -33,7 +33,7 @@ from zerofx.passes.offload.host_parameters import (
 aten = torch.ops.aten
 
 UPDATES_UNDER_WAY = 2
-"""How many buckets' updates have started and are not waited for: the host is never idle then."""
+"""The number of buckets' updates in flight: with two the host is never idle."""
 
 
 def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -114,7 +114,7 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
 
 def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
-    """What fits ``memory_budget`` where nothing is gathered within it; nothing without one."""
+    """Return what fits ``memory_budget`` where nothing is gathered; nothing without a budget."""
     budget = ctx.options.memory_budget
     if budget is None:
         return Resident()

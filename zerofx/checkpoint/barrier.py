@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint keep together, and the writing that goes on behind a training."""
+"""Connections that keep a checkpoint's ranks together, and writing behind a training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 
 _TIMEOUT = timedelta(minutes=30)
-"""How long one rank may write while the others wait: torch's own limit for a collective."""
+"""The time that one rank may write while others wait: torch's own limit for a collective."""
 
 _KINDS = (
     ValueError,

@@ -1,4 +1,4 @@
-"""Where tensors that are read go, and the files that they are read from: now, or when needed."""
+"""The targets of tensors that are read, and their files: read now, or when needed."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def forget_checkpoints(node: torch.fx.Node) -> None:
 
 
 def is_kept_by_policy(node: torch.fx.Node) -> bool:
-    """Whether a selective checkpoint's policy says to keep a node's result.
+    """Return whether a selective checkpoint's policy says to keep a node's result.
 
     The tag is for 2.11 to 2.15; can go with ``checkpointed_nodes``.
     """
@@ -101,7 +101,7 @@ def trace_program(name: str, text: Callable[[], str]) -> None:
 
 
 def is_traced() -> bool:
-    """Whether torch writes a structured trace; while it compiles, when it has found out.
+    """Return whether torch writes a structured trace; while it compiles, when it has found out.
 
     Its handler leaves with the first record if there is nowhere to write to.  For 2.11 to 2.15;
     can go when torch has a public way to ask.
@@ -119,7 +119,7 @@ def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
 
 
 def draws_randomly(node: torch.fx.Node) -> bool:
-    """Whether a node draws random numbers: attention without dropout carries the tag too.
+    """Return whether a node draws random numbers: attention without dropout carries the tag too.
 
     The name of the argument is for 2.11 to 2.15; can go when torch tags calls.
     """

@@ -21,7 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 
 def why_not_compiled() -> str | None:
-    """What would make Dynamo run a compiled function eagerly right now; None if nothing does.
+    """Return the reason why Dynamo would run a compiled function eagerly now, or None.
 
     The stack of dispatch modes and the stance are for 2.11 to 2.15; can go when torch can be
     asked whether it would compile.
@@ -56,7 +56,7 @@ def code_being_compiled() -> CodeType:
 
 
 def recompile_limit() -> int:
-    """How many programs of a function torch compiles at most, outside of ``whole_step_tracing``.
+    """Return the most programs that torch compiles of one function, outside our tracing.
 
     For 2.11 to 2.15; can go with Dynamo's limit.
     """

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether an operator takes programs as arguments, as ``torch.cond`` does.
+    """Return whether an operator takes programs as arguments, as ``torch.cond`` does.
 
     For 2.11 to 2.15; can go when torch exports the class.
     """
@@ -127,7 +127,7 @@ def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
 
 
 def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
-    """What runs such inputs without compiling anything, in any thread."""
+    """Return a function that runs such inputs without compiling, in any thread."""
     if isinstance(function, CompiledForAnyLength):
         return function.ready(*inputs)
     return function
@@ -152,7 +152,7 @@ class CompiledForAnyLength:
         return self.ready(*inputs)(*inputs)
 
     def ready(self, *inputs: Any) -> Callable:
-        """What runs inputs of these dtypes, devices and dimensions: compiled now, if it is new."""
+        """Return the program for such dtypes, devices and dimensions, compiled if new."""
         kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
         if kinds not in self._compiled:
             compile_now = functools.partial(self._compile, inputs)

@@ -46,7 +46,7 @@ DATA_DEPENDENT_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-"""What a trace raises where it needs a tensor's value.  For 2.11 to 2.15, until they are public."""
+"""Errors of a trace that needs a tensor's value.  For 2.11 to 2.15, until they are public."""
 
 
 # Public in all but name; for 2.11 to 2.15, until torch.utils exports it.
@@ -142,7 +142,7 @@ def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> tor
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager:
-    """What runs inside is not seen by dispatch modes, AOTAutograd's watch of a first call included.
+    """Hide what runs inside from dispatch modes, AOTAutograd's watch of a first call included.
 
     ``_disable_current_modes`` is for 2.11 to 2.15; can go if torch exports it.
     """
@@ -150,7 +150,7 @@ def outside_of_modes() -> contextlib.AbstractContextManager:
 
 
 def settings_of_traces() -> Hashable | None:
-    """What else of this thread's and torch's settings ``trace_operations`` depends on.
+    """Return the settings of this thread and of torch that ``trace_operations`` depends on.
 
     None where more than these may have a say: inside a mode, a function transform or autocast.
     The modes' stacks, dispatch keys and configurations are for 2.11 to 2.15; can go when torch

@@ -35,7 +35,7 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
+    """Return whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
     return isinstance(value, FakeTensor)
 
 
@@ -77,7 +77,7 @@ def world_store() -> torch.distributed.Store | None:
 
 
 def timeout_s(group: torch.distributed.ProcessGroup) -> float:
-    """How long a collective of a gloo group may take.
+    """Return the longest time that a collective of a gloo group may take.
 
     For 2.11 to 2.15; can go when torch has a public way to a group's timeout.
     """
@@ -88,7 +88,7 @@ def timeout_s(group: torch.distributed.ProcessGroup) -> float:
 
 
 def has_global_optimizer_hooks() -> bool:
-    """Whether hooks are registered around every optimizer's step of the process.
+    """Return whether hooks are registered around every optimizer's step of the process.
 
     For 2.11 to 2.15; can go when torch can be asked.
     """
@@ -99,7 +99,7 @@ def has_global_optimizer_hooks() -> bool:
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether C++ code holds this very tensor too.
+    """Return whether C++ code holds this very tensor too.
 
     ``_use_count`` is for 2.11 to 2.15; can go when gloo drops its tensors without the GIL.
     """
@@ -110,7 +110,7 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def is_storage_held(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor has this memory, or anything else in C++ besides its one Python object.
+    """Return whether a tensor, or C++ besides its one Python object, holds this memory.
 
     ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
     """
@@ -121,7 +121,7 @@ def is_storage_held(storage: torch.UntypedStorage) -> bool:
 
 
 def is_memory_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has this one's memory too, or anything else in C++.
+    """Return whether another tensor has this one's memory too, or anything else in C++.
 
     ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
     """

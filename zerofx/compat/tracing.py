@@ -139,7 +139,7 @@ def whole_step_tracing(
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """What loggers are called with: models warn in forward, and that is not worth a refusal.
+    """Return the methods of loggers: models warn in forward, and that is not worth a refusal.
 
     Libraries add methods of their own (``warning_once``) to ``logging.Logger``.
     """
@@ -204,7 +204,7 @@ def _substituting(
 
 
 def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
-    """Whether an object is an ``owner``, or has this method from the class of that name."""
+    """Return whether an object is an ``owner``, or has this method from the class of that name."""
     if isinstance(owner, type):
         return isinstance(value, owner)
     method = getattr(type(value), attribute, None)

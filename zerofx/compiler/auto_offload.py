@@ -11,7 +11,7 @@ from zerofx.options import Options
 
 
 def attempts(options: Options, table: ParameterTable) -> list[Options]:
-    """What to try in turn, for the ``memory_budget`` of everything that a rank has on its device.
+    """Return the options to try in turn, for the ``memory_budget`` of all that is on the device.
 
     What moves fewest bytes for those that it frees comes first: states, once a step there and back
     with what their update needs, and only as many as do not fit; then activations too, as few as

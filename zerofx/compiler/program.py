@@ -130,7 +130,7 @@ class Program:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether torch has it still: until its model or its optimizer is gone."""
+        """Return whether torch has it still: until its model or its optimizer is gone."""
         return self._compiled() is not None
 
     def _automatic(self, ctx: PassContext, step: CapturedStep) -> PassContext:
@@ -204,7 +204,7 @@ class Program:
         return reports
 
     def _new_dump(self, ctx: PassContext) -> ProgramDump | None:
-        """What writes the programs: to the user's folder, to torch's structured trace, or both."""
+        """Return the writer of programs: to a folder, torch's structured trace, or both."""
         folder = self.function.backend.dump_folder(ctx.options.dump)
         if folder is None and not compat.is_traced():
             return None
@@ -346,14 +346,14 @@ def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:
 
 
 def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], float]:
-    """What each update, as (optimizer, parameter), keeps per element, if a plan is made with it."""
+    """Return each update's bytes per element, as (optimizer, parameter), if a plan needs them."""
     if "optimizer" not in options.offload or options.memory_budget is None:
         return {}
     return bytes_kept(step, options)
 
 
 def bytes_kept(step: CapturedStep, options: Options) -> dict[tuple[int, int], float]:
-    """What each update, as (optimizer, parameter), keeps per element, where that is known."""
+    """Return each update's bytes per element, as (optimizer, parameter), where they are known."""
     infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
     kept = {
         handle: bytes_of_states(substitutes.optimizer_of(handle), infos, Precision.of(options))

@@ -12,7 +12,7 @@ from torch import nn
 from zerofx.lower.regions import CompiledRegion
 
 DELAY_S = 3.0
-"""What is done sooner needs no bar."""
+"""The time after which a bar is shown."""
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""What a program costs before it runs: bytes in memory, bytes on the wire, seconds."""
+"""The cost of a program before it runs: bytes in memory, bytes on the wire, seconds."""

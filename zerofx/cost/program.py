@@ -1,4 +1,4 @@
-"""What a program costs before it runs: the bytes alive at each of its nodes, and their seconds."""
+"""The cost of a program before it runs: bytes alive at each node, and the nodes' seconds."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Allocation(NamedTuple):
 def allocations(
     graph: fx.Graph, world_size: int, *, sockets: bool = False
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
-    """What ``live_bytes`` counts, one by one; and which of it, as (node, part), a result lies in.
+    """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
     At any position, the bytes of those allocations that are alive there add up to it.  But no
     guard is made of a symbolic size: this is for who looks at programs, and must not change them.
@@ -109,7 +109,7 @@ def _allocations(
     bytes_of: Callable[[Any], int],
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] | None = None,
 ) -> Iterator[Allocation]:
-    """What is allocated while these nodes run one after the other; notes where results lie."""
+    """Yield the allocations of these nodes in order; note the places of results."""
     order = {node: position for position, node in enumerate(nodes)}
     skipped = set(ignored)
     roots = {} if roots is None else roots
@@ -200,7 +200,7 @@ _COUNTED_LIKE = {
 
 
 def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
-    """What a node computes for, by a roofline: its arithmetic or its memory, whichever is slower.
+    """Return a node's seconds by a roofline: its arithmetic or its memory, the slower one.
 
     Nothing for views and for communication, which is the link's.  Operators count one by one,
     though a compiler may fuse them.  Ranks must predict alike, and their shards have different
@@ -263,7 +263,7 @@ def flops(node: fx.Node) -> int:
 
 
 def _is_of_shards(node: fx.Node) -> bool:
-    """Whether a node does arithmetic on flat shards, but for an update."""
+    """Return whether a node does arithmetic on flat shards, but for an update."""
     if role(node) in (Role.ON_SHARD, Role.PARTIAL, Role.GATHER_CAST, Role.FINISH_REDUCTION):
         return True
     return node.target is not ops.update and any(

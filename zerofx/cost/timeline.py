@@ -1,4 +1,4 @@
-"""When things happen in a program, as predicted: compute on one stream, the link on another."""
+"""The predicted timeline of a program: compute on one stream, the link on another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transfer:
 
 
 class Span(NamedTuple):
-    """When a node keeps a lane busy, from the program's start.  Units: seconds."""
+    """A time in which a node keeps a lane busy, from the program's start.  Units: seconds."""
 
     node: fx.Node
     lane: str
@@ -87,14 +87,14 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Work:
-    """What a node has to do, and on which lane.  A lane does one thing after the other."""
+    """The work of a node, and its lane.  A lane does one thing after the other."""
 
     lane: str
     seconds: float
 
 
 def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
-    """What one node takes by these figures.  What is waited for has been the start's to do."""
+    """Return one node's work by these figures; a wait's work is its start's."""
     lane = ops.lane(node)
     if not lane:
         return Work(COMPUTE, seconds(node, figures, table))
@@ -177,7 +177,7 @@ LANES = (COMPUTE, LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:
-    """What no schedule of a program's nodes can beat, however many of them wait at once.
+    """Return the time that no schedule of a program's nodes can beat.
 
     A lane begins when the first of its nodes has what it reads, and when the last of them is done
     there is still to do what follows from it; in between is at least all that the lane has to do.
@@ -201,7 +201,7 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
 
 
 def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
-    """How long a collective travels by itself, from the buffer that its ranks make of it."""
+    """Return the time that a collective travels, by the buffer that its ranks make of it."""
     nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
     return figures.transfer_s(nbytes, world_size)
 

@@ -1,4 +1,4 @@
-"""What a program costs, read off its nodes: bytes on the wire, gathered, and moved to the host."""
+"""Traffic, read off a program's nodes: bytes on the wire, gathered, and moved to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares whose memory in a program, who writes to it, and until when it is read."""
+"""Shared memory in a program: aliases, writers, and last readers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _arguments(node: fx.Node, which: Iterable[tuple[int, str]]) -> list[fx.Node]
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node computes a result, or names a part of one, and does nothing else."""
+    """Return whether a node computes a result, or names a part of one, and does nothing else."""
     is_call = node.op == "call_function"
     return is_call and not ops.is_ours(node.target) and not mutated_inputs(node)
 
@@ -108,7 +108,7 @@ def memory_of(node: fx.Node) -> set[fx.Node]:
 
 
 def is_kept_on_host(node: fx.Node) -> bool:
-    """Whether a node's memory is that of a parameter's shard which is kept in host memory."""
+    """Return whether a node's memory is a parameter's shard that is kept in host memory."""
     return any(
         source.op == "placeholder" and input_role(source).on_host for source in memory_of(node)
     )
@@ -131,7 +131,7 @@ def writers(node: fx.Node) -> set[fx.Node]:
 
 
 def done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
-    """When a reader needs its operands no more: what is started reads them until its wait."""
+    """Return when a reader is done with its operands: a start reads them until its wait."""
     if ops.is_collective(reader) or ops.is_move(reader):
         return max(done_with(user, order) for user in reader.users)
     return order[reader]

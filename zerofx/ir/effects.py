@@ -1,4 +1,4 @@
-"""What a program does to parameters, gradients and optimizers: questions about its graph."""
+"""The effects of a program on parameters, gradients and optimizers, read off its graph."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerofx.ir.offload import is_staged, operands_of_updates
 
 
 def has_moves(graph: fx.Graph) -> bool:
-    """Whether anything goes between the device and the host."""
+    """Return whether anything goes between the device and the host."""
     return any(map(ops.is_move, graph.nodes))
 
 
 def groups_on_host(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
-    """What the program updates in host memory: (optimizer, parameters) of each such operator."""
+    """Return the updates in host memory: (optimizer, parameters) of each such operator."""
     starts = filter(ops.updates_on_host, graph.nodes)
     return [(start.args[2], tuple(start.args[3])) for start in starts]
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
-    """How often the program updates what: (optimizer, parameter) -> count."""
+    """Count the program's updates: (optimizer, parameter) -> count."""
     found: Counter[tuple[int, int]] = Counter()
     for node in graph.nodes:
         found.update(updated_by(node))
@@ -39,7 +39,7 @@ def updated_by(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def is_owned(update: fx.Node) -> bool:
-    """Whether an update goes on with what one rank has computed of the whole tensor."""
+    """Return whether an update goes on with what one rank has computed of the whole tensor."""
     direction = update.args[1]
     return direction.target is operator.getitem and direction.args[0].target is ops.on_owners
 
@@ -155,7 +155,7 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: the order of draws is part of what a step computes."""
+    """Return whether a node draws random numbers, whose order is part of the step's meaning."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,4 +1,4 @@
-"""What a program's inputs, results and nodes are: facts that its metadata hold."""
+"""The roles of a program's inputs, results and nodes, as its metadata hold them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerofx.ir.parameters import KeptGathered, Resident
 
 @dataclass(frozen=True)
 class InputRole:
-    """What an input is: ``parameter``, ``gradient``, ``buffer``, ``number`` or ``other``.
+    """The role of an input: ``parameter``, ``gradient``, ``buffer``, ``number`` or ``other``.
 
     A ``number`` is one that the user passes, and not a size of some tensor.
 
@@ -72,7 +72,7 @@ def set_kept_gathered(graph: fx.Graph, kept: KeptGathered) -> None:
 
 
 def kept_gathered(graph: fx.Graph) -> KeptGathered | None:
-    """What the program keeps gathered within its budget; None if it has none or needs none."""
+    """Return what the program keeps gathered within its budget; None if it has or needs none."""
     return graph.output_node().meta.get("zerofx_kept_gathered")
 
 
@@ -82,7 +82,7 @@ def set_resident(graph: fx.Graph, resident: Resident) -> None:
 
 
 def resident(graph: fx.Graph) -> Resident | None:
-    """What stays on the device of what the program could offload; None if nobody has decided."""
+    """Return the offload targets that stay on the device; None if that is undecided."""
     return graph.output_node().meta.get("zerofx_resident")
 
 

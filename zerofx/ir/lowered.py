@@ -1,4 +1,4 @@
-"""What the passes that lower note on nodes: regions, what stands for what, work on gradients."""
+"""Notes of the passes that lower: regions, replaced nodes, work on gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def set_gradient_work(update: fx.Node, work: Any) -> None:
 
 
 def gradient_work(update: fx.Node) -> Any:
-    """What the kernel of an ``update_together`` does to its gradients first; None for nothing."""
+    """Return the work on gradients that an ``update_together`` does first; None for none."""
     return update.meta.get("zerofx_work")
 
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class UpdateOperands:
-    """What one parameter's update reads: the nodes that hold its value and gradient.
+    """The operands of one parameter's update: the nodes that hold its value and gradient.
 
     Of an update on the host, those on the device that have been copied there, but for a value that
     is kept there.
@@ -33,7 +33,7 @@ class UpdateOperands:
 
 
 def operands_of_updates(node: fx.Node) -> list[UpdateOperands]:
-    """What the updates that a node runs read, by parameter; none for what is no update."""
+    """Return the operands of the updates that a node runs, by parameter; none for other nodes."""
     if node.target is ops.update:
         return [UpdateOperands(node.args[3], *node.args[:2])]
     if node.target is ops.update_together:
@@ -67,7 +67,7 @@ def brought_from(node: fx.Node) -> fx.Node | None:
 
 
 def copies_activation(node: fx.Node) -> bool:
-    """Whether a node starts copying a value of no parameter, there or back."""
+    """Return whether a node starts copying a value of no parameter, there or back."""
     return node.target is ops.copy_start and not node.args[1]
 
 
@@ -76,7 +76,7 @@ def copies_to_device(node: fx.Node) -> bool:
 
 
 def is_staged(node: fx.Node) -> bool:
-    """Whether a node starts copying to a staging buffer in host memory."""
+    """Return whether a node starts copying to a staging buffer in host memory."""
     return node.target is ops.copy_start and ops.lane(node) == TO_HOST
 
 
@@ -101,7 +101,7 @@ def staging_bytes(
 
 
 def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where the staging buffer of a copy to the host has been read for the last time.
+    """Return the last place where the staging buffer of a copy to the host is read.
 
     What is started reads it until its wait.
     """
@@ -139,7 +139,7 @@ def assign_slots(
 
 
 def is_fetch(node: fx.Node, what: str) -> bool:
-    """Whether a node starts reading ``states``, ``shards`` or a ``value`` from files."""
+    """Return whether a node starts reading ``states``, ``shards`` or a ``value`` from files."""
     return node.target is ops.fetch_start and node.args[1] == what
 
 
@@ -152,7 +152,7 @@ def uses_of_files(graph: fx.Graph) -> list[fx.Node]:
 
 
 def goes_to_file(start: fx.Node) -> bool:
-    """Whether a node starts copying to host memory what is then let go of to files."""
+    """Return whether a node starts copying to host memory what is then let go of to files."""
     return is_staged(start) and any(
         user.target is ops.evict for wait in start.users for user in wait.users
     )
@@ -166,5 +166,5 @@ def released_at(use: fx.Node) -> fx.Node:
 
 
 def changes_files(release: fx.Node) -> bool:
-    """Whether what a node lets go of may have to be written to files."""
+    """Return whether what a node lets go of may have to be written to files."""
     return ops.argument(release, "changed")

@@ -48,7 +48,7 @@ def rules(node: fx.Node) -> Rules:
 
 
 UPDATE_STREAMS = 7
-"""What AdamW reads and writes: a gradient, and the value and both moments twice."""
+"""The streams that AdamW reads and writes: a gradient, the value and both moments twice."""
 
 
 def _first(node: fx.Node) -> list[fx.Node]:
@@ -410,32 +410,32 @@ def lane(node: fx.Node) -> str:
 
 
 def starts(node: fx.Node) -> bool:
-    """Whether a node starts something that goes on beside the step until its wait."""
+    """Return whether a node starts something that goes on beside the step until its wait."""
     return rules(node).starts
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts what ranks do together."""
+    """Return whether a node starts what ranks do together."""
     return starts(node) and lane(node) == LINK
 
 
 def reduction_of(start: fx.Node) -> str:
-    """How a node that starts a reduction combines: ``sum``, ``mean``, ``max`` or ``min``."""
+    """Return how a node's reduction combines: ``sum``, ``mean``, ``max`` or ``min``."""
     return argument(start, "reduction")
 
 
 def is_move(node: fx.Node) -> bool:
-    """Whether a node starts a copy between a device and the host."""
+    """Return whether a node starts a copy between a device and the host."""
     return starts(node) and lane(node) in (TO_HOST, TO_DEVICE)
 
 
 def updates_on_host(node: fx.Node) -> bool:
-    """Whether a node starts updates of shards in host memory."""
+    """Return whether a node starts updates of shards in host memory."""
     return starts(node) and lane(node) == UPDATES
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for something that goes on beside the step."""
+    """Return whether a node waits for something that goes on beside the step."""
     return rules(node).waits
 
 
@@ -445,12 +445,12 @@ def waits_on(node: fx.Node) -> str:
 
 
 def ends_collective(node: fx.Node) -> bool:
-    """Whether a node waits for what ranks do together."""
+    """Return whether a node waits for what ranks do together."""
     return waits_on(node) == LINK
 
 
 def acts(node: fx.Node) -> bool:
-    """Whether a node counts though nobody reads its result, and though it writes to none."""
+    """Return whether a node counts though nobody reads its result, and though it writes to none."""
     return _at(rules(node).acts, node)
 
 
@@ -460,10 +460,10 @@ def holds(node: fx.Node) -> str:
 
 
 def gives_up(node: fx.Node) -> bool:
-    """Whether nothing is to be read any more of the first operand's memory."""
+    """Return whether nothing is to be read any more of the first operand's memory."""
     return _at(rules(node).gives_up, node)
 
 
 def is_ours(target: Any) -> bool:
-    """Whether ``target`` is a ``zerofx::`` operator."""
+    """Return whether ``target`` is a ``zerofx::`` operator."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE

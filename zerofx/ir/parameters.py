@@ -1,4 +1,4 @@
-"""What is sharded and how: plain data about parameters, no tensors, no process group."""
+"""Plain data about parameters and their shards: no tensors, no process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shard_numel(numel: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in its bucket.
+    """The place of a parameter in its bucket.
 
     A bucket is its parameters one after the other, flat and padded, cut into one shard of
     ``shard_numel`` per rank: what of a parameter a rank owns is where the two overlap, maybe
@@ -57,7 +57,7 @@ class ParameterInfo:
 
     @cached_property
     def place(self) -> Place:
-        """Where it lies in its bucket: one of its own, unless it has been assigned one."""
+        """Its place in its bucket: one of its own, unless it has been assigned one."""
         if self.assigned is not None:
             return self.assigned
         per_rank = shard_numel(self.numel, self.world_size)
@@ -113,12 +113,12 @@ class ParameterInfo:
 
     @cached_property
     def position_in_shard(self) -> int:
-        """Where in its bucket's shard on this rank the parameter's shard begins."""
+        """The offset of the parameter's shard in its bucket's shard on this rank."""
         before = self.place.offset - self.rank * self.place.shard_numel
         return min(max(before, 0), self.place.shard_numel - self.shard_numel)
 
     def lies_like(self, other: ParameterInfo) -> bool:
-        """Whether every rank's shards of the two hold the same elements of tensors of one shape.
+        """Return whether every rank's shards of both hold the same elements of one shape.
 
         What is computed element by element from both can then be computed on their shards.
         """
@@ -129,7 +129,7 @@ class ParameterInfo:
 
     @property
     def shares_bucket(self) -> bool:
-        """Whether its bucket is laid out for several parameters."""
+        """Return whether its bucket is laid out for several parameters."""
         return self.assigned is not None
 
     @cached_property
@@ -164,7 +164,7 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 @dataclass(frozen=True)
 class KeptGathered:
-    """Which of a program's gathers there are, of those that it would have with nothing kept.
+    """The gathers that a program makes, of those that it would make with nothing kept.
 
     ``gathers`` are those in words, a line for each bucket or parameter; ``cuts`` are, for each,
     the numbers of those that remain.  The others are spared: what the one before them has
@@ -179,7 +179,7 @@ class KeptGathered:
         return ";".join(",".join(map(str, sorted(cuts))) for cuts in self.cuts).encode()
 
     def unpacked(self, packed: bytes) -> KeptGathered:
-        """What another rank keeps, of the same gathers."""
+        """Read another rank's choice among the same gathers."""
         cuts = (
             frozenset(int(number) for number in part.split(",") if number)
             for part in packed.decode().split(";")
@@ -194,7 +194,7 @@ class KeptGathered:
 
 @dataclass(frozen=True)
 class Resident:
-    """What of the targets of ``offload`` stays on the device.
+    """Offload targets kept on the device.
 
     ``states`` are the updates, as (optimizer, parameter), whose states do; ``nbytes`` is what they
     take there on the rank whose shard is largest.

@@ -11,7 +11,7 @@ from zerofx.ir.parameters import ParameterTable
 
 
 class Role(StrEnum):
-    """What an inserted node does.  Dumps show it, and name the node after it."""
+    """The role of an inserted node.  Dumps show it, and name the node after it."""
 
     # Gathers of parameters, and what stands before and behind them.
     HOISTED_CAST = "hoisted_cast"

@@ -25,7 +25,7 @@ def _no_bytes(node: fx.Node, table: ParameterTable) -> float:
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds of every call of one operator.
+    """The rules that hold for every call of one operator.
 
     ``lane`` is what it keeps busy beside the step's compute, and ``starts`` says that its result is
     there only after a wait, which ``waits`` marks.

@@ -22,7 +22,7 @@ class _Text(str):
 
 
 def layout_text(value: Any) -> str:
-    """What a value is but for its elements: dtype, device, shape and strides."""
+    """Describe a value without its elements: dtype, device, shape and strides."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
     return repr(value)

@@ -93,7 +93,7 @@ def _call_region(
 
 
 def _dies_in(number: int, source: fx.Node) -> bool:
-    """Whether a region's input is memory that another region has made and nothing reads later.
+    """Return whether a region's input is another region's memory that nothing reads later.
 
     Its views are read by the region that takes them, if at all.  Whatever is no region may read it
     later than it says, as communication does, or keep it.
@@ -174,7 +174,7 @@ class CompiledRegion(nn.Module):
 
 
 def _place(value: Any) -> int | None:
-    """Where a tensor's memory begins; None for one without any."""
+    """Return the address of a tensor's memory; None for one without any."""
     if not isinstance(value, torch.Tensor) or not value.untyped_storage().nbytes():
         return None
     return value.untyped_storage().data_ptr()
@@ -200,7 +200,7 @@ def _shared_unasked(
 
 
 def _origins(node: fx.Node) -> set[fx.Node]:
-    """What a node is a view of, or itself."""
+    """Return the node that a node is a view of, or itself."""
     bases = aliased_inputs(node)
     if node.target is operator.getitem:  # of several results, or of the region's inputs
         bases = [base for source in bases for base in aliased_inputs(source)]

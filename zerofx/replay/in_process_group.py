@@ -1,4 +1,4 @@
-"""How ranks that run dumped programs exchange tensors: in one process, or in a process group."""
+"""Exchange of tensors between ranks that run dumped programs, in one process or a group."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from zerofx.runtime.memory.flat import take_shard
 
 @dataclass(frozen=True)
 class Results:
-    """What a program returns, and what it has made of parameters (whole) and buffers, by name."""
+    """The results of a program, its parameters (whole) and its buffers after a run, by name."""
 
     returned: Any
     after: dict[str, Any]
@@ -40,7 +40,7 @@ def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool)
 def left_behind(
     program: DumpedProgram, reference: Reference, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a run has made of its inputs: parameters, whole, and buffers, by name.  Collective."""
+    """Return parameters, whole, and buffers after a run, by name.  Collective."""
     indices = {info.name: info.index for info in reference.table}
     after = {}
     with torch.no_grad():
@@ -65,7 +65,7 @@ def call(program: DumpedProgram, reference: Reference, inputs: Sequence[Any]) ->
 def optimizers_of(
     program: DumpedProgram, table: ParameterTable, sgd: bool = False
 ) -> Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the program's optimizers of stand-ins for its parameters, by number."""
+    """Return functions that make the program's optimizers of stand-in parameters, by number."""
     described = program.facts["OPTIMIZERS"]
 
     def make(number: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""What every ``zerofx::`` operator means, in plain torch: dumped programs run with these.
+"""The meaning of every ``zerofx::`` operator in plain torch: dumped programs run with these.
 
 They run one after another, with nothing beside the program and no buffer used twice, so that what
 they give is what a program says.  Compare the runtime, which is what a step runs with.
@@ -81,7 +81,7 @@ class Reference:
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
 
     def is_updated_whole(self, optimizer: int, parameter: int) -> bool:
-        """Whether the owners have updated this parameter, and ranks are to take their shards."""
+        """Return whether the owners have updated this parameter, and ranks take their shards."""
         return (optimizer, parameter) in self._wholes
 
     # Communication

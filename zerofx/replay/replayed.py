@@ -1,4 +1,4 @@
-"""What can be seen of a program that runs on random inputs: its results and what it leaves behind.
+"""The visible effects of a program on random inputs: its results and what it leaves behind.
 
 Passes may change everything else.
 """
@@ -74,7 +74,7 @@ class ObservedProgram:
     def run(
         self, exchange: Exchange, watch: Watch | None = None, linear: bool = False
     ) -> dict[str, Any]:
-        """What can be seen of a run, by name: results, gradients, parameters, buffers, inputs.
+        """Return a run's effects by name: results, gradients, parameters, buffers, inputs.
 
         ``linear`` updates with plain SGD, whatever the optimizers are.  Collective.
         """

@@ -39,7 +39,7 @@ MOST_AMPLIFIED = 0.01
 """The share of a parameter's elements that may be farther off where only the update differs."""
 
 Observed = list[dict[str, Any]]
-"""What can be seen of one run of all ranks' programs, by rank."""
+"""The visible results of one run of all ranks' programs, by rank."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Validator:
     def difference(
         self, name: str, before: Observation, after: Observation
     ) -> tuple[str, int] | None:
-        """What a pass has changed first, and on which rank; None if nothing it must not."""
+        """Return the first result that a pass has wrongly changed, and its rank, or None."""
         found = self._first_apart(name, before.seen, after.seen)
         if found and not self._is_amplified_rounding(name, before, after):
             return found
@@ -160,7 +160,7 @@ class Validator:
         return None
 
     def _is_amplified_rounding(self, name: str, before: Observation, after: Observation) -> bool:
-        """Whether all that differs is what an update has made of a rounding.
+        """Return whether all that differs is what an update has made of a rounding.
 
         Adam's first step, for one, is as large for a gradient of nearly zero as for any other.
         With plain SGD in its place nothing differs then, and with it but few elements.

@@ -55,7 +55,7 @@ LOWERED_BY = {
     "temporaries": "a smaller batch lowers them, or a loss that is computed in pieces",
     "staging": "smaller bucket_bytes lower it",
 }
-"""What lowers each kind of memory."""
+"""Advice on lowering each kind of memory."""
 
 
 class TimelineDump:

@@ -1,1 +1,1 @@
-"""What a lowered program calls while it runs: collectives, rank agreement, memory."""
+"""The functions that a lowered program calls: collectives, agreement, memory."""

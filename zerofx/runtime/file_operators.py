@@ -337,7 +337,7 @@ class ProgramFiles:
 
 
 def _events(graph: fx.Graph, uses: Mapping[fx.Node, _Use]) -> list[tuple[_Use, int]]:
-    """Where uses begin (1) and end (-1), in program order."""
+    """Return the beginnings (1) and ends (-1) of uses, in program order."""
     ends = {released_at(node): use for node, use in uses.items()}
     found = []
     for node in graph.nodes:

@@ -110,7 +110,7 @@ class StepRuntime:
         )
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
-        """Whether a shard is still to be made: it is in its file before the next bucket's are."""
+        """Return whether a shard is still to be made, to be filed before the next bucket's."""
         in_files = self.files is not None and index in self.files.parameters
         return in_files and REGISTRY.lookup(parameter) is None
 
@@ -150,7 +150,7 @@ class StepRuntime:
         return self.steps.host_bytes()
 
     def sources(self) -> dict[int, Source]:
-        """What new parameters would be read from, by index, if each rank reads its own part."""
+        """Return the files of new parameters, by index, if each rank reads its own part."""
         if self.device.stage < 3:
             return {}
         tensors = zip(map(_alive, self.tensors), self.table, strict=True)
@@ -278,7 +278,7 @@ class StepRuntime:
                 REGISTRY.place(misplaced, Location.HOST if on_host else Location.DEVICE)
 
     def _is_in_wrong_file(self, index: int, bound: ParameterState) -> bool:
-        """Whether a shard is in a file that the program does not read: of other directories."""
+        """Return whether a shard is in a file of folders that this program never reads."""
         if bound.location is not Location.FILE:
             return False
         return self.files is None or not self.files.has_in_files(index, bound)

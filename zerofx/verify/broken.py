@@ -1,4 +1,4 @@
-"""What is said of a node that breaks a rule."""
+"""The error about a node that breaks a rule."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _states_are_there_for_updates(
 def _shards_are_there_for_their_users(
     graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
 ) -> None:
-    """Who is about a shard that is in a file has it there, from its start to its end."""
+    """Check that a node that uses a shard in a file has it in memory from start to end."""
     there: dict[int, list[tuple[int, int, bool]]] = {}
     for start in _fetches(graph, "shards"):
         wait = _only_reader(start, ops.wait, "shards that are read")
@@ -123,7 +123,7 @@ def _shards_are_there_for_their_users(
 
 
 def _values_come_back_from_files(graph: fx.Graph) -> None:
-    """What has left for a file comes back once, and is dropped when it is on the device."""
+    """Check that a value in a file comes back once, and is dropped when it is on the device."""
     for filed in graph.nodes:
         if filed.target is not ops.evict or filed.args[1] != "value" or not changes_files(filed):
             continue

@@ -55,7 +55,7 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
 
 
 def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: ParameterTable) -> None:
-    """What a step leaves in ``p.grad`` is the same on all ranks, or declared to be unreduced."""
+    """Check that ``p.grad`` is left the same on all ranks, or declared to be unreduced."""
     results = graph.output_node().args[0]
     varying = rank_varying(graph, max((info.world_size for info in table), default=1))
     declared = unreduced_results(graph)
@@ -70,7 +70,7 @@ def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: Parameter
 
 
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
-    """Whether a node is the parameter's range of its bucket's averaged gradients."""
+    """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
     reduction = reduced.args[0] if reduced.target is ops.wait else reduced
     if reduction.target is ops.reduce_bucket_start:
@@ -90,7 +90,7 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
 
 
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
-    """Whether the parameter's averaged gradient is among what ``gradient`` is computed from."""
+    """Return whether ``gradient`` is computed from the parameter's averaged gradient."""
     parameter = info.index
     pending, seen = [gradient], set()
     while pending:

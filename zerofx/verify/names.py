@@ -48,7 +48,7 @@ def _named(node: fx.Node) -> list[int]:
 
 @cache
 def _positions(target: Any) -> tuple[int, ...]:
-    """Which arguments of an operator are indices into the parameter table."""
+    """Return the arguments of an operator that are indices into the parameter table."""
     arguments = target._schema.arguments
     return tuple(n for n, one in enumerate(arguments) if one.name in ("parameter", "parameters"))
 

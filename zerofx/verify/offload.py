@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _goes_on(node: fx.Node) -> bool:
-    """Whether a node starts a copy, or an update in host memory."""
+    """Return whether a node starts a copy, or an update in host memory."""
     return ops.is_move(node) or ops.updates_on_host(node)
 
 
@@ -64,7 +64,7 @@ def _moves_are_waited_once(graph: fx.Graph) -> None:
 
 
 def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    """What a move copies, and a started update reads, nobody overwrites before its wait."""
+    """Check that nothing overwrites the operands of a copy or a started update before its wait."""
     for start in filter(_goes_on, graph.nodes):
         wait = _wait_of(start)
         is_move = ops.is_move(start)
@@ -94,7 +94,7 @@ def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> Non
 
 
 def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    """What has left the device is read no more, but for what comes back of it, once."""
+    """Check that a value that has left the device is read only after it has come back, once."""
     for start in filter(copies_activation, graph.nodes):
         if len(start.args[0]) != 1:
             raise broken(start, "moves several values as if they were one.")
@@ -113,7 +113,7 @@ def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
 
 
 def _before_files(there: fx.Node) -> fx.Node:
-    """What was let go of to a file, of what has been read from there; else the node itself."""
+    """Return the value that a node brought back from a file was; else the node itself."""
     if ops.waits_on(there) == FILES:
         there = there.args[0].args[0] or there
     return there.args[0] if there.target is ops.evict else there
@@ -226,7 +226,7 @@ def _stores_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
 
 
 def _is_stored(update: fx.Node, value: fx.Node, index: int, table: ParameterTable) -> None:
-    """Whether what an update makes of a shard that was brought to the device is stored, once."""
+    """Check that the update of a shard brought to the device is stored, once."""
     shard = brought_from(value)
     if shard is None or shard_of(shard) != index:
         raise broken(update, f"updates {table[index].name!r} from the value of another parameter.")
@@ -240,7 +240,7 @@ def _is_stored(update: fx.Node, value: fx.Node, index: int, table: ParameterTabl
 
 
 def _is_read_where_it_is(shard: fx.Node) -> None:
-    """Whether only moves, and updates that run on the host, read a shard that is kept there."""
+    """Check that only copies and host updates read a shard that is kept on the host."""
     for alias in aliases(shard):
         for reader in alias.users:
             on_host = reader.target is ops.update_start_shards
@@ -260,7 +260,7 @@ def _host_memory_is_for_updates(start: fx.Node) -> None:
 
 
 def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> None:
-    """Whether an update reads what has been moved for it, and what it makes is moved back, once.
+    """Check that an update reads what was moved for it, and its result is moved back, once.
 
     Of shards that are kept on the host, neither the values are moved nor what they become.
     """
@@ -289,7 +289,7 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
 
 
 def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
-    """Whether a move to the device takes the shards of the parameters that it names."""
+    """Return whether a move to the device takes the shards of the parameters that it names."""
     for piece, index in zip(*start.args[:2], strict=True):
         if not is_kept_on_host(piece) or shard_of(piece) != index:
             raise broken(

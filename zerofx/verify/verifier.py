@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass
 class CheckedMetadata:
-    """What earlier checks have found, as running operators' fakes is the slowest check by far.
+    """Results of earlier checks: running operators' fakes is the slowest check by far.
 
     ``made_from`` says which nodes' metadata has been compared, and the identities that it was
     made from; ``computed`` what a call gives for operands of these layouts, as in every layer.
@@ -135,7 +135,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 
 
 def _renewed_by(writer: fx.Node) -> set[fx.Node]:
-    """What has the new value: the writer's result, or those of its wait."""
+    """Return the nodes with the new value: the writer's result, or those of its wait."""
     renewed = aliases(writer, through_gathers=True)
     if writer.target is ops.update_together:
         for part in writer.users:
@@ -210,7 +210,7 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
 def _buckets_hold_what_they_say(
     graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
 ) -> None:
-    """What is put into a bucket as a parameter's is that, and is read from where it lies."""
+    """Check that a parameter's part of a bucket is its own, and is read from its place."""
     for node in graph.nodes:
         if node.target is ops.write_back:
             _writes_back_what_was_gathered(node, order)

@@ -76,7 +76,7 @@ def keep_state(
 
 
 def blocks_of(lengths: Sequence[int]) -> list[int]:
-    """How many blocks each of several neighbours has."""
+    """Count the blocks of each of several neighbours."""
     return [num_blocks(length) for length in lengths]
 
 

@@ -29,7 +29,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How one rank updates an optimizer's parameters.
+    """The settings by which one rank updates an optimizer's parameters.
 
     Data, gradients and states are this rank's flat shards if ``sharded``; ``rank`` is named in
     errors.  ``gradients_read_later`` are the parameters whose gradient something reads after the
@@ -49,7 +49,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """How a program keeps what it trains on the device.
+    """The settings by which a program keeps what it trains on the device.
 
     With ``moves_whole`` whole parameters live in their bucket's memory; ``in_place`` are the
     buckets, as their parameters' indices, that the program may write to before its last copies do.
@@ -65,7 +65,7 @@ class DeviceSetup:
 
 @dataclass(frozen=True)
 class HostSetup:
-    """How a program uses host memory.
+    """The settings by which a program uses host memory.
 
     The ``copies`` makes its moves; with ``keeps_states`` optimizer states live there, and updates
     run there, those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for

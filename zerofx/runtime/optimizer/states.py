@@ -1,4 +1,4 @@
-"""Where an optimizer's states are, and how much memory they take: device, host memory, files.
+"""An optimizer's states: their place (device, host memory, files) and their bytes.
 
 A bucket's states in files are one layout: all of the first state's shards, one behind the other,
 then all of the next one's, so that one kernel takes them as they lie in memory.
@@ -283,7 +283,7 @@ class StatePlaces:
         return total
 
     def parts_to_come(self, parameters: Sequence[int]) -> Parts:
-        """How the states of these parameters will be laid out in files, after their next update."""
+        """Return the layout in files of these parameters' states, after their next update."""
         return parts_of([kept for _, kept in self._kept(parameters)])
 
     def _kept(

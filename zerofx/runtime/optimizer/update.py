@@ -47,7 +47,7 @@ class OptimizerRunner:
 
     @property
     def trace_count(self) -> int:
-        """How many traces of the optimizer's Python have been made."""
+        """The number of traces of the optimizer's Python."""
         return self._context.traces.count
 
     def begin(self) -> None:

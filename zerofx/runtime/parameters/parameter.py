@@ -28,7 +28,7 @@ from zerofx.runtime.storage.host import HostMemory
 
 
 class State(Enum):
-    """How a parameter is held between steps."""
+    """The form in which a parameter is held between steps."""
 
     WHOLE = auto()
     """Stages 0 to 2: its values are its own."""

@@ -234,7 +234,7 @@ class ParameterRegistry:
         return bound
 
     def places(self, parameters: Sequence[nn.Parameter]) -> dict[int, Place | None]:
-        """Where those of ``parameters`` that are bound already lie, by position among them.
+        """Return the places of those of ``parameters`` that are bound already, by position.
 
         None is a bucket of its own.  A bucket goes by the first of its parameters here.
         """

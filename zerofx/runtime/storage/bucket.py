@@ -15,7 +15,7 @@ from zerofx.runtime.storage.disk import BucketLayout, Field
 
 
 class Location(Enum):
-    """Where values lie while nothing uses them."""
+    """The place of values while nothing uses them."""
 
     DEVICE = auto()
     HOST = auto()

@@ -74,7 +74,7 @@ class HostCache:
         self.held_bytes = 0
         """The bytes allocated now; never more than ``memory_bytes``."""
         self.waited_s = 0.0
-        """How long ``use`` has waited for the disk, in all."""
+        """The time that ``use`` has waited for the disk, in all."""
         self._store = store
         self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
@@ -299,7 +299,7 @@ class HostCache:
         self.held_bytes -= free.memory.nbytes
 
     def _distance_to(self, bucket: str) -> int:
-        """How many uses of other buckets come before this one's next; all of a round if never."""
+        """Count the uses of other buckets before this one's next; all of a round if never."""
         places = self._places.get(bucket)
         if places is None:
             return len(self._order)

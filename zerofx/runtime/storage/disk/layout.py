@@ -1,4 +1,4 @@
-"""Where the tensors of a bucket lie, in its files and in memory alike."""
+"""The layout of a bucket's tensors, in its files and in memory alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BucketLayout:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each field begins.  Units: bytes."""
+        """The offset of each field.  Units: bytes."""
         offsets, end = {}, 0
         for field in self.fields:
             offsets[field.name] = end

@@ -209,7 +209,7 @@ def _boot_id() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a living process started, in clock ticks since boot; None if there is none."""
+    """Return a living process's start, in clock ticks since boot; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # After the command's name, which may hold anything: state, then field 4 on.

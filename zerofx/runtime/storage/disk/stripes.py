@@ -80,7 +80,7 @@ class Stripes:
 
     @property
     def num_buckets(self) -> int:
-        """How many have been added, those among them that are gone again."""
+        """The number that have been added, those included that are gone again."""
         return len(self._files)
 
     def remove(self, number: int) -> None:
@@ -91,7 +91,7 @@ class Stripes:
             os.unlink(file.path)
 
     def locate(self, number: int, position: int) -> tuple[StripeFile, int, int]:
-        """Where a byte of bucket ``number`` lies: file, offset in it, bytes left of its block."""
+        """Locate a byte of bucket ``number``: file, offset in it, bytes left of its block."""
         files = self._files[number]
         block, within = divmod(position, self.block_bytes)
         offset = block // len(files) * self.block_bytes + within
