@@ -125,7 +125,7 @@ def fill_files(root: str, limited: list[int], parts: list[float], asynchronous: 
     return said
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("limited", "asynchronous"),
     [exhaustive([0], False), ([1], True), exhaustive([0, 1], False), exhaustive([0], True)],

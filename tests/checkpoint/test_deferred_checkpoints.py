@@ -100,7 +100,7 @@ def train_from_safetensors(path, is_late):
     return losses, states(pair)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_safetensors_are_read_when_parameters_are_made(ranks, tmp_path):  # noqa: F811
     path = str(zerofx.export_safetensors(tmp_path / "a", Everything(3)))
     plain = ranks(2).run(train_from_safetensors, path, False)
@@ -166,7 +166,7 @@ def load_and_count(path, kind, changes_one):
     return dict(read), losses, states(pair)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", only(("saved",), ["saved", "exported"]))
 @pytest.mark.parametrize("changes_one", only((True,), [False, True]))
 def test_each_rank_reads_its_part_or_takes_rank_0s(kind, changes_one, ranks, tmp_path):  # noqa: F811

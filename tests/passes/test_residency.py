@@ -60,6 +60,7 @@ def smallest_budget(stage, **how):
     return int(str(caught.value).split("this step allocates ")[1].split()[0])
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("clip", (False, True), ids=("", "clipped"))
 def test_with_every_shard_of_room_one_more_bucket_stays_the_last_reduced_first(stage, clip):
@@ -80,6 +81,7 @@ def test_with_every_shard_of_room_one_more_bucket_stays_the_last_reduced_first(s
     assert on_device == [set(last[:number]) for number in range(5)]
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("clip", (False, True), ids=("", "clipped"))
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_what_is_allocated_and_what_stays_is_within_the_budget(stage, clip):
@@ -107,6 +109,7 @@ def test_without_a_budget_all_of_it_leaves():
     assert not updated_on_device(program.graph)
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_an_optimizer_that_steps_twice_leaves_whole():
     least = smallest_budget(2, twice=True)
     captured, program = planned(least + 100 * LAYER, 2, twice=True)

@@ -74,7 +74,7 @@ def check(found):
 OTHERS = [pytest.param(step, marks=pytest.mark.exhaustive) for step in FORMS if step is not clipped]
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", (clipped, *OTHERS))
 def test_what_stays_is_bitwise_what_leaves(step, stage):

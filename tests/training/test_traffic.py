@@ -142,7 +142,7 @@ def test_stage_3_gathers_twice_only_what_backward_reads(ranks, world_size, tied,
         check_the_rest(sent, 3, sizes, world_size)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_buckets_turn_a_collective_per_parameter_into_one_per_layer(ranks, stage):
     """And the bytes stay, but for padding and the biases that backward would not have gathered."""

@@ -138,6 +138,7 @@ def measure_with_a_slow_rank() -> tuple[Figures, Figures, int, dict]:
     return first, second, len(calls), sent
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_ranks_plan_with_the_figures_of_the_slow_one_measured_once(ranks):  # noqa: F811
     (here, later, times, sent), (there, *_, sent_there) = ranks(2).run(measure_with_a_slow_rank)
     assert here == there == later and times == 1

@@ -143,7 +143,7 @@ def load(saved: bytes, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     optimizer.load_state_dict(of_optimizer)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_state_dicts_are_whole_and_can_be_loaded_into_another_layout(world, stage):
     world.run(check_state_dicts, stage)
