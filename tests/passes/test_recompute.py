@@ -254,7 +254,7 @@ def test_a_selective_policy_keeps_what_it_says():
     assert_same_numerics(execute(captured), execute(program))
 
 
-@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.nightly
 def test_the_compiled_lowering_takes_a_checkpointed_attention():
     """Its tags are obeyed once: Inductor refuses them on an operator that might draw.
 

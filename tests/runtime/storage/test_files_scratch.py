@@ -174,7 +174,7 @@ def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
         assert torch.equal(found, values)
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.slow(reason="processes of its own start")
 @pytest.mark.parametrize(
     "end", first(1, ["pass", "raise SystemExit(3)", "raise RuntimeError('no')"])
 )
@@ -258,7 +258,7 @@ print(left_behind)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.slow(reason="processes of its own start")
 def test_a_forked_child_neither_uses_nor_removes_its_parents_files(run, tmp_path):
     script = """
 from tests.kit.files import layout
