@@ -23,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def stream(address, begin, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Where a segment's stream lies, from the block's first element on."""
+    """The address of a segment's stream, from the block's first element on."""
     return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), ALIGNMENT) + begin
 
 
