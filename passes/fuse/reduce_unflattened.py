@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.aliases import memory_of, writers
+from zerofx.ir.graph import program_order
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -20,15 +22,26 @@ def reduce_unflattened(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         r = reduce_bucket_start([g, h], [0, 1], 16, "mean", 2)
 
     A transport that reads gradients where they are needs no copy.  Under a ``memory_budget`` the
-    buffer counts, and the gradients as gone once they are in it: the pass is off then.
+    buffer counts, and the gradients as gone once they are in it: the pass is off then.  A copy
+    stays if what it reads is freed or written to before the reduction starts.
     """
     reduced = 0
+    order = program_order(gm.graph)
     for start in gm.graph.nodes:
         if start.target is not ops.reduce_scatter_start:
             continue
         flat, *others = start.args
-        if flat.target is ops.flatten_bucket and list(flat.users) == [start]:
+        if flat.target is not ops.flatten_bucket or list(flat.users) != [start]:
+            continue
+        changes = {change for piece in flat.args[0] for change in _changes(piece)}
+        if not any(order[flat] < order[change] < order[start] for change in changes):
             start.target, start.args = ops.reduce_bucket_start, (*flat.args, *others)
             gm.graph.erase_node(flat)
             reduced += 1
     return {"buckets": reduced}
+
+
+def _changes(value: fx.Node) -> set[fx.Node]:
+    """Return the nodes that free or write to a value's memory."""
+    frees = {u for node in memory_of(value) for u in node.users if u.target is ops.free}
+    return frees | writers(value).union(*map(writers, memory_of(value)))

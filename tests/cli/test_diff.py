@@ -125,7 +125,7 @@ def test_changed_arguments_are_told_from_replaced_operands(program, tmp_path):
     ("passes", "expected"),
     [
         (
-            ("00", "02"),
+            ("00", "03"),
             r"0\.weight\n  - zerofx\.gradient: \w+\n"
             r"  \+ reduce_gradient: reduce_gradient_start_0_weight, .*\(data_parallel\)",
         ),
@@ -236,7 +236,7 @@ def test_wrong_folders_passes_and_functions_are_told_what_there_is(dumped, tmp_p
     assert "does not exist" in failing(capsys, "diff", tmp_path / "none", "0", "1")
     assert "no dump of rank 0" in failing(capsys, "diff", tmp_path, "0", "1")
     error = failing(capsys, "diff", dumped, "0", "no_such_pass")
-    assert "has no program 'no_such_pass'; it has 00_captured, 01_recompute" in error
+    assert "has no program 'no_such_pass'; it has 00_captured, 01_normalize" in error
     assert "two passes, or two files" in failing(capsys, "diff", dumped)
     write_dump(mlp_step(num_layers=3, width=4), tmp_path, function="step0_0", stage=0)
     write_dump(mlp_step(num_layers=3, width=4), tmp_path, function="step1_0", stage=0)

@@ -867,7 +867,7 @@ def test_a_second_program_keeps_the_layout_of_the_first():
         program = clone(linear_step())
         program.table.parameters = tuple(dataclasses.replace(i, rank=rank) for i in mine)
         ctx = dataclasses.replace(context_of(program, rank, bucket=True), bound=frozenset({0, 1}))
-        run_pipeline(program.gm, ctx, PIPELINE)
+        run_pipeline(program.gm, ctx, [each for each in PIPELINE if not each.lowers])
         assert [info.place for info in program.table] == [info.place for info in mine]
         programs.append(program)
     assert [info.place.offset for info in mine] == [4, 0]
