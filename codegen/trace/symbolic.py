@@ -209,7 +209,7 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
         if id(original) in copies:
             return copies[id(original)]
         copies[id(original)] = result = dict(original)
-        for name, value in original.items():
+        for name, value in list(original.items()):
             if value is math:
                 result[name] = namespace
             elif isinstance(value, types.BuiltinFunctionType) and value in functions:

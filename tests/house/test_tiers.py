@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -107,7 +108,8 @@ def test_a_test_whose_teardown_fails_has_not_passed(run, tmp_path):
 
 
 @pytest.mark.slow(reason="starts two processes of pytest")
-def test_processes_of_one_run_resume_alike(pytester, tmp_path):
+def test_processes_of_one_run_resume_alike(pytester, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     pytester.makepyfile(test_it=SUITE)
     passed = [f"test_it.py::test_exhaustive[{number}]" for number in range(1, 40)]
     (tmp_path / "passed").write_text("\n".join(passed) + "\n")
