@@ -465,7 +465,7 @@ def test_change_that_cannot_be_carried_over_is_refused(step, words):
 
 
 class Count:
-    """What a user's state may be: an object with a number in it."""
+    """An object with a number in it, as a user may keep one in a state."""
 
     def __init__(self):
         self.n = 0

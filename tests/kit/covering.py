@@ -56,7 +56,7 @@ def _marks(case: Any) -> Any:
 
 
 def _value(case: Any) -> Any:
-    """What a case is written as where it has no marks: one value, or a tuple of several."""
+    """Return a case without its marks: one value, or a tuple of several."""
     if not isinstance(case, _Marked):
         return case
     return case.values[0] if len(case.values) == 1 else case.values

@@ -493,7 +493,7 @@ def _poison(dtype: torch.dtype) -> float:
 
 
 def _moved(start: fx.Node, values: list[torch.Tensor]) -> torch.Tensor:
-    """What arrives of what a copy takes: a value as it lies in memory, or pieces on a line."""
+    """Return the copied value as it arrives: as it lay in memory, or as pieces on a line."""
     return values[0].clone() if copies_activation(start) else torch.cat(values)
 
 

@@ -52,7 +52,7 @@ def measured(path):
 
 
 def spans(trace):
-    """What was measured: (node, lane) -> from when to when, in microseconds."""
+    """Return the measured spans: (node, lane) -> begin and end in microseconds."""
     return {
         (event["name"], LANES[event["tid"] - 1]): (
             round(event["ts"]),

@@ -117,7 +117,7 @@ FIELDS = {
     "s": {"name": str, "cat": str, "id": int, "ts": NUMBER},
     "f": {"name": str, "cat": str, "id": int, "ts": NUMBER, "bp": str},
 }
-"""What viewers need of an event, by its phase (the format's document of 2016)."""
+"""The fields that viewers need of an event, by its phase (the format's document of 2016)."""
 
 
 @pytest.mark.slow(reason="whole programs are rewritten")

@@ -84,10 +84,6 @@ def _hinted_result(node: fx.Node, table: ParameterTable) -> int:
     return hinted_bytes(node)
 
 
-def _hinted_operand(node: fx.Node, table: ParameterTable) -> int:
-    return hinted_bytes(node.args[0])
-
-
 @_define("gradient(Tensor grad, int parameter) -> Tensor", uniform=True, holds="gradients")
 def gradient(grad, parameter):
     """Mark a gradient where backward hands it to ``p.grad``: local to the rank until reduced."""
