@@ -115,10 +115,10 @@ def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form,
     assert len(paths) == len(watched) > 2
     for path, in_memory in zip(paths, watched, strict=True):
         program = read(path)
-        inputs = list(random_run.random_inputs(program, program.table(), seed=1).values())
+        inputs = list(random_run.random_inputs(program, seed=1).values())
         own = copy.deepcopy(inputs)
         exchange = alone(program.world_size)
-        updates = Updates(program.table(), random_run.optimizers_of(program, program.table()))
+        updates = Updates(program.table(), random_run.optimizers_of(program))
         torch.manual_seed(1)
         reference = Reference(program.table(), program.rank, exchange, updates)
         actual = random_run.call(program, reference, inputs)

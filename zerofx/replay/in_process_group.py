@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ import torch.distributed as dist
 
 Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Gives this rank's tensor to all ranks and returns everyone's, by rank, laid out as it is."""
-
 
 MOST_RANKS_IN_TURNS = 8
 """Ranks that one process runs, one after the other."""
@@ -45,70 +46,45 @@ def in_turns(programs: Sequence[Callable[[Exchange], Any]]) -> list[Any]:
 
     Raises: what a program raises; RuntimeError if one ends while others wait for an exchange.
     """
-    return _Turns(programs).run()
+    count = len(programs)
+    all_given, turn = threading.Barrier(count), threading.Lock()
+    given: list[list[torch.Tensor | None]] = [[None] * count, [None] * count]  # of two exchanges
+    start = torch.get_rng_state()
 
+    def run(rank: int) -> Any:
+        slots = itertools.cycle(given)
 
-class _Turns:
-    def __init__(self, programs: Sequence[Callable[[Exchange], Any]]):
-        self.programs = programs
-        self.count = len(programs)
-        self.turn = 0
-        self.exchanges = [0] * self.count
-        self.changed = threading.Condition()
-        self.given: list[dict[int, torch.Tensor]] = [{}, {}]  # of this exchange and the one before
-        self.results: list[Any] = [None] * self.count
-        self.ended: set[int] = set()
-        self.error: BaseException | None = None
-        start = torch.get_rng_state()
-        self.random_states = [start] * self.count
-
-    def run(self) -> list[Any]:
-        before = torch.get_rng_state()
-        threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        torch.set_rng_state(before)
-        if self.error is not None:
-            raise self.error
-        return self.results
-
-    def _run(self, rank: int) -> None:
-        def exchange(tensor: torch.Tensor) -> list[torch.Tensor]:
-            slot = self.given[self.exchanges[rank] % 2]
-            slot[rank] = tensor.detach().clone()
-            self.exchanges[rank] += 1
-            self._pass_on(rank)
-            self._await(rank)
-            if min(self.exchanges) < self.exchanges[rank]:
+        def exchange(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+            """Exchange a tensor, or None behind the end of a program."""
+            values = next(slots)
+            values[rank] = None if tensor is None else tensor.detach().clone()
+            random_state = torch.get_rng_state()
+            turn.release()
+            try:
+                all_given.wait()
+            finally:
+                turn.acquire()
+            torch.set_rng_state(random_state)
+            found = [value for value in values if value is not None]
+            if tensor is not None and len(found) < count:
                 raise RuntimeError("the ranks' programs do not exchange as often as each other")
-            return [slot[other] for other in range(self.count)]
+            return found
 
-        try:
-            self._await(rank)
-            self.results[rank] = self.programs[rank](exchange)
-        except _AnotherFailed:
-            return
-        except BaseException as error:
-            self.error = error
-        self.ended.add(rank)
-        self._pass_on(rank)
+        with turn:
+            try:
+                torch.set_rng_state(start)
+                result = programs[rank](exchange)
+                exchange(None)
+            except BaseException:
+                all_given.abort()
+                raise
+            return result
 
-    def _await(self, rank: int) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.turn == rank or self.error is not None)
-        if self.error is not None:
-            raise _AnotherFailed
-        torch.set_rng_state(self.random_states[rank])
-
-    def _pass_on(self, rank: int) -> None:
-        self.random_states[rank] = torch.get_rng_state()
-        with self.changed:
-            others = ((rank + step) % self.count for step in range(1, self.count + 1))
-            self.turn = next((other for other in others if other not in self.ended), rank)
-            self.changed.notify_all()
-
-
-class _AnotherFailed(BaseException):
-    """Ends a rank's thread when another's program has failed."""
+    with ThreadPoolExecutor(count) as threads:
+        ended = [threads.submit(run, rank) for rank in range(count)]
+    torch.set_rng_state(start)
+    errors = [error for one in ended if (error := one.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):  # another's has broken it
+            raise error
+    return [one.result() for one in ended]

@@ -111,7 +111,7 @@ def _parts(
 
 def _makers(program: ObservedProgram, what: str) -> list[fx.Node]:
     """Return the nodes that write to the parameter, gradient or buffer that ``what`` names."""
-    facts = program.facts.facts
+    facts = program.facts
     found = _NAMED.search(what)
     inputs = zip(placeholders(program.graph), facts["INPUTS"].items(), strict=True)
     names = {node: of.get("parameter", name) for node, (name, of) in inputs}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.ir.parameters import ParameterTable
 from zerofx.replay.in_process_group import Exchange
-from zerofx.replay.reference import Reference, Updates
+from zerofx.replay.reference import MakeOptimizer, Reference, Updates
 from zerofx.report import optimizers
-from zerofx.report.read import DumpedProgram
+from zerofx.report.read import DumpedProgram, ProgramFacts
 from zerofx.runtime.memory.flat import take_shard
 
 
@@ -28,17 +27,16 @@ class Results:
 
 def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool) -> Results:
     """Run one rank's program on random inputs."""
-    table = program.table()
-    inputs = random_inputs(program, table, seed)
-    updates = Updates(table, optimizers_of(program, table, sgd))
-    reference = Reference(table, program.rank, exchange, updates)
+    inputs = random_inputs(program, seed)
+    updates = Updates(program.table(), optimizers_of(program, sgd))
+    reference = Reference(program.table(), program.rank, exchange, updates)
     torch.manual_seed(_number(f"{seed} {program.rank}"))
     returned = call(program, reference, list(inputs.values()))
     return Results(returned, left_behind(program, reference, inputs))
 
 
 def left_behind(
-    program: DumpedProgram, reference: Reference, inputs: Mapping[str, Any]
+    program: ProgramFacts, reference: Reference, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return parameters, whole, and buffers after a run, by name.  Collective."""
     indices = {info.name: info.index for info in reference.table}
@@ -62,29 +60,26 @@ def call(program: DumpedProgram, reference: Reference, inputs: Sequence[Any]) ->
         return names["program"](*inputs)
 
 
-def optimizers_of(
-    program: DumpedProgram, table: ParameterTable, sgd: bool = False
-) -> Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return functions that make the program's optimizers of stand-in parameters, by number."""
-    described = program.facts["OPTIMIZERS"]
+def optimizers_of(program: ProgramFacts, sgd: bool = False) -> MakeOptimizer:
+    """Return what makes the program's optimizers, or plain SGD in the place of each."""
 
     def make(number: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
         if sgd:
             return torch.optim.SGD(stand_ins, lr=0.01)
-        names = {info.name: stand_in for info, stand_in in zip(table, stand_ins, strict=True)}
-        return optimizers.rebuild(described[number], names)
+        names = dict(zip(program.facts["PARAMETERS"], stand_ins, strict=True))
+        return optimizers.rebuild(program.facts["OPTIMIZERS"][number], names)
 
     return make
 
 
-def random_inputs(program: DumpedProgram, table: ParameterTable, seed: int) -> dict[str, Any]:
+def random_inputs(program: ProgramFacts, seed: int) -> dict[str, Any]:
     """Inputs as the dump describes them, by name.
 
     Parameters, their gradients and buffers are the same on all ranks, and for every program of a
     step: shards are cut from the same whole tensors.  Batches are a rank's own.  Integers are 0 or
     1, which index whatever has two elements.
     """
-    infos = {info.name: info for info in table}
+    infos = {info.name: info for info in program.table()}
     inputs: dict[str, Any] = {}
     for name, of in program.facts["INPUTS"].items():
         if "shape" not in of:

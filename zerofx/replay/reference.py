@@ -20,19 +20,14 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
 from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat
 
+MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
+
 
 class Updates:
-    """Optimizers that update any tensor in place of their parameters.
+    """Optimizers that update any tensor in place of their parameters."""
 
-    ``make`` builds an optimizer of these stand-ins, by parameter index, the first time its number
-    is asked for.
-    """
-
-    def __init__(
-        self,
-        table: ParameterTable,
-        make: Callable[[int, list[nn.Parameter]], torch.optim.Optimizer],
-    ):
+    def __init__(self, table: ParameterTable, make: MakeOptimizer):
         self._table, self._make = table, make
         self._made: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter]]] = {}
 
@@ -43,8 +38,12 @@ class Updates:
         values: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         found_inf: torch.Tensor | None,
+        whole: bool = False,
     ) -> None:
-        """Update ``values`` in place, unless a scaler has found an overflow."""
+        """Update ``values`` in place, unless a scaler has found an overflow.
+
+        ``whole`` says that they are no shards, whatever the stage is.
+        """
         if found_inf is not None and found_inf.item():
             return
         if optimizer not in self._made:
@@ -52,7 +51,8 @@ class Updates:
             self._made[optimizer] = self._make(optimizer, stand_ins), stand_ins
         made, stand_ins = self._made[optimizer]
         for index, value, grad in zip(parameters, values, grads, strict=True):
-            self._cut_states(made.state.get(stand_ins[index], {}), self._table[index], value)
+            if not whole:
+                self._cut_states(made.state.get(stand_ins[index], {}), self._table[index], value)
             stand_ins[index].data = value.detach()
             stand_ins[index].grad = grad.detach().to(value.device, value.dtype)
         with torch.enable_grad():
@@ -79,10 +79,6 @@ class Reference:
         self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
         self.rank, self.exchange, self.updates = rank, exchange, updates
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
-
-    def is_updated_whole(self, optimizer: int, parameter: int) -> bool:
-        """Return whether the owners have updated this parameter, and ranks take their shards."""
-        return (optimizer, parameter) in self._wholes
 
     # Communication
 
@@ -164,7 +160,7 @@ class Reference:
         parameters: Sequence[int] = (),
     ) -> list[torch.Tensor]:
         values = [value.clone() for value in params]
-        self.updates.step(optimizer, parameters, values, grads, found_inf)
+        self.updates.step(optimizer, parameters, values, grads, found_inf, whole=True)
         return values
 
     def update(
@@ -214,7 +210,7 @@ class Reference:
         """Update the whole tensors on every rank; ``update`` then keeps what a rank owns of it."""
         updated = list(map(self.whole, values, parameters))
         averaged = list(map(self.whole, grads, parameters))
-        self.updates.step(optimizer, parameters, updated, averaged, found_inf)
+        self.updates.step(optimizer, parameters, updated, averaged, found_inf, whole=True)
         for index, whole in zip(parameters, updated, strict=True):
             self._wholes[optimizer, index] = whole
         return [torch.full_like(grad, math.nan) for grad in grads]

@@ -31,18 +31,10 @@ WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=])")
 
 
 @dataclass(frozen=True)
-class DumpedProgram:
-    """One dumped file: its text, and the facts in front of its function ``program``.
+class ProgramFacts:
+    """A program's ``facts`` by name, as they stand in front of it in its file."""
 
-    ``facts`` are its literals by name, ``lines`` those from ``def program(`` on.
-    """
-
-    path: Path
-    torch_version: str
-    title: str
     facts: Mapping[str, Any]
-    text: str
-    lines: tuple[str, ...]
 
     @property
     def rank(self) -> int:
@@ -71,6 +63,17 @@ class DumpedProgram:
                 for index, (name, of) in enumerate(self.facts["PARAMETERS"].items())
             )
         )
+
+
+@dataclass(frozen=True)
+class DumpedProgram(ProgramFacts):
+    """One dumped file; ``lines`` are those from ``def program(`` on."""
+
+    path: Path
+    torch_version: str
+    title: str
+    text: str
+    lines: tuple[str, ...]
 
     def namespace(self) -> dict[str, Any]:
         """Execute the file, and return its names; the function ``program`` is defined, not run.
@@ -157,7 +160,7 @@ def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgr
         start, facts = 0, {}
     if missing(facts) or not any(line.startswith("    return") for line in lines[start:]):
         raise CommandError(f"{path} is not whole: dump the step again")
-    return DumpedProgram(path, torch_version, title, facts, text, tuple(lines[start:]))
+    return DumpedProgram(facts, path, torch_version, title, text, tuple(lines[start:]))
 
 
 def missing(facts: Mapping[str, Any]) -> set[str]:

@@ -90,7 +90,7 @@ class _After:
         program = self.ranks[0]
         why = None
         if found_by not in KILLED:
-            why = why_equivalent(bug, program.graph, program.facts.table())
+            why = why_equivalent(bug, program.graph, program.table())
         return Verdict(self.title, bug, found_by, why or "")
 
     def _found_by(self, bug: Bug, validator: Validator) -> str:
@@ -106,7 +106,7 @@ class _After:
             return "lint"
         try:
             for program in broken:
-                verify(program.module(), program.facts.table(), self.facts)
+                verify(program.module(), program.table(), self.facts)
         except GraphError:
             return "verifier"
         try:
