@@ -141,18 +141,17 @@ def cut_out(
     graph = copied(gm.graph)
     nodes = {node.name: node for node in graph.nodes}
     ends = [nodes[target.name] for target in targets]
-    inputs = {nodes[name] for name in given} - set(ends) - _written(graph)
-    needed = _needed(graph, ends, inputs)
+    changers = _changers(graph)
+    inputs = {nodes[name] for name in given} - set(ends) - changers.keys()
+    needed = _needed(graph, ends, inputs, changers)
     least, kept = fx.Graph(), {}
-    for node in graph.nodes:  # inputs come first
-        if node in needed and node.op == "placeholder":
+    for node in filter(needed.__contains__, graph.nodes):  # inputs come first
+        if node.op == "placeholder":
             kept[node] = least.node_copy(node)
-    for node in graph.nodes:
-        if node in needed & inputs and node not in kept:
+        elif node in inputs:
             kept[node] = least.placeholder(node.name)
             kept[node].meta = {"val": node.meta["val"]}
-            is_same = given[node.name]
-            set_input_role(kept[node], InputRole("buffer" if is_same else "other"))
+            set_input_role(kept[node], InputRole("buffer" if given[node.name] else "other"))
     for node in graph.nodes:
         if node in needed and node not in kept:
             kept[node] = least.node_copy(node, lambda source: kept[source])
@@ -161,7 +160,22 @@ def cut_out(
     return fx.GraphModule(gm, least)
 
 
-def _needed(graph: fx.Graph, ends: Iterable[fx.Node], inputs: Set[fx.Node]) -> set[fx.Node]:
+def _changers(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes that write to a node's memory or give it up, by node; only if there are."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes if ops.gives_up(node) else mutated_inputs(node):
+            for alias in set().union(*map(aliases, memory_of(operand))):
+                found.setdefault(alias, set()).add(node)
+    return found
+
+
+def _needed(
+    graph: fx.Graph,
+    ends: Iterable[fx.Node],
+    inputs: Set[fx.Node],
+    changers: Mapping[fx.Node, Set[fx.Node]],
+) -> set[fx.Node]:
     """Return the nodes that the ends depend on: operands, and earlier writes to their memory."""
     order = program_order(graph)
     needed: set[fx.Node] = set()
@@ -171,28 +185,8 @@ def _needed(graph: fx.Graph, ends: Iterable[fx.Node], inputs: Set[fx.Node]) -> s
         if node in needed:
             continue
         needed.add(node)
-        if node in inputs or node.op == "placeholder":
-            continue
-        pending += node.all_input_nodes
-        for source in node.all_input_nodes:
-            pending += [one for one in _changers(source) if order[one] < order[node]]
+        if node not in inputs:
+            pending += node.all_input_nodes
+            for source in node.all_input_nodes:
+                pending += [one for one in changers.get(source, ()) if order[one] < order[node]]
     return needed
-
-
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Return every node whose memory is written to or given up."""
-    changed = [one for node in graph.nodes for one in _changed_by(node)]
-    roots = {root for one in changed for root in memory_of(one)}
-    return {alias for root in roots for alias in aliases(root)}
-
-
-def _changers(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that write to a node's memory, or give it up."""
-    shared = {alias for root in memory_of(node) for alias in aliases(root)}
-    return {user for one in shared for user in one.users if one in _changed_by(user)}
-
-
-def _changed_by(node: fx.Node) -> list[fx.Node]:
-    if ops.gives_up(node):
-        return list(node.all_input_nodes)
-    return mutated_inputs(node)
