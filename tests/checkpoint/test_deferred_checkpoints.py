@@ -25,8 +25,8 @@ from tests.kit.checkpoints import (
 )
 from tests.kit.covering import exhaustive, first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx.checkpoint.reading import Reader
 from zerofx.checkpoint.safetensors import OpenFile
-from zerofx.checkpoint.targets import Files
 from zerofx.deferred.draws import Draw
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
@@ -146,7 +146,7 @@ def load_and_count(path, kind, changes_one):
     """The elements of parameters that this rank reads, and what the first steps make of them."""
     torch._dynamo.reset()
     pair, read = deferred(1), Counter()
-    owner = Files if kind == "saved" else OpenFile
+    owner = Reader if kind == "saved" else OpenFile
     original = owner.read
 
     def counting(self, entry, boxes, order, into):

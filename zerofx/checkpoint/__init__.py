@@ -1,7 +1,7 @@
 """Checkpoints in torch's distributed format: saved by any ranks, loaded by any others.
 
 ``saving`` collects ``contents``, as ``pieces`` of tensors, and writes them to ``folders``.
-``loading`` is ``reading`` files, ``matching`` them with the model and filling ``targets``.
+``loading`` is ``matching`` the ``metadata`` with the model, and ``reading`` files into ``targets``.
 ``barrier`` keeps the ranks together.
 """
 

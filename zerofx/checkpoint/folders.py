@@ -272,6 +272,15 @@ def _set_aside(path: Path) -> None:
     logger.warning("%s was damaged and is saved anew: the old one is %s now", path, aside)
 
 
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return numbers that change if a file is written to or replaced; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class Use:
     """A mark that this process will still read a checkpoint, for as long as the mark lives."""
 

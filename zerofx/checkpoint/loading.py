@@ -18,13 +18,12 @@ from zerofx.checkpoint.contents import (
     as_list,
     bound_parameters,
     check_model,
-    parameter_names,
     set_rng_state,
 )
 from zerofx.checkpoint.folders import SKIPPED, as_path, complete_in, damaged_in
 from zerofx.checkpoint.matching import Matching
-from zerofx.checkpoint.reading import Reader, read_metadata, sort_out
-from zerofx.checkpoint.targets import Files
+from zerofx.checkpoint.metadata import read_metadata, sort_out
+from zerofx.checkpoint.reading import Reader
 from zerofx.errors import CheckpointError, MismatchError, RankError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
@@ -143,9 +142,9 @@ class _Reading:
         self.folder, self.ranks = folder, ranks
         self.optimizers = optimizers
         there = folder.resolve()  # a link may point to another checkpoint before all is read
-        metadata, _ = read_metadata(there)
+        metadata = read_metadata(there)
         self.reader = Reader(there, metadata)
-        saved = sort_out(metadata, set(parameter_names(model, optimizers).values()))
+        saved = sort_out(metadata)
         if not saved.model:
             raise MismatchError(
                 f"{folder} has no tensors under 'model', which is where zerofx.save and the "
@@ -162,7 +161,7 @@ class _Reading:
 
     def _value(self, entry: str) -> Any:
         if entry not in self._values:
-            self.reader.check([MetadataIndex(entry)])
+            self.reader.check_parts([MetadataIndex(entry)])
             self._values[entry] = self.reader.read_value(entry)
         return self._values[entry]
 
@@ -189,8 +188,7 @@ class _Reading:
                 now += parts
         all_late = [part for parts in late.values() for part in parts]
         share = all_late[self.ranks.rank :: self.ranks.world_size]  # each rank checks some
-        self.files = Files(self.reader, late, now, share)
-        self.reader.check([*now, *share])
+        self.reader.check_all(now, late, share)
         for entry in self.matching.values:
             self._value(entry)
         return str(differences)
@@ -211,7 +209,7 @@ class _Reading:
                 if any(bound.stage > 0 for bound in bound_parameters(optimizer)):
                     attach_optimizer(optimizer)  # which keeps shards from now on
             for target in self.matching.targets:
-                target.fill(self.files)
+                target.fill(self.reader)
             for finish in self.matching.finish:
                 finish()
         except Exception as error:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zerofx.checkpoint.compatibility import other_states, why_another_kind
 from zerofx.checkpoint.contents import parameter_names, plain_name
-from zerofx.checkpoint.reading import Keys, Saved
+from zerofx.checkpoint.metadata import Keys, Saved
 from zerofx.checkpoint.targets import (
     Target,
     into_shard,

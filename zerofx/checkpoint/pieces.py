@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in the tensor."""
+        ends = map(operator.add, self.offsets, self.sizes)
+        return tuple(map(slice, self.offsets, ends))
 
 
 def boxes_of(shape: Shape, order: Sequence[int], start: int, stop: int) -> list[Box]:

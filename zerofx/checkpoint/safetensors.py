@@ -27,11 +27,12 @@ from zerofx.checkpoint.folders import (
     as_path,
     discarded_on_error,
     draft_of,
+    state_of,
     telling_what_failed,
 )
 from zerofx.checkpoint.matching import Differences, target_of
 from zerofx.checkpoint.pieces import Box, FlatPiece, view_of
-from zerofx.checkpoint.targets import Target, state_of
+from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, MismatchError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.versions import __version__
@@ -182,15 +183,9 @@ def _copy_part(into: torch.Tensor, value: torch.Tensor, rank: int) -> None:
     if isinstance(value, FlatPiece):
         flat = value.read()
         for box in value.boxes:
-            _at(into, box).copy_(view_of(flat, box, value.order))
+            into[box.slices].copy_(view_of(flat, box, value.order))
     elif rank == 0:
         into.copy_(value)
-
-
-def _at(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
 
 
 def load_safetensors(
@@ -269,7 +264,7 @@ class OpenFile:
     ) -> None:
         whole = self._file.get_tensor(entry)  # a view of the file
         for box in boxes:
-            view_of(into, box, order).copy_(_at(whole, box))
+            view_of(into, box, order).copy_(whole[box.slices])
 
     def check(self, entry: str) -> None:
         """Raise StepError if the file has been written to; one that is gone stays mapped.

@@ -32,8 +32,8 @@ from zerofx.checkpoint.folders import (
     prune,
     telling_what_failed,
 )
+from zerofx.checkpoint.metadata import unpickled
 from zerofx.checkpoint.pieces import Encoded, FlatPiece
-from zerofx.checkpoint.reading import unpickled
 from zerofx.errors import CheckpointError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.parameters.snapshots import Snapshot

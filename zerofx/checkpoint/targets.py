@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from zerofx.checkpoint.folders import Use
 from zerofx.checkpoint.pieces import Box, boxes_of
-from zerofx.checkpoint.reading import Reader
 from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
-from zerofx.errors import CheckpointError, StepError
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState, SavedState, standing_for
@@ -231,85 +225,3 @@ def _later(source: Source, entry: str, shape: tuple[int, ...]) -> tuple[Any, Cal
         source.read(entry, boxes_of(shape, order, start, stop), order, into)
 
     return read, partial(source.check, entry)
-
-
-State = tuple[int, int, int]
-
-
-class Files:
-    """A checkpoint's files as a source, which must stay as they are when this is made.
-
-    A disk may damage a file that was not written to.  So parts that are read late are compared with
-    their checksums once more: this rank's ``share`` of them before a step changes anything, so that
-    all ranks hear of damage, and whatever this rank reads when it does.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        late: Mapping[str, Sequence[MetadataIndex]],
-        now: Collection[MetadataIndex],
-        share: Collection[MetadataIndex],
-    ) -> None:
-        """``late`` are the parts of files that any rank reads late, by entry; ``now`` the others.
-
-        Make it before the files are checked.
-        """
-        self.folder = reader.folder.absolute()
-        self.name = str(self.folder)
-        self._reader, self._late, self._share = reader, late, set(share)
-        self._compared = set(now)
-        storage = reader.metadata.storage_data
-        self._names = {
-            entry: sorted({storage[one].relative_path for one in its if one in storage})
-            for entry, its in late.items()
-        }
-        names = {name for its in self._names.values() for name in its}
-        self._states = {name: state_of(self.folder / name) for name in names}
-
-    def use(self) -> Use:
-        return Use(self.folder)
-
-    def read(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> None:
-        items = self._reader.items(entry, boxes)
-        self._compare(entry, [item.storage_index for item in items])
-        self._reader.read_tensor(items, boxes, order, into)
-
-    def check(self, entry: str) -> None:
-        for name in self._names[entry]:
-            path = self.folder / name
-            state = state_of(path)
-            if state is None:
-                raise StepError(
-                    f"{path} is gone, and {entry} was to be made from it: before the first step "
-                    "zerofx.load reads no states, and none of the parameters that deferred_init "
-                    "has put off. Keep a checkpoint until a step has run; load another one now."
-                )
-            if state != self._states[name]:
-                raise StepError(
-                    f"{path} has been written to, or replaced, since zerofx.load checked it, and "
-                    f"{entry} was to be made from it. Load a checkpoint again."
-                )
-        self._compare(entry, [part for part in self._late[entry] if part in self._share])
-
-    def _compare(self, entry: str, parts: Sequence[MetadataIndex]) -> None:
-        parts = [part for part in parts if part not in self._compared]
-        try:
-            self._reader.check(parts)
-        except CheckpointError as error:
-            raise StepError(
-                f"{error} It was whole when zerofx.load checked it, and {entry} was to be made "
-                "from it now."
-            ) from error
-        self._compared.update(parts)
-
-
-def state_of(path: Path) -> State | None:
-    """Return numbers that change if a file is written to or replaced; None if it is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
