@@ -24,14 +24,7 @@ from zerofx.codegen.operations import (
     register_dtype,
     rule_of,
 )
-from zerofx.codegen.program import (
-    FOUND_INF,
-    Kind,
-    Program,
-    Result,
-    Stream,
-    without_dead_values,
-)
+from zerofx.codegen.program import Kind, Program, Result, Stream, without_dead_values
 from zerofx.codegen.rewrite.elementwise import UpdateError, mutated_operands, operator_names
 from zerofx.codegen.rewrite.gradient_norm import sum_of_squares
 from zerofx.codegen.rewrite.rounding import BLOCK
@@ -41,23 +34,15 @@ from zerofx.codegen.trace.trace import Update
 aten = torch.ops.aten
 
 
-def pointwise_program(
-    update: Update,
-    *,
-    gradient_dtype: torch.dtype | None = None,
-    copy_dtype: torch.dtype | None = None,
-    skips: bool = False,
-) -> Program:
+def pointwise_program(update: Update, *, gradient_dtype: torch.dtype | None = None) -> Program:
     """Normalise a traced update of flat shards.
 
-    ``gradient_dtype``: the gradient arrives in it, if not in the parameter's.  ``copy_dtype``:
-    the new parameter is written out once more, in this dtype.  ``skips``: with ``found_inf`` set,
-    nothing changes and the copy is of the old parameter.
+    The gradient arrives in ``gradient_dtype``, if not in the parameter's.
 
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
-    return _Normaliser(update).run(gradient_dtype, copy_dtype, skips)
+    return _Normaliser(update).run(gradient_dtype)
 
 
 class _Normaliser:
@@ -104,9 +89,7 @@ class _Normaliser:
                 names[node] = by_path[path]
         return names
 
-    def run(
-        self, gradient_dtype: torch.dtype | None, copy_dtype: torch.dtype | None, skips: bool
-    ) -> Program:
+    def run(self, gradient_dtype: torch.dtype | None) -> Program:
         for node in self.shards:
             if not _is_tensor(node):
                 raise self.refusal(node, "does not say in meta['val'] which dtype it has")
@@ -121,7 +104,7 @@ class _Normaliser:
                 output = node.args[0]
             elif node not in self.root and node not in self.coefficients:
                 self._visit(node)
-        return self._finish(output, gradient_dtype, copy_dtype, skips)
+        return self._finish(output, gradient_dtype)
 
     def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
         """Append the value of one operation, which serves ``node``."""
@@ -259,13 +242,7 @@ class _Normaliser:
     def _is_gradient(self, node: fx.Node) -> bool:
         return node is self.placeholders[1]
 
-    def _finish(
-        self,
-        output: Any,
-        gradient_dtype: torch.dtype | None,
-        copy_dtype: torch.dtype | None,
-        skips: bool,
-    ) -> Program:
+    def _finish(self, output: Any, gradient_dtype: torch.dtype | None) -> Program:
         streams = [self._stream(node, gradient_dtype) for node in self.shards]
         results: list[Result] = []
         kept: list[fx.Node] = []
@@ -292,15 +269,7 @@ class _Normaliser:
                 dtype = node.meta["val"].dtype
                 streams.append(Stream(new[root], "new state", dtype, store=value))
             results.append(("stream", new[root]))
-        if skips and new:
-            raise UpdateError(
-                f"{self.update.optimizer}'s first step makes states, and cannot be skipped by "
-                "found_inf in a kernel. Run it with fuse_optimizer off."
-            )
-        if copy_dtype is not None:
-            streams.append(self._copy(streams[0], copy_dtype, skips))
         host = self.numbers.finish(kept)
-        device_numbers = (*self.coefficients.values(), *((FOUND_INF,) * skips))
         inputs = {self.stream_names[node]: self.placeholders.index(node) for node in self.shards}
         program = Program(
             self.update.optimizer,
@@ -309,7 +278,7 @@ class _Normaliser:
             host,
             inputs,
             tuple(results),
-            device_numbers,
+            tuple(self.coefficients.values()),
             self.update.coefficients,
             self.squares,
         )
@@ -323,17 +292,6 @@ class _Normaliser:
         kind: Kind = "parameter" if node is self.placeholders[0] else "state"
         entry = BLOCK if node in self.per_block else 1
         return Stream(name, kind, dtype, load, None if value is load else value, entry)
-
-    def _copy(self, parameter: Stream, dtype: torch.dtype, skips: bool) -> Stream:
-        value = parameter.store or parameter.load
-        assert value is not None
-        if skips and parameter.load is not None:
-            condition = NumberOperand(FOUND_INF, torch.bool)
-            branches = (condition, parameter.load, value)
-            note = "a skipped step copies the parameter as it was"
-            value = Value("where", branches, value.dtype, "copied", note=note)
-            self.values.append(value)
-        return Stream(f"{parameter.name}_copy", "copy", dtype, store=value)
 
     def _name_of_result(self, position: int) -> str:
         """The name of the state, or of the part of one, that a result becomes."""

@@ -10,10 +10,7 @@ import torch
 from zerofx.codegen.numbers import HostNumbers, Number
 from zerofx.codegen.operations import Value
 
-Kind = Literal["parameter", "gradient", "state", "new state", "copy"]
-
-# Read by the kernel from device memory of its own, if the program has it.
-FOUND_INF = Number("found_inf", "not 0: this step is skipped")
+Kind = Literal["parameter", "gradient", "state", "new state"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,9 @@ class Program:
     """One update of one element of each stream.
 
     ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
-    each stream among the update's inputs; new states and the copy have none.  ``device_numbers``
-    are read from device memory; the first of them are the update's inputs at ``coefficients``.
-    ``squares`` is the sum of a block's squares of the gradient, if it is asked for.
+    each stream among the update's inputs; new states have none.  ``device_numbers`` are read from
+    device memory: the update's inputs at ``coefficients``.  ``squares`` is the sum of a block's
+    squares of the gradient, if it is asked for.
     """
 
     optimizer: str
@@ -88,11 +85,6 @@ class Program:
         """
         partials = 4 / ELEMENTS_PER_PARTIAL if self.squares is not None else 0
         return sum(stream.bytes_per_element for stream in self.streams) + partials
-
-    @property
-    def skips(self) -> bool:
-        """Return whether it leaves everything as it is when ``found_inf`` is set."""
-        return FOUND_INF in self.device_numbers
 
 
 def without_dead_values(program: Program) -> Program:

@@ -211,37 +211,6 @@ _OF_EVERY_OPTIMIZER = {
 }
 
 
-def plain_key(value: Any) -> Hashable | None:
-    """A key of a value that is plain data all through, equal for equal values of equal types.
-
-    None if anything in it is not: such a value may change and stay the same object.
-    """
-    try:
-        return _plain(value)
-    except _NotPlainError:
-        return None
-
-
-class _NotPlainError(Exception):
-    """In a value is something that is not plain data."""
-
-
-def _plain(value: Any) -> Hashable:
-    if isinstance(value, _Constant):
-        return (_Constant, _plain(value.value))
-    if type(value) in (list, tuple, torch.Size):
-        return (type(value), *map(_plain, value))
-    if type(value) is dict:
-        return (dict, *((_plain(name), _plain(item)) for name, item in value.items()))
-    if value is None or type(value) in (bool, int, str, torch.dtype, torch.device):
-        return (type(value), value)
-    if type(value) is float:
-        return (float, repr(value))  # NaN is not equal to itself, and -0.0 is to 0.0
-    if isinstance(value, type) and value in (list, tuple, dict):  # the kind of an argument
-        return value
-    raise _NotPlainError
-
-
 def _constants(value: Any) -> Iterator[_Constant]:
     if isinstance(value, (bool, int, float, str)):
         yield _Constant(value)

@@ -234,29 +234,23 @@ class TritonUpdate:
     def __call__(
         self,
         *values: Any,
-        copy: Tensor | None = None,
-        device_numbers: Sequence[Tensor] = (),
         launches: Launches | None = None,
     ) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns.
 
-        ``device_numbers`` are those of the program that are no inputs of the update.  With
-        ``launches`` it runs when they do, and the results are not to be read before; the sum of
-        squares is among theirs.
+        With ``launches`` it runs when they do, and the results are not to be read before; the sum
+        of squares is among theirs.
         """
         program = self.kernel.program
         kept, numbers = program.host(values)
         tensors: dict[str, Tensor] = {}
         for stream in program.streams:
-            if stream.kind == "copy" and copy is not None:
-                tensors[stream.name] = copy
-            elif stream.name in program.inputs:
+            if stream.name in program.inputs:
                 tensors[stream.name] = values[program.inputs[stream.name]]
             else:
                 tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
         segment = Segment(list(tensors.values()), numbers)
-        coefficients = (values[position] for position in program.coefficients)
-        device_numbers = (*coefficients, *device_numbers)
+        device_numbers = [values[position] for position in program.coefficients]
         squares = None
         if launches is None:
             squares = self.kernel.launch([segment], device_numbers)

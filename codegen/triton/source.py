@@ -30,7 +30,7 @@ import torch
 
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import NumberOperand, Value
-from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, FOUND_INF, Program, Stream
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program, Stream
 from zerofx.codegen.rewrite.rounding import BLOCK as SHARED
 from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions, is_bool
 
@@ -150,7 +150,7 @@ class _Writer:
             self.names[stream.load] = unique(stream.name, taken)
             taken.add(self.names[stream.load])
         # The result of a function goes by its name, but what is stored by that of its memory.
-        results = [s for s in self.stores if s.store and s.store.note and s.kind != "copy"]
+        results = [s for s in self.stores if s.store and s.store.note]
         stored = {stream.store: stream.name for stream in results}
         for position, statement in enumerate(self.statements):
             value = statement.value
@@ -197,7 +197,7 @@ class _Writer:
         program, lines = self.program, []
         lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
         parts = ", ``part`` its parts of 256" if "part" in self.places else ""
-        summary = f"Update one block; ``lane`` counts its elements{parts}{self._skipping()}."
+        summary = f"Update one block; ``lane`` counts its elements{parts}."
         if program.squares is None:
             lines.append(f'    """{summary}"""')
         else:
@@ -222,18 +222,11 @@ class _Writer:
             text, _ = self.written.operation(statement.value)
             lines.append(f"    {statement.name} = {text}")
         lines.append("")
-        if program.skips:
-            for mask in self.places[1::2]:
-                kept = _KEPT[mask]
-                lines.append(f"    {kept} = tl.where({self.numbers[_FOUND]}, False, {mask})")
         for stream in self.stores:
             lines.append(f"    {self._store(stream)}")
         if program.squares is not None:
             lines.append(f"    return {self.names[program.squares]}")
         return "\n".join(["@triton.jit", *lines, ""])
-
-    def _skipping(self) -> str:
-        return "; if ``found_inf`` is set, nothing changes" if self.program.skips else ""
 
     def _store(self, stream: Stream) -> str:
         assert stream.store is not None
@@ -242,8 +235,6 @@ class _Writer:
         if stored != stream.store.dtype:
             text = f"{text}.to({DTYPES[stored]})"
         place, mask = _place(stream)
-        if self.program.skips and stream.kind != "copy":
-            mask = _KEPT[mask]
         return f"tl.store({self.pointers[stream.name]} + {place}, {text}, {mask})"
 
     def _kernel(self) -> str:
@@ -297,16 +288,11 @@ def _place(stream: Stream) -> tuple[str, str]:
     return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
 
 
-# The masks of what is written in a step that may be skipped.
-_KEPT = {"mask": "kept", "part_mask": "part_kept"}
-
-_FOUND = NumberOperand(FOUND_INF, torch.bool)
-
 # Names that the kernel has for itself.
 _RESERVED = (
     *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
-    *("lane", "mask", "kept", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
-    *("part", "part_mask", "part_kept"),
+    *("lane", "mask", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
+    *("part", "part_mask"),
     *("partials", "partial"),
     *FUNCTIONS,
 )
@@ -320,8 +306,6 @@ def _number_names(program: Program) -> dict[NumberOperand, str]:
         for operand in value.operands
         if isinstance(operand, NumberOperand)
     }
-    if program.skips:
-        used.add(_FOUND)
     names: dict[NumberOperand, str] = {}
     streams = {stream.name for stream in program.streams}
     for number in (*program.numbers, *program.device_numbers):

@@ -193,29 +193,6 @@ def check_an_empty_shard():
     assert state["step"] == 1 and state["exp_avg"].shape == (0,)
 
 
-def check_clip_and_skip():
-    """The gradient is scaled by a number on the device; found_inf leaves everything as it was."""
-    variant = {"skips": True, "copy_dtype": BF16}
-    pair = Pair("sgd_momentum", 1025)
-    pair.step()  # makes the momentum
-    pair.shards.variant, pair.shards.known = variant, {}
-    pair.shards.work = work.traced(work.clip, torch.float32, torch.float32)
-    copy = torch.empty(1025, dtype=BF16)
-    before = {tensor: own.clone() for tensor, own, _, _ in pair.states()}
-    clip, skip = torch.tensor(0.25), torch.tensor(1.0)
-    nothing = torch.full((1025,), torch.nan)
-    pair.shards.step(nothing, [clip], copy=copy, device_numbers=[skip])
-    for tensor, own, _, _ in pair.states():
-        assert torch.equal(own, before[tensor]), tensor
-    assert_is_copy(copy, pair.own)
-    gradient = pair.gradient()
-    pair.shards.step(gradient, [clip], copy=copy, device_numbers=[torch.tensor(0.0)])
-    pair.plain.grad = gradient * 0.25
-    pair.optimizer.step()
-    torch.testing.assert_close(pair.own, pair.plain)
-    assert_is_copy(copy, pair.own)
-
-
 def check_work_on_the_gradient(function, dtype, *coefficients):
     """As when the work is done before the kernel, one operation after the other: bitwise."""
     fused, apart = (Pair("sgd_nesterov", 1025, dtype=dtype) for _ in range(2))
@@ -233,13 +210,11 @@ def check_work_on_the_gradient(function, dtype, *coefficients):
         torch.testing.assert_close(fused.own, apart.own, rtol=0, atol=0, equal_nan=True)
 
 
-def check_bf16_gradient_and_copy():
-    pair = Pair("adamw", 1025, gradient_dtype=BF16, copy_dtype=BF16)
-    copy = torch.empty(1025, dtype=BF16)
+def check_bf16_gradient():
+    pair = Pair("adamw", 1025, gradient_dtype=BF16)
     for _ in range(3):
-        pair.step(pair.gradient().to(BF16), copy=copy)
+        pair.step(pair.gradient().to(BF16))
     torch.testing.assert_close(pair.own, pair.plain, rtol=1e-5, atol=1e-6)
-    assert_is_copy(copy, pair.own)
 
 
 def check_bf16_parameters(name):
@@ -360,10 +335,6 @@ def check_streams_that_do_not_fit_are_refused():
             assert "'grad'" in str(error) and "torch.float32[16]" in str(error)
         else:
             raise AssertionError(f"{bad.dtype}{list(bad.shape)} was taken")
-
-
-def assert_is_copy(copy, parameter):
-    assert torch.equal(copy, parameter.detach().to(BF16))
 
 
 def check_the_runtime_updates_a_bucket(name):
@@ -493,8 +464,7 @@ def assert_same_but_for_roundings(own, expected):
 def check_blocks_of_codes(offset, stored):
     """Moments in eight bits, of any length and anywhere in memory, in one launch.
 
-    As operator by operator, the gradient clipped first; what lies beside them stays, and a step
-    that is skipped changes nothing.
+    As operator by operator, the gradient clipped first; what lies beside them stays.
     """
     from zerofx.codegen.kernel import UpdateKernel
     from zerofx.codegen.rewrite.storage import narrow
@@ -508,7 +478,7 @@ def check_blocks_of_codes(offset, stored):
     Shards(optimizer, lambda update: made.append(kept(update, stored))).trace()
     update = work.traced(work.clip, BF16, torch.float32).before(*made, BF16)
     clip = torch.tensor(0.3)
-    run, skipping = kernels(update), kernels(update, skips=True)
+    run = kernels(update)
     expected_run = UpdateKernel.of(update, is_compiled=False).in_blocks
     generator = torch.Generator().manual_seed(0)
     numbers = [0.9, 0.999, 1e-8, 1e-2, 0.01, 2.0]
@@ -532,9 +502,6 @@ def check_blocks_of_codes(offset, stored):
             step = torch.tensor(2.0)
             return [param, grad, step, first, second, *numbers, *scales, *draw, clip]
 
-        skipping(*values(pieces), device_numbers=[torch.tensor(1.0)])
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            assert torch.equal(piece, tensor)
         expected_run(*values(tensors))
         run(*values(pieces), launches=launches)
         checks.append((buffers, pieces, tensors))
@@ -607,23 +574,16 @@ def check_squares_of_nothing():
 
 
 def check_squares_of_work():
-    """The squares are of the gradient as the step makes it: unscaled, rounded as the step rounds.
-
-    Nothing changes with found_inf, and the sum is the same.
-    """
+    """The squares are of the gradient as the step makes it: unscaled, and rounded as there."""
     pair = Pair("sgd_momentum", 1025)
     pair.step()  # makes the momentum
     scale = torch.tensor(0.3)
     gradient = pair.gradient().to(BF16)
-    pair.shards.variant, pair.shards.known, pair.shards.squares = {"skips": True}, {}, True
+    pair.shards.known, pair.shards.squares = {}, True
     pair.shards.work = work.traced(work.clip, BF16, torch.float32)
     expected = (gradient * scale).double().square().sum()
-    before = pair.own.clone()
-    for found_inf in (1.0, 0.0):
-        found = [torch.tensor(found_inf)]
-        *_, squares = pair.shards.step(gradient, [scale], device_numbers=found)
-        torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0)
-        assert torch.equal(pair.own, before) == bool(found_inf)
+    *_, squares = pair.shards.step(gradient, [scale])
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0)
 
 
 def check_functions_in_a_rewritten_graph():

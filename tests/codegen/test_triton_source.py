@@ -61,16 +61,11 @@ STORED = {
 VARIANTS = {
     **{name: dict(make_optimizer=make) for name, make in OPTIMIZERS.items()},
     "adamw_first_step": dict(make_optimizer=OPTIMIZERS["adamw"], steps=0),
-    "adamw_bf16_gradient_and_copy": dict(
-        make_optimizer=OPTIMIZERS["adamw"], gradient_dtype=BF16, copy_dtype=BF16
-    ),
-    "adamw_bf16_copy": dict(make_optimizer=OPTIMIZERS["adamw"], copy_dtype=BF16),
+    "adamw_bf16_gradient": dict(make_optimizer=OPTIMIZERS["adamw"], gradient_dtype=BF16),
     "adamw_bf16_parameters": dict(make_optimizer=OPTIMIZERS["adamw"], dtype=BF16),
     "adamw_clipped_and_scaled": dict(
         make_optimizer=OPTIMIZERS["adamw"],
         work=work.traced(work.unscale_and_clip, torch.float16, torch.float32, torch.float32),
-        copy_dtype=torch.float16,
-        skips=True,
     ),
     "adamw_bf16_clipped": dict(
         make_optimizer=OPTIMIZERS["adamw"], dtype=BF16, work=work.traced(work.clip, BF16, BF16)
@@ -81,10 +76,9 @@ VARIANTS = {
         for name, stored in STORED.items()
     },
     "adamw_squares": dict(make_optimizer=OPTIMIZERS["adamw"], squares=True),
-    "adamw_scaled_skipping_squares": dict(
+    "adamw_scaled_squares": dict(
         make_optimizer=OPTIMIZERS["adamw"],
         work=work.traced(work.clip, torch.float16, torch.float32),
-        skips=True,
         squares=True,
     ),
     "adamw_rounded_int8_moments_squares": dict(
@@ -98,13 +92,12 @@ VARIANTS = {
     "radam_rectified": dict(make_optimizer=OPTIMIZERS["radam"], steps=7),
     "rprop_first_step": dict(make_optimizer=OPTIMIZERS["rprop"], steps=0),
     "sgd_first_step": dict(make_optimizer=OPTIMIZERS["sgd_momentum"], steps=0),
-    "lion_bf16_gradient_and_copy": dict(make_optimizer=Lion, gradient_dtype=BF16, copy_dtype=BF16),
+    "lion_bf16_gradient": dict(make_optimizer=Lion, gradient_dtype=BF16),
 }
 
 
 # What is not the optimizer's own.
 NOTES = (
-    "a skipped step ",
     "resume_master: ",
     "random_bits: ",
     "round_stochastically: ",
@@ -131,7 +124,7 @@ def test_the_kernel_is_the_golden_one(name):
 def test_the_kernel_in_the_documentation_is_a_golden_one():
     page = (Path(__file__).parents[2] / "docs" / "codegen.md").read_text(encoding="utf-8")
     shown = page.partition("```python\n")[2].partition("```")[0]
-    golden = (GOLDEN / "adamw_bf16_gradient_and_copy.py").read_text(encoding="utf-8")
+    golden = (GOLDEN / "adamw_bf16_gradient.py").read_text(encoding="utf-8")
     (function,) = ast.parse(shown).body
     assert ast.unparse(function) in ast.unparse(ast.parse(golden))
     comments = [line for line in shown.splitlines() if "#" in line]
@@ -153,8 +146,6 @@ def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
     block = functions[f"{kernel}_block"]
     for node in block.body:
         if isinstance(node, ast.Assign) and "tl.load" not in (text := lines[node.lineno - 1]):
-            if text.split()[0] == "kept":
-                continue
             above = next(
                 line for line in reversed(lines[: node.lineno - 1]) if "#" in line or not line
             )
@@ -165,8 +156,7 @@ def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
 @pytest.mark.slow(reason="eight kernels' sources are run")
 def test_adamw_moves_as_many_bytes_as_it_must():
     of_variant = {
-        "adamw_bf16_gradient_and_copy": 28,
-        "adamw_bf16_copy": 30,
+        "adamw_bf16_gradient": 26,
         "adamw": 28,
         "adamw_bf16_parameters": 14,
         "adamw_masters": 30,  # the parameter is read too: somebody may have written to it
@@ -260,11 +250,6 @@ def test_an_input_of_unknown_dtype_is_refused():
     next(iter(update.graph_module.graph.nodes)).meta.clear()
     with pytest.raises(UpdateError, match="dtype"):
         pointwise_program(update)
-
-
-def test_states_that_a_skipped_step_would_make_are_refused():
-    with pytest.raises(UpdateError, match="found_inf"):
-        program(OPTIMIZERS["adamw"], steps=0, skips=True)
 
 
 def test_casts_bits_and_integers_are_written_as_such():

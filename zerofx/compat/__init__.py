@@ -49,7 +49,6 @@ from zerofx.compat.scalars import (
     python_source,
     record_scalar_call,
     set_source_line,
-    settings_of_traces,
     trace_operations,
     traced_node,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -147,43 +147,6 @@ def outside_of_modes() -> contextlib.AbstractContextManager:
     ``_disable_current_modes`` is for 2.11 to 2.15; can go if torch exports it.
     """
     return _disable_current_modes()
-
-
-def settings_of_traces() -> Hashable | None:
-    """Return the settings of this thread and of torch that ``trace_operations`` depends on.
-
-    None where more than these may have a say: inside a mode, a function transform or autocast.
-    The modes' stacks, dispatch keys and configurations are for 2.11 to 2.15; can go when torch
-    exports a tracer of operations.
-    """
-    if (
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        return None
-    modules = map(sys.modules.get, _CONFIGURATIONS)
-    return (
-        repr(torch._C._get_torch_function_state()),
-        torch._C._dispatch_tls_local_include_set().raw_repr(),
-        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.compiler.is_compiling(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-        *(module and module.get_hash() for module in modules),
-    )
-
-
-_CONFIGURATIONS = (
-    "torch.fx.experimental._config",
-    "torch._functorch.config",
-    "torch._dynamo.config",
-    "torch._inductor.config",  # an operation on bfloat16 asks it for emulate_precision_casts
-)
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:

@@ -1,12 +1,11 @@
 """AdamW's update of flat shards, in one pass over memory.
 
-Made by zerofx.codegen from the optimizer's own step.  An element moves 28 bytes:
+Made by zerofx.codegen from the optimizer's own step.  An element moves 26 bytes:
 
     param: float32, read and written
     grad: float16, read
     exp_avg: float32, read and written
     exp_avg_sq: float32, read and written
-    param_copy: float16, written
 
 The host computes once a step, for each segment:
 
@@ -39,12 +38,11 @@ def lerp(start, end, weight):
 
 @triton.jit
 def adamw_block(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-    one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-    bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
-    mask,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+    one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
+    coefficient, coefficient_1, lane, mask,
 ):
-    """Update one block; ``lane`` counts its elements; if ``found_inf`` is set, nothing changes."""
+    """Update one block; ``lane`` counts its elements."""
     param = tl.load(param_ptr + lane, mask)
     grad = tl.load(grad_ptr + lane, mask).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + lane, mask)
@@ -53,7 +51,7 @@ def adamw_block(
     # work.py:16: return gradient.float() * scale * coefficient
     grad = grad * coefficient * coefficient_1
     # adam.py:419: param.mul_(1 - lr * weight_decay)
-    param_1 = param * one_minus_lr_weight_decay
+    param = param * one_minus_lr_weight_decay
     # adam.py:456: exp_avg.lerp_(grad, 1 - device_beta1)
     exp_avg = lerp(exp_avg, grad, one_minus_beta1)
     # adam.py:475: exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -61,33 +59,28 @@ def adamw_block(
     # adam.py:544: denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)
     denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
     # adam.py:546: param.addcdiv_(exp_avg, denom, value=-step_size)
-    param_1 = param_1 - step_size * tl.div_rn(exp_avg, denom)
-    # a skipped step copies the parameter as it was
-    copied = tl.where(found_inf, param, param_1)
+    param = param - step_size * tl.div_rn(exp_avg, denom)
 
-    kept = tl.where(found_inf, False, mask)
-    tl.store(param_ptr + lane, param_1, kept)
-    tl.store(exp_avg_ptr + lane, exp_avg, kept)
-    tl.store(exp_avg_sq_ptr + lane, exp_avg_sq, kept)
-    tl.store(param_copy_ptr + lane, copied.to(tl.float16), mask)
+    tl.store(param_ptr + lane, param, mask)
+    tl.store(exp_avg_ptr + lane, exp_avg, mask)
+    tl.store(exp_avg_sq_ptr + lane, exp_avg_sq, mask)
 
 
 @triton.jit
 def adamw(
     segments, segment_of_chunk, numbers, coefficient_ptr, coefficient_1_ptr,
-    found_inf_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):
     """Update BLOCK elements of one segment."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     segment = tl.load(segment_of_chunk + first // CHUNK)
-    row = segments + segment * 7
+    row = segments + segment * 6
     begin = first - tl.multiple_of(tl.load(row), CHUNK)
     rest = tl.load(row + 1) - begin
     param_ptr = stream(row + 2, begin, tl.float32, ALIGNMENT)
     grad_ptr = stream(row + 3, begin, tl.float16, ALIGNMENT)
     exp_avg_ptr = stream(row + 4, begin, tl.float32, ALIGNMENT)
     exp_avg_sq_ptr = stream(row + 5, begin, tl.float32, ALIGNMENT)
-    param_copy_ptr = stream(row + 6, begin, tl.float16, ALIGNMENT)
     numbers += segment * 7
     one_minus_lr_weight_decay = tl.load(numbers + 0).to(tl.float32)
     one_minus_beta1 = tl.load(numbers + 1).to(tl.float32)
@@ -98,19 +91,16 @@ def adamw(
     step_size = tl.load(numbers + 6).to(tl.float32)
     coefficient = tl.load(coefficient_ptr).to(tl.float32)
     coefficient_1 = tl.load(coefficient_1_ptr).to(tl.float32)
-    found_inf = tl.load(found_inf_ptr) != 0
     lane = tl.arange(0, BLOCK)
     if rest >= BLOCK:
         adamw_block(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-            one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
-            lane < BLOCK,
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+            one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
+            coefficient, coefficient_1, lane, lane < BLOCK,
         )
     else:
         adamw_block(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-            one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, coefficient, coefficient_1, found_inf, lane,
-            lane < rest,
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+            one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
+            coefficient, coefficient_1, lane, lane < rest,
         )

@@ -274,9 +274,9 @@ def test_bfloat16_parameters_agree_bitwise():
 @pytest.mark.parametrize(
     "case", ["adamw", "sgd_nesterov", "nadam", "hand_written_adam", "adamw_tensor_lr"]
 )
-def test_fifty_learning_rates_need_two_traces_per_shape(case):
+def test_fifty_learning_rates_need_two_traces(case):
     ranks = compare(CASES[case], tensors((7, 5), (11,), (7, 5)), steps=50)
-    assert ranks.traces() == {4}  # first and later steps, of two shapes
+    assert ranks.traces() == {2}  # first and later steps, of any shape
 
 
 def test_stateless_optimizer_is_traced_once():

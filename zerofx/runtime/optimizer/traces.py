@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-import sys
-import threading
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import (
     Arguments,
     constant_attributes,
     group_values,
-    plain_key,
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
@@ -34,100 +28,6 @@ Parameters = Mapping[int, tuple[weakref.ref[nn.Parameter], ParameterInfo]]
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
-
-
-class SharedTraces:
-    """The traces that programs of a process share; those not used for long are dropped.
-
-    A trace is shared where all that it depends on can be told, and is in its key.  That is so for
-    the classes of ``torch.optim`` themselves.  What a user's class reads cannot be told, nor a
-    subclass's: each program traces these for itself.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, list[Update]] = OrderedDict()
-        self._code: dict[type, tuple[list[Any], int]] = {}
-        self._lock = threading.Lock()
-
-    def keys(
-        self,
-        optimizer: torch.optim.Optimizer,
-        info: ParameterInfo,
-        *,
-        group: Arguments,
-        state: Arguments,
-        sharded: bool,
-    ) -> list[Hashable]:
-        """Return all that ``trace_update`` of these depends on, then the same without sizes.
-
-        The second is left out if sizes count; both are if not all can be told.
-        """
-        kind = type(optimizer)
-        is_torchs = kind.__module__.startswith("torch.optim.")
-        if not is_torchs or getattr(torch.optim, kind.__name__, None) is not kind:
-            return []
-        parts = (
-            plain_key({k: v for k, v in vars(optimizer).items() if not _is_apart(k)}),
-            plain_key(group.key),
-            plain_key(state.key),
-            compat.settings_of_traces(),
-        )
-        if None in parts:
-            return []
-        numbers = tuple(map(type, (*group.scalars, *state.scalars)))
-        shared = (kind, self._version(kind), *parts, numbers, info.dtype, info.device, sharded)
-        exact = (*shared, info.shape, info.stride)
-        return [exact, shared] if sharded and is_usual(info) else [exact]
-
-    def find(self, keys: Sequence[Hashable], scalars: Sequence[float | int]) -> Update | None:
-        """Return a trace with one of these keys that holds for these numbers, if one is known."""
-        with self._lock:
-            for key in keys:
-                for update in self._known.get(key, ()):
-                    if update.guard is None or update.guard(scalars):
-                        self._known.move_to_end(key)
-                        return update
-        return None
-
-    def keep(self, keys: Sequence[Hashable], update: Update) -> None:
-        """Let others have a trace that has been made for these keys."""
-        # What has conversions was made for these numbers alone, and knows the lines that made them.
-        if not keys or update.conversions:
-            return
-        key = keys[-1] if update.of_any_sizes else keys[0]
-        with self._lock:
-            self._known.setdefault(key, []).append(update)
-            self._known.move_to_end(key)
-            while len(self._known) > _MOST_KEYS:
-                self._known.popitem(last=False)
-
-    def _version(self, kind: type) -> int:
-        """A number for an optimizer's code as it is now: something may have replaced some of it.
-
-        That is torch.optim's own; what it calls of the rest of torch is taken to stay.
-        """
-        bases = [base for base in kind.__mro__ if base is not object]
-        tables = (*map(vars, bases), *(vars(sys.modules[base.__module__]) for base in bases))
-        members = (member for table in tables for member in table.values())
-        code = [part for one in members for part in (one, getattr(one, "__code__", None))]
-        with self._lock:
-            known, version = self._code.get(kind, ([], 0))
-            if len(code) != len(known) or not all(map(operator.is_, code, known)):
-                version += 1
-                self._code[kind] = code, version
-        return version
-
-
-def _is_apart(name: str) -> bool:
-    """Return whether an attribute of an optimizer has no part in a trace, or is given apart."""
-    return name in _APART or (name.startswith("_optimizer_") and name.endswith("_hooks"))
-
-
-_APART = {"param_groups", "state", "step", "_opt_called", "_step_count"}
-_MOST_KEYS = 256
-
-SHARED_TRACES = SharedTraces()
-"""Those of this process: they hold nothing of a program's."""
 
 
 class GroupOfStep:
@@ -144,9 +44,8 @@ class Traces:
     """Finds the traced update of a parameter as its group and state are now, or makes it.
 
     An owned parameter's update is traced whole, to be divided later.  On the host, a group's
-    tensors are read on the CPU.  ``layouts`` are what a trace depends on of
-    each parameter, ``count`` is how many have been made, or found among
-    those of other programs.
+    tensors are read on the CPU.  ``layouts`` are what a trace depends on of each parameter: if it
+    is for shards of any sizes, only its dtype and device.  ``count`` is how many have been made.
     """
 
     def __init__(
@@ -188,9 +87,13 @@ class Traces:
         info = self._parameters[parameter][1]
         # One that is divided later is whole until then.
         sharded = self._settings.sharded and parameter not in self._settings.owned
-        known = self._known.setdefault((self.layouts[parameter], group.key, state.key), [])
         scalars = (*arguments.scalars, *state.scalars)
-        for update in known:
+        kind = (group.key, state.key)
+        of_this_size = self._known.setdefault((self.layouts[parameter], *kind), [])
+        of_any_size = of_this_size
+        if sharded and is_usual(info):
+            of_any_size = self._known.setdefault((info.dtype, info.device, *kind), [])
+        for update in (*of_any_size, *of_this_size):
             if update.guard is None or update.guard(scalars):
                 self.check_gradient(update, parameter)
                 return update, arguments
@@ -200,18 +103,14 @@ class Traces:
             check_independent(optimizer, state.values)
         self.count += 1
         info = replace(info, dtype=self._settings.precision.compute_dtype(info.dtype))
-        given: dict[str, Any] = {"group": arguments, "state": state, "sharded": sharded}
-        keys = SHARED_TRACES.keys(optimizer, info, **given)
-        shared = SHARED_TRACES.find(keys, scalars)
         try:
-            update = shared or trace_update(optimizer, info, **given)
+            update = trace_update(optimizer, info, group=arguments, state=state, sharded=sharded)
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
             return self.find(optimizer, parameter, group, state)
-        if shared is None:
-            SHARED_TRACES.keep(keys, update)
         self.check_gradient(update, parameter)
+        known = of_any_size if update.of_any_sizes else of_this_size
         known.append(update)
         if len(known) == _MANY_SPECIALISATIONS + 1:
             lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]

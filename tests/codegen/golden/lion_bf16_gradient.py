@@ -1,11 +1,10 @@
 """Lion's update of flat shards, in one pass over memory.
 
-Made by zerofx.codegen from the optimizer's own step.  An element moves 20 bytes:
+Made by zerofx.codegen from the optimizer's own step.  An element moves 18 bytes:
 
     param: float32, read and written
     grad: bfloat16, read
     exp_avg: float32, read and written
-    param_copy: bfloat16, written
 
 The host computes once a step, for each segment:
 
@@ -41,8 +40,8 @@ def sign_of(x):
 
 @triton.jit
 def lion_block(
-    param_ptr, grad_ptr, exp_avg_ptr, param_copy_ptr, one_minus_lr_weight_decay,
-    one_minus_beta1, lr, one_minus_beta2, lane, mask,
+    param_ptr, grad_ptr, exp_avg_ptr, one_minus_lr_weight_decay, one_minus_beta1, lr,
+    one_minus_beta2, lane, mask,
 ):
     """Update one block; ``lane`` counts its elements."""
     param = tl.load(param_ptr + lane, mask)
@@ -60,7 +59,6 @@ def lion_block(
 
     tl.store(param_ptr + lane, param, mask)
     tl.store(exp_avg_ptr + lane, exp_avg, mask)
-    tl.store(param_copy_ptr + lane, param.to(tl.bfloat16), mask)
 
 
 @triton.jit
@@ -71,13 +69,12 @@ def lion(
     """Update BLOCK elements of one segment."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     segment = tl.load(segment_of_chunk + first // CHUNK)
-    row = segments + segment * 6
+    row = segments + segment * 5
     begin = first - tl.multiple_of(tl.load(row), CHUNK)
     rest = tl.load(row + 1) - begin
     param_ptr = stream(row + 2, begin, tl.float32, ALIGNMENT)
     grad_ptr = stream(row + 3, begin, tl.bfloat16, ALIGNMENT)
     exp_avg_ptr = stream(row + 4, begin, tl.float32, ALIGNMENT)
-    param_copy_ptr = stream(row + 5, begin, tl.bfloat16, ALIGNMENT)
     numbers += segment * 4
     one_minus_lr_weight_decay = tl.load(numbers + 0).to(tl.float32)
     one_minus_beta1 = tl.load(numbers + 1).to(tl.float32)
@@ -86,11 +83,11 @@ def lion(
     lane = tl.arange(0, BLOCK)
     if rest >= BLOCK:
         lion_block(
-            param_ptr, grad_ptr, exp_avg_ptr, param_copy_ptr, one_minus_lr_weight_decay,
-            one_minus_beta1, lr, one_minus_beta2, lane, lane < BLOCK,
+            param_ptr, grad_ptr, exp_avg_ptr, one_minus_lr_weight_decay, one_minus_beta1, lr,
+            one_minus_beta2, lane, lane < BLOCK,
         )
     else:
         lion_block(
-            param_ptr, grad_ptr, exp_avg_ptr, param_copy_ptr, one_minus_lr_weight_decay,
-            one_minus_beta1, lr, one_minus_beta2, lane, lane < rest,
+            param_ptr, grad_ptr, exp_avg_ptr, one_minus_lr_weight_decay, one_minus_beta1, lr,
+            one_minus_beta2, lane, lane < rest,
         )

@@ -1,12 +1,11 @@
 """AdamW's update of flat shards, in one pass over memory.
 
-Made by zerofx.codegen from the optimizer's own step.  An element moves 30 bytes:
+Made by zerofx.codegen from the optimizer's own step.  An element moves 26 bytes:
 
     param: float32, read and written
-    grad: float32, read
+    grad: bfloat16, read
     exp_avg: float32, read and written
     exp_avg_sq: float32, read and written
-    param_copy: bfloat16, written
 
 The host computes once a step, for each segment:
 
@@ -39,13 +38,13 @@ def lerp(start, end, weight):
 
 @triton.jit
 def adamw_block(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-    one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-    bias_correction2_sqrt, eps, step_size, lane, mask,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+    one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size, lane,
+    mask,
 ):
     """Update one block; ``lane`` counts its elements."""
     param = tl.load(param_ptr + lane, mask)
-    grad = tl.load(grad_ptr + lane, mask)
+    grad = tl.load(grad_ptr + lane, mask).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + lane, mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + lane, mask)
 
@@ -63,7 +62,6 @@ def adamw_block(
     tl.store(param_ptr + lane, param, mask)
     tl.store(exp_avg_ptr + lane, exp_avg, mask)
     tl.store(exp_avg_sq_ptr + lane, exp_avg_sq, mask)
-    tl.store(param_copy_ptr + lane, param.to(tl.bfloat16), mask)
 
 
 @triton.jit
@@ -74,14 +72,13 @@ def adamw(
     """Update BLOCK elements of one segment."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     segment = tl.load(segment_of_chunk + first // CHUNK)
-    row = segments + segment * 7
+    row = segments + segment * 6
     begin = first - tl.multiple_of(tl.load(row), CHUNK)
     rest = tl.load(row + 1) - begin
     param_ptr = stream(row + 2, begin, tl.float32, ALIGNMENT)
-    grad_ptr = stream(row + 3, begin, tl.float32, ALIGNMENT)
+    grad_ptr = stream(row + 3, begin, tl.bfloat16, ALIGNMENT)
     exp_avg_ptr = stream(row + 4, begin, tl.float32, ALIGNMENT)
     exp_avg_sq_ptr = stream(row + 5, begin, tl.float32, ALIGNMENT)
-    param_copy_ptr = stream(row + 6, begin, tl.bfloat16, ALIGNMENT)
     numbers += segment * 7
     one_minus_lr_weight_decay = tl.load(numbers + 0).to(tl.float32)
     one_minus_beta1 = tl.load(numbers + 1).to(tl.float32)
@@ -93,13 +90,13 @@ def adamw(
     lane = tl.arange(0, BLOCK)
     if rest >= BLOCK:
         adamw_block(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-            one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, lane, lane < BLOCK,
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+            one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size, lane,
+            lane < BLOCK,
         )
     else:
         adamw_block(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, param_copy_ptr,
-            one_minus_lr_weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-            bias_correction2_sqrt, eps, step_size, lane, lane < rest,
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_lr_weight_decay,
+            one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size, lane,
+            lane < rest,
         )
