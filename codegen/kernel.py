@@ -6,17 +6,20 @@ left reads each element of the parameter, its gradient and its moments once, and
 
 from __future__ import annotations
 
+import inspect
+import operator
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zerofx import compat
-from zerofx.codegen.numbers import is_written_after
-from zerofx.codegen.rewrite.elementwise import mutated_operands
+from zerofx.codegen.numbers import is_written_after, roots_of
+from zerofx.codegen.rewrite.elementwise import operator_names
 from zerofx.codegen.rewrite.rounding import in_blocks, random_bits
 from zerofx.codegen.trace.trace import Update
 
@@ -25,46 +28,24 @@ aten = torch.ops.aten
 BLOCKS_AT_ONCE = 1024
 """The number of blocks of 256 that an update in eight bits takes at once: 1 MiB of float32."""
 
-# The second operand may be a 0-dim tensor in place of a number, with the same meaning.
-_TAKES_SCALAR_TENSOR = {
-    aten.mul.Tensor,
-    aten.mul_.Tensor,
-    aten.div.Tensor,
-    aten.div_.Tensor,
-    aten.add.Tensor,
-    aten.add_.Tensor,
-    aten.sub.Tensor,
-    aten.sub_.Tensor,
-}
-
-# Of two operands, a tensor and a number: these do the same with a 0-dim tensor as the second.
-_WITH_SCALAR_TENSOR = {
-    aten.eq.Scalar: aten.eq.Tensor,
-    aten.ne.Scalar: aten.ne.Tensor,
-    aten.lt.Scalar: aten.lt.Tensor,
-    aten.le.Scalar: aten.le.Tensor,
-    aten.gt.Scalar: aten.gt.Tensor,
-    aten.ge.Scalar: aten.ge.Tensor,
-    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
-}
-
 
 class UpdateKernel:
     """A traced update, its elementwise part compiled by Inductor for shards of any length."""
 
+    may_wait = False
+
     def __init__(self, update: Update, split: _Split, is_compiled: bool = True) -> None:
-        self._numbers, self._elements, self._plan = split
-        self._run: Callable = self._elements
+        self._plan, self._elements = split, split.elements
+        self._run: Callable = split.elements
         if is_compiled:
-            self._run = compat.compile_for_any_length(self._elements)
-        self._update = update
+            self._run = compat.compile_for_any_length(split.elements)
+        self._update, self.gradient_dtype = update, update.gradient_dtype
         # Where the step's numbers are written for the kernel to read: the same memory each time.
-        num_numbers = self._plan.num_numbers
-        self._memory = array("d" if self._plan.is_double else "f", [0.0] * num_numbers)
-        self._inputs: list[Any] = [None] * num_numbers
+        self._memory = array("d" if split.is_double else "f", [0.0] * split.num_needed)
+        self._inputs: list[Any] = [None] * split.num_needed
         self._is_compiled = is_compiled
-        if num_numbers and is_compiled:
-            dtype = torch.float64 if self._plan.is_double else torch.float32
+        if split.num_needed and is_compiled:
+            dtype = torch.float64 if split.is_double else torch.float32
             self._inputs = list(torch.frombuffer(self._memory, dtype=dtype).unbind())
 
     @classmethod
@@ -78,7 +59,7 @@ class UpdateKernel:
 
     def readable(self) -> str:
         """Both parts as Python, for who wants to read them."""
-        parts = {"numbers, in Python": self._numbers, "elements, compiled": self._elements}
+        parts = {"numbers, in Python": self._plan.numbers, "elements, compiled": self._elements}
         return "\n\n".join(f"# {what}\n{gm.code.strip()}\n" for what, gm in parts.items())
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -90,31 +71,40 @@ class UpdateKernel:
 
         Where that has to be compiled, it is now.  What two calls return must not run at once.
         """
-        run, write_numbers, inputs, known = self._prepare(values)
-        shards = [values[position] for position in self._plan.shards]
-        run = compat.ready_to_run(run, [*shards, *inputs])
+        plan, is_compiled = self._plan, self._is_compiled
+        numbers = plan.numbers(*(values[position] for position in plan.number_inputs))
+        known = numbers[plan.num_needed :]
+        inputs, written = list(self._inputs), {}
+        for position, number in enumerate(numbers[: plan.num_needed]):
+            if isinstance(number, Tensor) or not is_compiled:
+                inputs[position] = number
+            else:
+                written[position] = number
+        is_near = all(abs(written.get(position, 0.0)) < 0.5 for position in plan.near_weights)
+        shards = [values[position] for position in plan.shards]
+        calls = self._calls_in_blocks(shards, inputs) if plan.scales else [[*shards, *inputs]]
+        run = compat.ready_to_run(self._run if is_near else self._run_far, calls[0])
 
         def run_elements() -> list[Any]:
-            write_numbers()
-            return self._collect(known, shards, run(*shards, *inputs))
+            for position, number in written.items():
+                self._memory[position] = number
+            computed, *others = [run(*call) for call in calls]
+            if plan.scales:
+                pieces = zip(computed, *others, strict=True)
+                computed = [torch.cat([piece.reshape(-1) for piece in p]) for p in pieces]
+            sources = {"number": known, "input": shards, "computed": computed}
+            return [sources[kind][index] for kind, index in plan.results]
 
         return run_elements
 
-    def in_blocks(self, *values: Any) -> list[Any]:
-        """Run an update whose tensors it takes in rows, each a block with a scale of its own.
+    def _calls_in_blocks(self, shards: Sequence[Tensor], inputs: list[Any]) -> list[list[Any]]:
+        """The arguments for some rows at a time, each a block with a scale of its own.
 
         Flat tensors of a shard's length are cut into such rows, and ones as long as it has blocks
         are what is one number per block.  The kernel takes two turns over what it is given, to
         find the scales and to use them: little enough at once for the second to find it in cache.
         """
-        return self.ready_in_blocks(*values)()
-
-    def ready_in_blocks(self, *values: Any) -> Callable[[], list[Any]]:
-        """``ready``, for ``in_blocks``."""
-        run, write_numbers, inputs, known = self._prepare(values)
-        plan = self._plan
-        shards = [values[position] for position in plan.shards]
-        calls = []
+        plan, calls = self._plan, []
         for rows, blocks in in_blocks(len(shards[0]), BLOCKS_AT_ONCE) or [_NOTHING]:
             own = list(inputs)
             if plan.offset is not None:
@@ -125,38 +115,7 @@ class UpdateKernel:
                 for index, shard in enumerate(shards)
             ]
             calls.append([*pieces, *own])
-        run = compat.ready_to_run(run, calls[0])
-
-        def run_elements() -> list[Any]:
-            write_numbers()
-            parts = [run(*call) for call in calls]
-            pieces = zip(*parts, strict=True)
-            computed = [torch.cat([piece.reshape(-1) for piece in p]) for p in pieces]
-            return self._collect(known, shards, computed)
-
-        return run_elements
-
-    def _prepare(
-        self, values: Sequence[Any]
-    ) -> tuple[Callable, Callable[[], None], list[Any], list[Any]]:
-        """Return the kernel, the writer of its numbers, the inputs beside shards, their results."""
-        plan = self._plan
-        numbers = self._numbers(*(values[position] for position in plan.numbers))
-        inputs = list(self._inputs)
-        written: dict[int, Any] = {}
-        for position, number in enumerate(numbers[plan.num_results :]):
-            if isinstance(number, Tensor) or not self._is_compiled:
-                inputs[position] = number
-            else:
-                written[position] = number
-        is_near = all(abs(written.get(position, 0.0)) < 0.5 for position in plan.near_weights)
-
-        def write_numbers() -> None:
-            for position, number in written.items():
-                self._memory[position] = number
-
-        run = self._run if is_near else self._run_far
-        return run, write_numbers, inputs, numbers[: plan.num_results]
+        return calls
 
     @cached_property
     def _run_far(self) -> Callable:
@@ -164,10 +123,6 @@ class UpdateKernel:
         split = _split(self._update, any_weight=True)
         assert split is not None, "it has been split before"
         return compat.compile_for_any_length(split.elements)
-
-    def _collect(self, known: Sequence, shards: Sequence, computed: Sequence) -> list[Any]:
-        sources = {"number": known, "input": shards, "computed": computed}
-        return [sources[kind][index] for kind, index in self._plan.results]
 
 
 _NOTHING = (slice(0, 0), slice(0, 0))
@@ -177,25 +132,27 @@ def _in_rows(flat: Tensor, num_rows: int) -> Tensor:
     return flat.view(num_rows, len(flat) // num_rows if num_rows else 1)
 
 
-class _Plan:
-    """The wiring of a kernel: positions of inputs, and the source of each result."""
+@dataclass(frozen=True)
+class _Split:
+    """An update in two parts, and their wiring.
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.shards: list[int] = []
-        self.num_results = 0
-        self.num_numbers = 0
-        self.is_double = False
-        self.near_weights: list[int] = []  # which of the numbers have to be below 0.5
-        self.offset: int | None = None  # which of the numbers it is
-        self.scales: set[int] = set()  # which of the shards have one number per block
-        self.results: list[tuple[str, int]] = []
+    ``numbers``, given the update's inputs at ``number_inputs``, returns the ``num_needed`` inputs
+    that ``elements`` takes behind the inputs at ``shards``, then numbers that are results.
+    ``results`` are where each result of the update comes from, and which one it is there.  Of what
+    is needed, those at ``near_weights`` have to be below 0.5, and ``offset`` is the update's; of
+    the shards, those at ``scales`` have one number per block.
+    """
 
-
-class _Split(NamedTuple):
     numbers: fx.GraphModule
     elements: fx.GraphModule
-    plan: _Plan
+    number_inputs: Sequence[int]
+    shards: Sequence[int]
+    num_needed: int
+    is_double: bool
+    near_weights: Sequence[int]
+    offset: int | None
+    scales: Collection[int]
+    results: Sequence[tuple[str, int]]
 
 
 def _split(
@@ -206,105 +163,95 @@ def _split(
     ``lerp`` has two formulas, and both for each element cost 4% of an Adam in memory's speed.
     """
     gm = update.graph_module
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     shards = [n for n, flag in zip(placeholders, update.shards, strict=False) if flag]
-    elementwise = set(shards)
+    tensors = set(shards)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and numbers_as_tensors:
             return None
-        if any(operand in elementwise for operand in node.all_input_nodes):
-            elementwise.add(node)
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    elementwise.discard(output)
-
-    coefficients = {placeholders[position] for position in update.coefficients}
-    plan = _Plan()
-    plan.shards = [placeholders.index(node) for node in shards]
-    numbers, elements = fx.Graph(), fx.Graph()
-    outside: dict[fx.Node, fx.Node] = {}
-    inside = {node: elements.placeholder(node.name) for node in shards}
-    needed = list(
-        dict.fromkeys(
-            operand
-            for node in gm.graph.nodes
-            if node in elementwise
-            for operand in node.all_input_nodes
-            if operand not in elementwise
-        )
-    )
+        if node.op == "call_function" and not tensors.isdisjoint(node.all_input_nodes):
+            tensors.add(node)
+    operations = [node for node in gm.graph.nodes if node in tensors and node not in shards]
+    operands = dict.fromkeys(operand for node in operations for operand in node.all_input_nodes)
+    needed = [operand for operand in operands if operand not in tensors]
     if any(map(is_written_after, needed)):
         return None  # the numbers are all computed before the elements: it would be too new
-    for node in needed:
-        inside[node] = elements.placeholder(node.name)
-    weights: dict[fx.Node, None] = {}
-    if numbers_as_tensors and not any_weight:
-        weights = dict.fromkeys(_weights(node for node in gm.graph.nodes if node in elementwise))
-    root: dict[fx.Node, fx.Node] = {node: node for node in shards}  # whose memory it is
+
+    numbers, outside = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        if node not in tensors and node.op != "output":
+            outside[node] = numbers.node_copy(node, outside.__getitem__)
+
+    elements = fx.Graph()
+    inside = {node: elements.placeholder(node.name) for node in (*shards, *needed)}
+    coefficients = {placeholders[position] for position in update.coefficients}
+    near = (
+        [] if any_weight or not numbers_as_tensors else list(filter(None, map(_weight, operations)))
+    )
     if update.clones_gradient:  # in the kernel: no memory that holds a copy
         gradient = placeholders[1]
         inside[gradient] = elements.call_function(aten.clone.default, (inside[gradient],))
-        del root[gradient]
-    for node in gm.graph.nodes:
-        if node is output or node in shards:
-            continue
-        if node not in elementwise:
-            if node.op == "placeholder":
-                plan.numbers.append(placeholders.index(node))
-            outside[node] = numbers.node_copy(node, outside.__getitem__)
-            continue
+    for node in operations:
+        emitted: fx.Node | None = None
         if numbers_as_tensors:
-            emitted = _emit(elements, node, inside, elementwise | coefficients, weights)
-            if emitted is None:
-                return None
+            emitted = _emit(elements, node, inside, tensors | coefficients, near)
         else:
             emitted = elements.node_copy(node, inside.__getitem__)
+        if emitted is None:
+            return None
         inside[node] = emitted
-        root[node] = root.get(_written_by(node), node)
+
+    roots = roots_of(gm.graph)
+    results: list[tuple[str, int]] = []
     computed: list[fx.Node] = []
     kept: list[fx.Node] = []
-    for result in output.args[0]:
+    for result in gm.graph.output_node().args[0]:
         if not isinstance(result, fx.Node):
             return None
-        if result not in elementwise:
-            plan.results.append(("number", len(kept)))
+        root = roots[result]
+        if result not in tensors:
+            results.append(("number", len(kept)))
             kept.append(outside[result])
-        elif root.get(result) in shards:
-            plan.results.append(("input", shards.index(root[result])))
+        elif root in shards and not (root is placeholders[1] and update.clones_gradient):
+            results.append(("input", shards.index(root)))
         else:
-            plan.results.append(("computed", len(computed)))
+            results.append(("computed", len(computed)))
             computed.append(inside[result])
-    plan.num_results = len(kept)
-    plan.num_numbers = len(needed)
-    plan.is_double = any(_has_doubles(node) for node in elementwise)
-    plan.near_weights = [needed.index(node) for node in weights]
-    if update.offset is not None:
-        plan.offset = needed.index(placeholders[update.offset])
-    plan.scales = {plan.shards.index(position) for position in update.scales}
-    numbers.output([*kept, *(outside[node] for node in needed)])
+    numbers.output([*(outside[node] for node in needed), *kept])
     elements.output(computed)
-    return _Split(fx.GraphModule(gm, numbers), fx.GraphModule(gm, elements), plan)
+    positions = [placeholders.index(node) for node in shards]
+    return _Split(
+        numbers=fx.GraphModule(gm, numbers),
+        elements=fx.GraphModule(gm, elements),
+        number_inputs=[i for i, node in enumerate(placeholders) if node not in tensors],
+        shards=positions,
+        num_needed=len(needed),
+        is_double=any(_dtype(node) is torch.float64 for node in tensors),
+        near_weights=[needed.index(node) for node in near],
+        offset=None if update.offset is None else needed.index(placeholders[update.offset]),
+        scales={positions.index(position) for position in update.scales},
+        results=results,
+    )
 
 
-def _weights(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The numbers that these operations interpolate by, known on the host when they run."""
-    scalar = (aten.lerp.Scalar, aten.lerp_.Scalar)
-    return [
-        node.args[2]
-        for node in nodes
-        if node.target in scalar and isinstance(node.args[2], fx.Node)
-    ]
+def _weight(node: fx.Node) -> fx.Node | None:
+    """The number that an operation interpolates by, if that is known on the host when it runs."""
+    if node.target not in (aten.lerp.Scalar, aten.lerp_.Scalar):
+        return None
+    return node.args[2] if isinstance(node.args[2], fx.Node) else None
 
 
-def _has_doubles(node: fx.Node) -> bool:
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a tensor."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype is torch.float64
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _emit(
     graph: fx.Graph,
     node: fx.Node,
     copies: dict[fx.Node, fx.Node],
-    tensors: set[fx.Node],
+    tensors: Collection[fx.Node],
     near_weights: Collection[fx.Node],
 ) -> fx.Node | None:
     """Copy an operation, its numbers now 0-dim tensors; None if it is not known.
@@ -312,76 +259,78 @@ def _emit(
     ``tensors`` are the operands that have been such before, ``near_weights`` are those numbers
     that are below 0.5.
     """
-    target = node.target
-    assert not isinstance(target, str)
     numbers = [
         operand
         for operand in node.all_input_nodes
-        if operand not in tensors and not _is_tensor(operand)
+        if operand not in tensors and _dtype(operand) is None
     ]
-
-    def local(value: Any) -> Any:
-        return fx.node.map_arg(value, lambda operand: copies[operand])
-
-    def call(function: Callable, *args: Any) -> fx.Node:
-        return graph.call_function(function, args)
-
-    name = target.overloadpacket.__name__ if hasattr(target, "overloadpacket") else ""
-    base = name.rstrip("_")
-    operands = list(map(local, node.args))
-    if base == "index_put" and len(operands[1]) == 1:  # by a mask: check_elementwise
-        result = call(_fill_where, operands[0], operands[1][0], operands[2])
-        return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
-    if not numbers or target is random_bits:  # whose numbers are tensors already
+    name, base = "", ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        name, base = operator_names(node.target)
+    # That of a mask is checked to have one value.
+    if not (numbers or base == "index_put") or node.target is random_bits:
         return graph.node_copy(node, copies.__getitem__)
-    if any(map(_is_integer, node.all_input_nodes)):
+    dtypes = filter(None, map(_dtype, node.all_input_nodes))
+    if any(not dtype.is_floating_point and dtype is not torch.bool for dtype in dtypes):
         return None  # numbers are floats here: too coarse for counts, and of another kind
-    if target in _TAKES_SCALAR_TENSOR and set(node.kwargs) <= {"alpha"} and len(operands) == 2:
-        if "alpha" in node.kwargs:
-            operands[1] = call(aten.mul.Tensor, operands[1], local(node.kwargs["alpha"]))
-        return call(target, *operands)
-    if target in _WITH_SCALAR_TENSOR and len(operands) == 2 and not node.kwargs:
-        return call(_WITH_SCALAR_TENSOR[target], *operands)
-    if base == "lerp" and node.args[2] in near_weights:
-        distance = call(aten.sub.Tensor, operands[1], operands[0])
-        result = call(aten.add.Tensor, operands[0], call(aten.mul.Tensor, distance, operands[2]))
-    elif base == "lerp" and len(operands) == 3 and not node.kwargs:
-        weight = call(_like, operands[2], operands[0])
-        result = call(aten.lerp.Tensor, operands[0], operands[1], weight)
-    elif base in ("addcmul", "addcdiv") and set(node.kwargs) <= {"value"}:
-        combine = aten.mul.Tensor if name.startswith("addcmul") else aten.div.Tensor
-        first = call(aten.mul.Tensor, operands[1], local(node.kwargs.get("value", 1)))
-        result = call(aten.add.Tensor, operands[0], call(combine, first, operands[2]))
-    elif base == "clamp" and not node.kwargs:
-        result = call(_clamp, *operands)
-    elif base == "masked_fill" and len(operands) == 3:
-        result = call(_fill_where, *operands)
-    elif target is aten.full_like.default and set(node.kwargs) <= {"pin_memory", "memory_format"}:
-        return call(aten.add.Tensor, call(aten.zeros_like.default, operands[0]), operands[1])
-    else:
+    is_near = base == "lerp" and node.args[2] in near_weights
+    function = _near_lerp if is_near else _WITH_TENSORS.get(base)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+    if function is None or not _takes(function, args, kwargs):
         return None
-    return call(aten.copy_.default, operands[0], result) if name.endswith("_") else result
+    result = graph.call_function(function, args, kwargs)
+    if name.endswith("_"):
+        result = graph.call_function(aten.copy_.default, (args[0], result))
+    return result
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype is torch.bool:
+def _takes(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
         return False
-    return not value.is_floating_point()
+    return True
 
 
-def _like(number: Tensor, tensor: Tensor) -> Tensor:
-    return number.to(tensor.dtype)
+def _add(x: Tensor, y: Any, alpha: Any = None) -> Tensor:
+    return x + (y if alpha is None else y * alpha)
+
+
+def _subtract(x: Tensor, y: Any, alpha: Any = None) -> Tensor:
+    return x - (y if alpha is None else y * alpha)
+
+
+def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
+    return x + y * value * z
+
+
+def _addcdiv(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
+    return x + y * value / z
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    return torch.lerp(start, end, weight.to(start.dtype))
+
+
+def _near_lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    return start + (end - start) * weight
 
 
 def _fill_where(tensor: Tensor, mask: Tensor, value: Any) -> Tensor:
     """``tensor`` with ``tensor[mask] = value`` done, for a number or 0-dim value."""
     value = value.to(tensor.dtype) if isinstance(value, Tensor) else value
     return torch.where(mask, value, tensor)
+
+
+def _put(tensor: Tensor, masks: Sequence[Tensor], value: Any, accumulate: bool = False) -> Tensor:
+    (mask,) = masks
+    return _fill_where(tensor, mask, value)
+
+
+def _full_like(
+    tensor: Tensor, value: Tensor, pin_memory: Any = None, memory_format: Any = None
+) -> Tensor:
+    return torch.zeros_like(tensor) + value
 
 
 def _clamp(tensor: Tensor, low: Any = None, high: Any = None) -> Tensor:
@@ -395,8 +344,19 @@ def _clamp(tensor: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return tensor.clamp(max=high) if high is not None else tensor
 
 
-def _written_by(node: fx.Node) -> fx.Node | None:
-    """Return the node that an operation writes to: its first operand, or its ``out``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    return next(mutated_operands(node.target, node.args, node.kwargs), None)
+# What operators do whose numbers may be 0-dim tensors.
+_WITH_TENSORS: dict[str, Callable] = {
+    **{
+        name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "mul", "pow")
+    },
+    "div": operator.truediv,
+    "add": _add,
+    "sub": _subtract,
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+    "lerp": _lerp,
+    "clamp": _clamp,
+    "masked_fill": _fill_where,
+    "index_put": _put,
+    "full_like": _full_like,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +24,25 @@ logger = logging.getLogger("zerofx")
 Keep = Callable[[str, str], None]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Return an update's kernel, and the dtype that it takes the gradient in.
+class OperatorByOperator:
+    """Stands for a kernel: the traced graph as it is."""
 
-    ``may_wait``: it takes ``launches=``, and then runs when they do.  ``ready`` takes what ``run``
-    does, and returns what runs it in any thread; None for what runs on a GPU.
-    """
+    may_wait = False
 
-    run: Callable[..., Sequence[Any]]
-    gradient_dtype: torch.dtype
-    may_wait: bool
-    ready: Callable[..., Callable[[], Sequence[Any]]] | None = None
+    def __init__(self, update: Update) -> None:
+        self._update, self.gradient_dtype = update, update.gradient_dtype
+
+    def ready(self, *values: Any) -> Callable[[], Sequence[Any]]:
+        """Return what runs the update, in any thread."""
+        return partial(self._update.run, *values)
+
+
+Kernel = UpdateKernel | TritonUpdate | OperatorByOperator
+"""``ready``, given the update's inputs, returns what runs it and returns its results.
+
+The gradient is in ``gradient_dtype``.  One that ``may_wait`` takes ``launches=`` besides, and then
+runs when they do.
+"""
 
 
 class Kernels:
@@ -43,45 +50,53 @@ class Kernels:
 
     def __init__(self, keep: Keep | None = None) -> None:
         self._keep = keep
-        self._known: dict[Hashable, Choice | None] = {}
+        self._known: dict[Hashable, UpdateKernel | TritonUpdate | None] = {}
 
     def find(
-        self, update: Update, data: Tensor, gradient: Tensor, *, is_compiled: bool = True
-    ) -> Choice | None:
-        """The kernel for shards like ``data``; None if no kernel can run the update.
-
-        With ``is_compiled`` false it stands for a kernel, and runs operator by operator.
-        """
-        key = (update.computation, gradient.dtype, data.dtype, data.device.type, is_compiled)
+        self, update: Update, data: Tensor, gradient: Tensor
+    ) -> UpdateKernel | TritonUpdate | None:
+        """The kernel for shards like ``data``; None if no kernel can run the update."""
+        key = (update.computation, gradient.dtype, data.dtype, data.device.type)
         if key not in self._known:
-            self._known[key] = self._make(update, data, gradient, is_compiled)
+            self._known[key] = self._make(round_what_is_read_again(update), data, gradient)
         return self._known[key]
 
     def _make(
-        self, update: Update, data: Tensor, gradient: Tensor, is_compiled: bool
-    ) -> Choice | None:
-        if is_compiled:
-            update = round_what_is_read_again(update)
-        if is_compiled and runs_triton(data.device):
-            triton = self._triton(update, gradient.dtype)
-            if triton is not None:
-                self._write(update, triton.kernel.source)
-                return Choice(triton, gradient.dtype, may_wait=True)
-        kernel = UpdateKernel.of(update, is_compiled)
-        if kernel is None:
-            return None
-        if is_compiled:
+        self, update: Update, data: Tensor, gradient: Tensor
+    ) -> UpdateKernel | TritonUpdate | None:
+        triton = self._triton(update, gradient.dtype) if runs_triton(data.device) else None
+        if triton is not None:
+            self._write(update, triton.kernel.source)
+            return triton
+        kernel = UpdateKernel.of(update)
+        if kernel is not None:
             self._write(update, kernel.readable())
-        gradient_dtype = update.gradient_dtype or data.dtype
-        if update.scales:
-            return Choice(kernel.in_blocks, gradient_dtype, False, kernel.ready_in_blocks)
-        return Choice(kernel, gradient_dtype, False, kernel.ready)
+        return kernel
+
+    def without(self, update: Update) -> Kernel:
+        """Return what runs an update without compiling it.
+
+        Raises: UpdateError if its moments are in eight bits, and it cannot be split for these.
+        """
+        if not update.scales:
+            return OperatorByOperator(update)
+        key = (update.computation, None)
+        if key not in self._known:
+            self._known[key] = UpdateKernel.of(update, is_compiled=False)
+        kernel = self._known[key]
+        if kernel is None:
+            raise UpdateError(
+                f"{update.optimizer}.step changes a tensor that is one number after using it, "
+                "and such an update does not run on blocks of moments in eight bits. Change it "
+                "before its first use, keep it as a Python number, or use "
+                "options={'moment_dtype': 'bfloat16'}."
+            )
+        return kernel
 
     def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonUpdate | None:
         try:
-            return TritonUpdate(
-                TritonKernel(pointwise_program(update, gradient_dtype=gradient_dtype))
-            )
+            program = pointwise_program(update, gradient_dtype=gradient_dtype)
+            return TritonUpdate(TritonKernel(program))
         except UpdateError as error:
             logger.warning("%s It runs as torch.compile makes it.", error)
         except ImportError as error:

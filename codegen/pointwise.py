@@ -42,7 +42,9 @@ def pointwise_program(update: Update, *, gradient_dtype: torch.dtype | None = No
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
-    return _Normaliser(update).run(gradient_dtype)
+    if gradient_dtype is not None:
+        update = replace(update, gradient_dtype=gradient_dtype)
+    return _Normaliser(update).run()
 
 
 class _Normaliser:
@@ -89,7 +91,7 @@ class _Normaliser:
                 names[node] = by_path[path]
         return names
 
-    def run(self, gradient_dtype: torch.dtype | None) -> Program:
+    def run(self) -> Program:
         for node in self.shards:
             if not _is_tensor(node):
                 raise self.refusal(node, "does not say in meta['val'] which dtype it has")
@@ -104,7 +106,7 @@ class _Normaliser:
                 output = node.args[0]
             elif node not in self.root and node not in self.coefficients:
                 self._visit(node)
-        return self._finish(output, gradient_dtype)
+        return self._finish(output)
 
     def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
         """Append the value of one operation, which serves ``node``."""
@@ -242,8 +244,8 @@ class _Normaliser:
     def _is_gradient(self, node: fx.Node) -> bool:
         return node is self.placeholders[1]
 
-    def _finish(self, output: Any, gradient_dtype: torch.dtype | None) -> Program:
-        streams = [self._stream(node, gradient_dtype) for node in self.shards]
+    def _finish(self, output: Any) -> Program:
+        streams = list(map(self._stream, self.shards))
         results: list[Result] = []
         kept: list[fx.Node] = []
         new: dict[fx.Node, str] = {}
@@ -284,11 +286,11 @@ class _Normaliser:
         )
         return without_dead_values(program)
 
-    def _stream(self, node: fx.Node, gradient_dtype: torch.dtype | None) -> Stream:
+    def _stream(self, node: fx.Node) -> Stream:
         name, load, value = self.stream_names[node], self.loads[node], self.current[node]
         dtype = node.meta["val"].dtype
         if self._is_gradient(node):
-            return Stream(name, "gradient", gradient_dtype or dtype, load)
+            return Stream(name, "gradient", self.update.gradient_dtype, load)
         kind: Kind = "parameter" if node is self.placeholders[0] else "state"
         entry = BLOCK if node in self.per_block else 1
         return Stream(name, kind, dtype, load, None if value is load else value, entry)

@@ -122,7 +122,7 @@ class GradientWork:
             *(node.meta["val"].dtype for node in self.graph_module.graph.nodes if node.meta),
         )
 
-    def before(self, update: Update, parameter_dtype: torch.dtype) -> Update:
+    def before(self, update: Update) -> Update:
         """Put this in front of an update, which then takes the gradient as this takes it.
 
         Before::
@@ -148,8 +148,7 @@ class GradientWork:
         for node in coefficients:
             env[node] = graph.placeholder(node.name)
             env[node].meta = dict(node.meta)
-        expected = update.gradient_dtype or parameter_dtype
-        env[inputs[1]] = self._emit(graph, env, expected)
+        env[inputs[1]] = self._emit(graph, env, update.gradient_dtype)
         for node in old:
             if node.op != "placeholder":
                 env[node] = graph.node_copy(node, env.__getitem__)

@@ -44,7 +44,7 @@ class Update:
     changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
     element per element of the parameter, ``inputs`` where all of them are found: ``state.exp_avg``.
 
-    One that ``codegen.rewrite.storage`` has rewritten takes the gradient in ``gradient_dtype``, and
+    It takes the gradient in ``gradient_dtype``.  One that ``codegen.rewrite.storage`` has rewritten
     may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
     number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
     ``zerofx.codegen.rewrite.gradient_work`` adds: 0-dim tensors, which stay where they are.
@@ -63,7 +63,7 @@ class Update:
     conversions: tuple[str, ...]
     optimizer: str
     inputs: tuple[str, ...]
-    gradient_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype
     offset: int | None = None
     scales: tuple[int, ...] = ()
     coefficients: tuple[int, ...] = ()
@@ -76,17 +76,15 @@ class Update:
         gradient: Tensor,
         tensors: Sequence[Tensor],
         scalars: Sequence,
-        run: Callable[..., Sequence[Any]] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Update ``parameter`` in place; return its new state and the group's changed entries.
+        """Update ``parameter`` in place; return its new state and the group's changed entries."""
+        return self.filled(self.run(parameter, gradient, *tensors, *scalars))
 
-        ``run`` is what stands for the graph, by default itself: operator by operator.  It leaves
-        the gradient as it is, if the update has to.
-        """
-        if self.clones_gradient and run is None:
+    def run(self, parameter: Tensor, gradient: Tensor, *others: Any) -> Sequence[Any]:
+        """Run the graph operator by operator, and leave the gradient as it is."""
+        if self.clones_gradient:
             gradient = gradient.clone()
-        results = (run or self.graph_module.forward)(parameter, gradient, *tensors, *scalars)
-        return self.filled(results)
+        return self.graph_module(parameter, gradient, *others)
 
     def filled(self, results: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state and the group's changed entries that a run of the graph has returned."""
@@ -196,6 +194,7 @@ def trace_update(
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
         optimizer=name,
         inputs=("param", "grad", *chain(*of_tensors), *chain(*of_scalars)),
+        gradient_dtype=info.dtype,
         of_any_sizes=of_any_sizes,
     )
 

@@ -226,16 +226,20 @@ class TritonKernel:
 
 
 class TritonUpdate:
-    """Stands for a traced update's graph: give it as the ``run`` of an ``Update``."""
+    """Stands for a traced update's graph."""
+
+    may_wait = True
 
     def __init__(self, kernel: TritonKernel) -> None:
         self.kernel = kernel
+        streams = kernel.program.streams
+        (self.gradient_dtype,) = (item.dtype for item in streams if item.kind == "gradient")
 
-    def __call__(
-        self,
-        *values: Any,
-        launches: Launches | None = None,
-    ) -> list[Any]:
+    def ready(self, *values: Any, launches: Launches | None = None) -> Callable[[], list[Any]]:
+        """Return what runs the update as calling this does."""
+        return functools.partial(self, *values, launches=launches)
+
+    def __call__(self, *values: Any, launches: Launches | None = None) -> list[Any]:
         """Run the update in place, as the traced graph would; return the results it returns.
 
         With ``launches`` it runs when they do, and the results are not to be read before; the sum

@@ -342,7 +342,7 @@ def check_the_runtime_updates_a_bucket(name):
     from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.triton.launch import TritonKernel
-    from zerofx.runtime.optimizer import fused as updates
+    from zerofx.runtime.optimizer import update as updates
 
     launched = []
     launch = TritonKernel.launch
@@ -371,7 +371,7 @@ def check_the_runtime_sums_a_buckets_squares():
     """The sum of one launch for all pieces; in float32 of what a step does to bf16 gradients."""
     from tests.runtime.optimizer import test_joined_updates as joined
     from zerofx.codegen import kernels as choice
-    from zerofx.runtime.optimizer import fused as updates
+    from zerofx.runtime.optimizer import update as updates
 
     for module in (choice, updates):
         module.runs_triton = lambda device: True
@@ -384,12 +384,12 @@ def check_the_runtime_sums_a_buckets_squares():
             total = sum(len(data) for data in bucket.data)
             gradient = torch.randn(total, generator=generator).to(dtype)
             bucket.runner.begin()
-            squares = bucket.runner.run_together_and_sum(
-                bucket.data, bucket.cut(gradient), bucket.order, *done
-            )
+            squares = []
+            given = (bucket.data, bucket.cut(gradient), bucket.order, *(done or (None, ())))
+            bucket.runner.run_together(*given, squares)
             bucket.runner.end()
             expected = (gradient.double() * (0.5 if done else 1)).square().sum()
-            torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(sum(squares).double(), expected, rtol=1e-6, atol=0)
 
 
 def check_precision(name, options, not_finite=False):
@@ -404,7 +404,7 @@ def check_precision(name, options, not_finite=False):
     from zerofx.codegen import kernels as choice
     from zerofx.codegen.rewrite import storage
     from zerofx.codegen.triton.launch import TritonKernel
-    from zerofx.runtime.optimizer import fused as updates
+    from zerofx.runtime.optimizer import update as updates
 
     launched = []
     launch = TritonKernel.launch
@@ -476,10 +476,10 @@ def check_blocks_of_codes(offset, stored):
         p.grad = torch.ones_like(p)
         optimizer.step()
     Shards(optimizer, lambda update: made.append(kept(update, stored))).trace()
-    update = work.traced(work.clip, BF16, torch.float32).before(*made, BF16)
+    update = work.traced(work.clip, BF16, torch.float32).before(*made)
     clip = torch.tensor(0.3)
     run = kernels(update)
-    expected_run = UpdateKernel.of(update, is_compiled=False).in_blocks
+    expected_run = UpdateKernel.of(update, is_compiled=False)
     generator = torch.Generator().manual_seed(0)
     numbers = [0.9, 0.999, 1e-8, 1e-2, 0.01, 2.0]
     launches, checks = Launches(), []

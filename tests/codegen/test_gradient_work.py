@@ -13,7 +13,7 @@ from zerofx.codegen import kernel
 from zerofx.codegen.rewrite.gradient_work import may_be_work
 from zerofx.codegen.rewrite.rounding import round_to
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
@@ -83,13 +83,13 @@ def kernels(monkeypatch):
     """A kernel whatever the length; which ones ran."""
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 0)
     calls = []
-    prepare = kernel.UpdateKernel._prepare
+    ready = kernel.UpdateKernel.ready
 
-    def counted(self, values):
+    def counted(self, *values):
         calls.append(self)
-        return prepare(self, values)
+        return ready(self, *values)
 
-    monkeypatch.setattr(kernel.UpdateKernel, "_prepare", counted)
+    monkeypatch.setattr(kernel.UpdateKernel, "ready", counted)
     return calls
 
 

@@ -17,7 +17,7 @@ from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
@@ -85,13 +85,13 @@ def kernels(monkeypatch):
     """A kernel whatever the length; returns how often one ran."""
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 0)
     calls = []
-    run = kernel.UpdateKernel.__call__
+    ready = kernel.UpdateKernel.ready
 
     def counted(self, *values):
         calls.append(self)
-        return run(self, *values)
+        return ready(self, *values)
 
-    monkeypatch.setattr(kernel.UpdateKernel, "__call__", counted)
+    monkeypatch.setattr(kernel.UpdateKernel, "ready", counted)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # lengths that are not worth a thread
     yield calls

@@ -95,7 +95,7 @@ class Shards:
         if self.squares:
             update = with_squares(update)
         if self.work is not None:
-            update = self.work.before(update, p.dtype)
+            update = self.work.before(update)
         known.append((update, self.make(update, **self.variant)))
         return *known[-1], group, state
 

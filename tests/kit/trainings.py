@@ -19,7 +19,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.models import features
 from zerofx import backend
-from zerofx.runtime.optimizer.fused import FusedUpdates
+from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 
 OFFLOAD = {"offload": "optimizer"}
@@ -181,14 +181,14 @@ def with_kernels(stage, **options):
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     joined: Counter = Counter()
-    original = FusedUpdates._joined
+    original = OptimizerRunner._joined
 
     def counted(self, members, *rest):
         found = original(self, members, *rest)
         joined[len(members), found is not None] += 1
         return found
 
-    with mock.patch.object(FusedUpdates, "_joined", counted):
+    with mock.patch.object(OptimizerRunner, "_joined", counted):
         losses = run(
             zero(clipped, stage, lowering="inductor", **options), (model, optimizer), range(3)
         )

@@ -22,7 +22,7 @@ from zerofx.codegen import kernel
 from zerofx.ir import ops
 from zerofx.passes.fuse.fold_gradient_norms import fold_gradient_norms
 from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
-from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.steps import DeviceUpdates
 
 aten = torch.ops.aten
@@ -276,15 +276,20 @@ class Trained:
 def summed(monkeypatch):
     """How many kernels have given squares: a kernel whatever the length, and none compiled."""
     calls = []
-    collect = kernel.UpdateKernel._collect
+    ready = kernel.UpdateKernel.ready
 
-    def counted(self, known, shards, computed):
-        results = collect(self, known, shards, computed)
-        if "sum_of_squares" in self._elements.code:
-            calls.append(results[-1])
-        return results
+    def noted(self, *values):
+        run = ready(self, *values)
 
-    monkeypatch.setattr(kernel.UpdateKernel, "_collect", counted)
+        def run_noted():
+            results = run()
+            if "sum_of_squares" in self._elements.code:
+                calls.append(results[-1])
+            return results
+
+        return run_noted
+
+    monkeypatch.setattr(kernel.UpdateKernel, "ready", noted)
     with counting():
         yield calls
 

@@ -29,7 +29,7 @@ from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
 from zerofx.passes.pipeline import PIPELINE
 from zerofx.replay.reference import worked_on
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.steps import DeviceUpdates
 
 aten = torch.ops.aten
@@ -357,14 +357,14 @@ class counting:
 
     def __enter__(self):
         calls = {}
-        prepare = kernel.UpdateKernel._prepare
+        ready = kernel.UpdateKernel.ready
 
-        def counted(self, values):
+        def counted(self, *values):
             calls["kernels"] = calls.get("kernels", 0) + 1
-            return prepare(self, values)
+            return ready(self, *values)
 
         self.patches = [
-            mock.patch.object(kernel.UpdateKernel, "_prepare", counted),
+            mock.patch.object(kernel.UpdateKernel, "ready", counted),
             mock.patch.object(updates, "FEWEST_ELEMENTS", 0),
             mock.patch.object(compat, "compile_for_any_length", lambda gm: gm),
             mock.patch.object(compat, "compile_with_inductor", lambda gm, *_: gm),

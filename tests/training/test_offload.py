@@ -377,7 +377,7 @@ class Watched:
         self.fails_at, self.error = fails_at, error
 
     def __enter__(self):
-        original = Update.__call__
+        original = Update.run
 
         def call(update, *arguments):
             self.threads.append(threading.current_thread().name)
@@ -385,7 +385,7 @@ class Watched:
                 raise self.error
             return original(update, *arguments)
 
-        self.patch = mock.patch.object(Update, "__call__", call)
+        self.patch = mock.patch.object(Update, "run", call)
         self.patch.start()
         return self
 
@@ -430,7 +430,7 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
     copies = program_of(compiled).function.copies
-    original = Update.__call__
+    original = Update.run
     ended = []
 
     def slow(update, *arguments):
@@ -439,7 +439,7 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
         ended.append(update)
         return original(update, *arguments)
 
-    with mock.patch.object(Update, "__call__", slow):
+    with mock.patch.object(Update, "run", slow):
         with mock.patch.object(Copies, "to_device_start", side_effect=Broken("no")):
             with mock.patch.object(HostUpdates, "wait_update", lambda self, started: started):
                 with pytest.raises(Broken, match="no"):

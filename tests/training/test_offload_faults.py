@@ -225,7 +225,7 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     run(compiled, pair, range(2))
     copies = program_of(compiled).function.copies
-    compute, failed, under_way = Update.__call__, FileTier.failed, []
+    compute, failed, under_way = Update.run, FileTier.failed, []
 
     def slow(update, *arguments):
         time.sleep(0.1)
@@ -235,7 +235,7 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
         under_way.append([future for future in copies.updates._started if not future.done()])
         failed(tier, error, *optimizers)
 
-    monkeypatch.setattr(Update, "__call__", slow)
+    monkeypatch.setattr(Update, "run", slow)
     monkeypatch.setattr(FileTier, "failed", watched)
     with monkeypatch.context() as patch:
         patch.setattr(HostUpdates, "wait_update", _interrupted)

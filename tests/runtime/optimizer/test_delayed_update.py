@@ -35,8 +35,8 @@ from tests.kit.trainings import (
 )
 from zerofx.errors import StepError
 from zerofx.options import resolve
-from zerofx.runtime.optimizer.context import ReadyUpdate
 from zerofx.runtime.optimizer.steps import OptimizerSteps
+from zerofx.runtime.optimizer.update import ReadyUpdate
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.copies import Copies
 
@@ -452,7 +452,7 @@ def test_the_process_may_end_with_updates_pending():
         from unittest import mock
         from tests.runtime.optimizer.test_delayed_update import DELAYED
         from tests.kit.trainings import built, run, zero
-        from zerofx.runtime.optimizer.context import ReadyUpdate
+        from zerofx.runtime.optimizer.update import ReadyUpdate
         original = ReadyUpdate.__init__
         def slow(self, compute, finish):
             original(self, lambda: (time.sleep(0.3), compute())[1], finish)

@@ -11,8 +11,8 @@ from tests.runtime.optimizer.test_update import CASES, DecayMatrices, layout
 from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.runtime.memory.flat import adjoin, join
-from zerofx.runtime.optimizer import fused as updates
-from zerofx.runtime.optimizer.fused import joined_state
+from zerofx.runtime.optimizer import update as updates
+from zerofx.runtime.optimizer.joined_states import joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
@@ -82,13 +82,13 @@ def uncompiled(monkeypatch):
 def kernels(monkeypatch):
     """How often a kernel ran."""
     calls = itertools.count()
-    run = kernel.UpdateKernel.__call__
+    ready = kernel.UpdateKernel.ready
 
     def counted(self, *values):
         next(calls)
-        return run(self, *values)
+        return ready(self, *values)
 
-    monkeypatch.setattr(kernel.UpdateKernel, "__call__", counted)
+    monkeypatch.setattr(kernel.UpdateKernel, "ready", counted)
     return lambda: next(calls)
 
 

@@ -21,7 +21,7 @@ from zerofx.codegen.rewrite.rounding import (
     step_key,
 )
 from zerofx.codegen.rewrite.storage import MASTER, NATIVE, Precision, narrow, resume_master, widen
-from zerofx.runtime.optimizer import fused as updates
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
@@ -89,14 +89,13 @@ def kernels(monkeypatch):
     """Kernels whatever the length, on one thread; returns how often one ran."""
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 0)
     calls = []
-    for name in ("__call__", "in_blocks"):
-        run = getattr(kernel.UpdateKernel, name)
+    ready = kernel.UpdateKernel.ready
 
-        def counted(self, *values, run=run):
-            calls.append(self)
-            return run(self, *values)
+    def counted(self, *values):
+        calls.append(self)
+        return ready(self, *values)
 
-        monkeypatch.setattr(kernel.UpdateKernel, name, counted)
+    monkeypatch.setattr(kernel.UpdateKernel, "ready", counted)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield calls

@@ -116,7 +116,7 @@ OTHERS = {
     "an object in the group": entry("mine", object()),
     "a number of another type": entry("weight_decay", 0),
     "a branch on a number": entry("weight_decay", 0.0),
-    "a default": lambda optimizer: optimizer.defaults.update(differentiable=0),
+    "a default": lambda optimizer: optimizer.defaults.update(mine=0),
 }
 
 

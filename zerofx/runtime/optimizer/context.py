@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from zerofx.codegen.kernels import Kernels
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.storage import NATIVE
+from zerofx.codegen.trace.arguments import Arguments, read_arguments
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer.joined_states import keep_state
 from zerofx.runtime.optimizer.precision import Draws, StateStorage, is_scale
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.traces import GroupOfStep, Traces
@@ -98,21 +100,30 @@ class UpdateContext:
             )
         return user_parameter, info, group
 
-    def keep(
+    def traced(
+        self, parameter: int, values: Mapping[str, Any], shape: tuple[int, ...]
+    ) -> tuple[Update, Arguments, Arguments]:
+        """The traced update of a parameter whose state is ``values``; its group's and its state's.
+
+        ``shape`` is that of what is updated.
+        """
+        _, info, group = self.of_step(parameter)
+        logical = self.storage.logical(values, info)
+        shard_shape = shape if self.settings.sharded else None
+        state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)
+        return *self.traces.find(self.live_optimizer(), parameter, group, state), state
+
+    def keep_state(
         self,
-        user_parameter: nn.Parameter,
-        group: GroupOfStep,
+        users: Sequence[Any],
+        lengths: Sequence[int],
         values: Mapping[str, Any],
         new_state: Mapping[str, Any],
-        new_group: Mapping[str, Any],
     ) -> None:
-        """Keep what an update has made of a parameter's state, and of its group."""
-        group.changed.update(new_group)
+        """Keep what an update of neighbours, or of one parameter, has made of their states."""
         if new_state or values:
-            live = self.live_optimizer().state[user_parameter]
-            for name in [name for name in live if name not in new_state]:
-                del live[name]
-            live.update(new_state)
+            live = self.live_optimizer().state
+            keep_state(new_state, values, [live[user] for user in users], lengths)
 
     def live_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer.  Raises: RuntimeError if it is gone."""
@@ -137,30 +148,3 @@ class UpdateContext:
                     "or a scalar. Set states with optimizer.load_state_dict, which takes them "
                     f"whole, of the parameter's shape {info.shape}."
                 )
-
-    def in_blocks(self, update: Update, data: Tensor, grad: Tensor) -> Callable[..., Sequence[Any]]:
-        """Return a function that runs an update of moments in eight bits, operator by operator."""
-        choice = self.kernels.find(update, data, grad, is_compiled=False)
-        if choice is None:
-            raise UpdateError(
-                f"{self.optimizer_name}.step changes a tensor that is one number after using it, "
-                "and such an update does not run on blocks of moments in eight bits. Change it "
-                "before its first use, keep it as a Python number, or use "
-                "options={'moment_dtype': 'bfloat16'}."
-            )
-        return choice.run
-
-
-@dataclass(frozen=True)
-class ReadyUpdate:
-    """An update of which the elements are left to ``compute``, in any thread.
-
-    ``finish`` takes what that returns, and keeps new states; in the step's thread.
-    """
-
-    compute: Callable[[], Any]
-    finish: Callable[[Any], None]
-
-    def run(self) -> None:
-        with torch.no_grad():
-            self.finish(self.compute())

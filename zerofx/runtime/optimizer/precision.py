@@ -172,14 +172,14 @@ class StateStorage:
     def rewrite(
         self,
         update: Update,
-        values: Mapping[str, Any],
         group: Arguments,
         state: Arguments,
+        values: Mapping[str, Any],
         data: Tensor,
         gradient_dtype: torch.dtype,
         draw: Draw | None,
-    ) -> tuple[Update, list[Tensor], list[Any]]:
-        """Return the update of what is stored, its tensors after the gradient, and its numbers.
+    ) -> tuple[Update, list[Any]]:
+        """Return the update of what is stored, and its inputs after the gradient.
 
         ``state`` has been read from ``logical(values)``.
         """
@@ -187,7 +187,7 @@ class StateStorage:
         tensors = [*group.tensors, *state.tensors]
         numbers: list[Any] = [*group.scalars, *state.scalars]
         if precision.is_plain:
-            return update, tensors, numbers
+            return update, [*tensors, *numbers]
         native = values.get(NATIVE, {})
         compute = precision.compute_dtype(data.dtype)
         keeps_master = precision.keeps_master(data.dtype)
@@ -213,7 +213,7 @@ class StateStorage:
         if key not in self._rewritten:
             self._rewritten[key] = rewritten(update, stored, positions)
             self._traced.append(update)
-        return self._rewritten[key], tensors, numbers
+        return self._rewritten[key], [*tensors, *numbers]
 
     def settle(
         self,

@@ -205,11 +205,13 @@ class DeviceUpdates:
             return [*values, *map(squares_of, done)]
         data = [value.detach() for value in values]
         runner = self.steps.runner_with_states(optimizer, parameters)
-        if norm is None:
-            return runner.run_together(data, grads, parameters, work, coefficients)
-        squares = runner.run_together_and_sum(data, grads, parameters, work, coefficients)
-        nothing = torch.zeros_like(squares)
-        return [*data, squares, *[nothing] * (len(data) - 1)]
+        squares: list[torch.Tensor] | None = None if norm is None else []
+        runner.run_together(data, grads, parameters, work, coefficients, squares)
+        if squares is None:
+            return data
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+        nothing = torch.zeros_like(total)
+        return [*data, total, *[nothing] * (len(data) - 1)]
 
     def on_owners(
         self,

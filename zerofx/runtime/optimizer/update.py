@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.codegen.kernels import Kernel, runs_triton
+from zerofx.codegen.rewrite.gradient_norm import squares_of, with_squares
 from zerofx.codegen.rewrite.gradient_work import GradientWork
-from zerofx.codegen.trace.arguments import read_arguments
+from zerofx.codegen.rewrite.rounding import BLOCK
+from zerofx.codegen.trace.arguments import Arguments, read_arguments
 from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.trace import Update
+from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.optimizer.context import ReadyUpdate, UpdateContext
-from zerofx.runtime.optimizer.fused import FusedUpdates
+from zerofx.runtime.memory.flat import adjoin, join
+from zerofx.runtime.optimizer.context import UpdateContext
+from zerofx.runtime.optimizer.joined_states import joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
 from zerofx.runtime.optimizer.whole_tensors import OwnedUpdates
+
+FEWEST_ELEMENTS = 8192
+"""Below this, a CPU kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
+
+Member = tuple[Tensor, Tensor, int]
+"""A parameter's shard, its gradient's, both flat ``[n]``, and the parameter's number."""
+
+
+@dataclass(frozen=True)
+class ReadyUpdate:
+    """An update of which the elements are left to ``compute``, in any thread.
+
+    ``finish`` takes what that returns, and keeps new states; in the step's thread.
+    """
+
+    compute: Callable[[], Sequence[Any]]
+    finish: Callable[[Sequence[Any]], None]
+
+    def run(self) -> Sequence[Any]:
+        with torch.no_grad():
+            results = self.compute()
+            self.finish(results)
+        return results
 
 
 class OptimizerRunner:
@@ -42,7 +72,7 @@ class OptimizerRunner:
     ) -> None:
         self._context = UpdateContext(optimizer, parameters, settings)
         self.owned = OwnedUpdates(self._context)
-        self._fused = FusedUpdates(self._context)
+        self._extensions: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
         self.states = StatePlaces(self._context)
 
     @property
@@ -94,33 +124,19 @@ class OptimizerRunner:
 
     def ready(self, data: Tensor, grad: Tensor, parameter: int) -> ReadyUpdate:
         """Do of ``run`` what only the step's thread may: trace, compile and read numbers."""
-        context, optimizer = self._context, self._context.live_optimizer()
-        user_parameter, info, group = context.of_step(parameter)
+        context = self._context
+        user, info, _ = context.of_step(parameter)
+        values = context.live_optimizer().state.get(user) or {}
         with torch.no_grad():
-            values = optimizer.state.get(user_parameter) or {}
             context.storage.adopt(values, data, info)
             if context.settings.sharded:
                 context.check_shards(values, data, info)
-            shard_shape = tuple(data.shape) if context.settings.sharded else None
-            logical = context.storage.logical(values, info)
-            state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)
-            traced, arguments = context.traces.find(optimizer, parameter, group, state)
-            draw = context.draws.of(parameter, values)
-            update, tensors, numbers = context.storage.rewrite(
-                traced, values, arguments, state, data, grad.dtype, draw
+            traced = context.traced(parameter, values, tuple(data.shape))
+            ready = self._bound(
+                [(data, grad, parameter)], data, grad, values, traced, context.kernels.without
             )
-            run = context.in_blocks(update, data, grad) if update.scales else None
-
-        def compute() -> Any:
-            converted = grad.to(update.gradient_dtype or data.dtype)  # eager's is the parameter's
-            return update(data, converted, tensors, numbers, run)
-
-        def finish(found: Any) -> None:
-            new_state, new_group = found
-            context.storage.settle(new_state, values, data, info, draw)
-            context.keep(user_parameter, group, values, new_state, new_group)
-
-        return ReadyUpdate(compute, finish)
+        assert ready is not None, "every update runs operator by operator"
+        return ready
 
     def run_together(
         self,
@@ -129,42 +145,215 @@ class OptimizerRunner:
         parameters: Sequence[int],
         work: GradientWork | None = None,
         coefficients: Sequence[Tensor] = (),
-    ) -> list[Tensor]:
+        squares: list[Tensor] | None = None,
+    ) -> None:
         """Do as ``run`` does to each of several sharded parameters, in one kernel where it can.
 
         That is where shards, gradients and states lie next to each other and the same update
         holds for all.  States are laid out so when they are first met.  ``work``, if given, is
-        done to each gradient first, in the same kernel.
+        done to each gradient first, in the same kernel.  What the squares of all gradients, after
+        ``work``, are in sum is added to ``squares``: some numbers, 0-dim, in float32.
         """
         members = list(zip(data, grads, parameters, strict=True))
         if any(map(self.owned.has_begun, parameters)):
             assert work is None, "what began an update has read its gradient, so that it is there"
-            return [self.run(*member) for member in members]
-        self._fused.run(members, self.run, work, coefficients, None)
-        return list(data)
+            for member in members:
+                self.run(*member)
+            return
+        launches = Launches()
+        for piece in self._neighbours(members):
+            joined = self._joined(piece, launches, work, coefficients, squares is not None)
+            if joined is not None:
+                results = joined.run()
+                if squares is not None and results[-1] is not None:  # it does not wait
+                    squares.append(results[-1].sum())
+                continue
+            for shard, grad, parameter in piece:
+                done = grad if work is None else work(grad, *coefficients)
+                if squares is not None:
+                    squares.append(squares_of(done))
+                self.run(shard, done, parameter)
+        sums = launches.run()
+        if squares is not None:
+            squares += sums
 
     def ready_together(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
     ) -> list[ReadyUpdate]:
         """Do of ``run_together``, on a CPU, what only the step's thread may."""
-        return self._fused.ready(list(zip(data, grads, parameters, strict=True)), self.ready)
+        found = []
+        for piece in self._neighbours(list(zip(data, grads, parameters, strict=True))):
+            joined = self._joined(piece)
+            found += [self.ready(*member) for member in piece] if joined is None else [joined]
+        return found
 
-    def run_together_and_sum(
+    def _neighbours(self, members: Sequence[Member]) -> Iterator[list[Member]]:
+        """Sort updates by where their shards lie, and cut where groups change or memory does.
+
+        What has no elements on this rank lies nowhere, and goes with the first of its group.
+        """
+        precision = self._context.storage.precision
+        is_plain, draws = precision.is_plain, precision.draws
+        pieces: list[tuple[Any, list[Member]]] = []
+
+        def place(member: Member) -> tuple[bool, int]:
+            return not member[0].numel(), member[0].data_ptr()
+
+        for member in sorted(members, key=place):
+            info = self._context.parameters[member[2]][1]
+            group = self._context.group_of(member[2])
+            storage = None if is_plain else precision.moment_storage(info.dtype, info.numel)
+            kind = (id(group), member[0].dtype, member[1].dtype, storage)
+            if member[0].numel():
+                candidates = [
+                    piece
+                    for known, piece in pieces[-1:]
+                    if known == kind
+                    and adjoin(piece[-1][0], member[0])
+                    and adjoin(piece[-1][1], member[1])
+                    and (not draws or self._counts_on(piece, member, storage))
+                ]
+            else:
+                candidates = [piece for known, piece in pieces if known == kind][:1]
+            if candidates:
+                candidates[0].append(member)
+            else:
+                pieces.append((kind, [member]))
+        yield from (piece for _, piece in pieces)
+
+    def _counts_on(
+        self, piece: Sequence[Member], member: Member, storage: torch.dtype | None
+    ) -> bool:
+        """Return whether elements continue a piece's numbers, and its blocks end where it does."""
+        last, _, parameter = piece[-1]
+        if storage is torch.int8 and any(len(data) % BLOCK for data, *_ in piece):
+            return False
+        first = self._context.draws.number_of_first
+        return first(parameter) + len(last) == first(member[2])
+
+    def _joined(
         self,
-        data: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        parameters: Sequence[int],
+        members: Sequence[Member],
+        launches: Launches | None = None,
         work: GradientWork | None = None,
         coefficients: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Do as ``run_together`` does, and return the sum of all gradients' squares.
+        gives_squares: bool = False,
+    ) -> ReadyUpdate | None:
+        """One kernel's run for shards that are one piece of memory; None if that cannot be.
 
-        It is of the gradients after ``work``, 0-dim, in float32.
+        On a GPU the kernel waits for ``launches``, and goes with those of other pieces.
         """
-        squares: list[Tensor] = []
-        members = list(zip(data, grads, parameters, strict=True))
-        self._fused.run(members, self.run, work, coefficients, squares)
-        return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+        context, optimizer = self._context, self._context.live_optimizer()
+        shards, grads, parameters = zip(*members, strict=True)
+        lengths = [shard.numel() for shard in shards]
+        is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(shards[0].device)
+        if is_short or context.group_of(parameters[0]) is None:
+            return None
+        info = context.parameters[parameters[0]][1]
+        states = [optimizer.state.get(context.parameters[i][0]()) or {} for i in parameters]
+        for state, shard in zip(states, shards, strict=True):
+            context.storage.adopt(state, shard, info)
+        values = joined_state(states, lengths)
+        if values is None:
+            return None
+
+        def kernel_of(update: Update) -> Kernel | None:
+            extended = self._extended(update, work, gives_squares)
+            return context.kernels.find(extended, data, grad)
+
+        with torch.no_grad():
+            traced = context.traced(parameters[0], values, (sum(lengths),))
+            if not self._holds_for(traced, parameters):
+                return None
+            data, grad = join(shards), join(grads)
+            dtype = grad.dtype if work is None else work.dtype
+            return self._bound(
+                members, data, grad, values, traced, kernel_of, dtype, coefficients, launches
+            )
+
+    def _bound(
+        self,
+        members: Sequence[Member],
+        data: Tensor,
+        grad: Tensor,
+        values: dict[str, Any],
+        traced: tuple[Update, Arguments, Arguments],
+        kernel_of: Callable[[Update], Kernel | None],
+        gradient_dtype: torch.dtype | None = None,
+        coefficients: Sequence[Tensor] = (),
+        launches: Launches | None = None,
+    ) -> ReadyUpdate | None:
+        """A kernel and its inputs; None if there is no kernel.
+
+        ``data`` and ``values`` are what the ``members`` have; its update is given a gradient of
+        ``gradient_dtype``, by default that of ``grad``.
+        """
+        context, parameter = self._context, members[0][2]
+        _, info, group = context.of_step(parameter)
+        draw = context.draws.of(parameter, values)
+        update, inputs = context.storage.rewrite(
+            *traced, values, data, gradient_dtype or grad.dtype, draw
+        )
+        kernel = kernel_of(update)
+        if kernel is None:
+            return None
+        # New states are settled below, and rounded: what makes them cannot wait.
+        is_settled = draw is None or all(name in values for name, _ in update.state)
+        waits = {"launches": launches} if kernel.may_wait and is_settled else {}
+        converted = grad  # which may be there only when the kernel computes
+        if grad.dtype is not kernel.gradient_dtype:
+            converted = torch.empty_like(grad, dtype=kernel.gradient_dtype)
+        run = kernel.ready(data, converted, *inputs, *coefficients, **waits)
+
+        def compute() -> Sequence[Any]:
+            if converted is not grad:
+                converted.copy_(grad)
+            return run()
+
+        def finish(results: Sequence[Any]) -> None:
+            new_state, new_group = update.filled(results)
+            context.storage.settle(new_state, values, data, info, draw)
+            group.changed.update(new_group)
+            users = [context.parameters[one][0]() for *_, one in members]
+            context.keep_state(users, [shard.numel() for shard, *_ in members], values, new_state)
+
+        return ReadyUpdate(compute, finish)
+
+    def _holds_for(
+        self, traced: tuple[Update, Arguments, Arguments], parameters: Sequence[int]
+    ) -> bool:
+        """Return whether an update of the first of these parameters is that of all.
+
+        Raises: UpdateError if it changes a gradient that is read later.
+        """
+        traces, group = self._context.traces, self._context.of_step(parameters[0])[2]
+        optimizer = self._context.live_optimizer()
+        layouts = {traces.layouts[parameter]: parameter for parameter in parameters}
+        update, _, state = traced
+        for parameter in layouts.values():
+            other, _ = traces.find(optimizer, parameter, group, state)
+            if other.computation != update.computation:
+                return False
+        for parameter in parameters:
+            traces.check_gradient(update, parameter)
+        return True
+
+    def _extended(
+        self,
+        update: Update,
+        work: GradientWork | None,
+        gives_squares: bool,
+    ) -> Update:
+        """An update that sums its gradient's squares, with work in front of both: made once."""
+        if work is None and not gives_squares:
+            return update
+        key = (id(update), work, gives_squares)
+        if key not in self._extensions:
+            made = with_squares(update) if gives_squares else update
+            if work is not None:
+                made = work.before(made)
+            self._extensions[key] = update, made
+        return self._extensions[key][1]
 
     def end(self) -> Callable[[], None]:
         """Finish the step: write changed group entries back, and let LR schedulers know.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.whole_tensors import DividedUpdate, divide
-from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
@@ -169,12 +168,10 @@ class OwnedUpdates:
 
     def _first_part(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
-        optimizer = self._context.live_optimizer()
-        user_parameter, info, group = self._context.of_step(parameter)
-        values = optimizer.state.get(user_parameter) or {}
+        user_parameter, info, _ = self._context.of_step(parameter)
+        values = self._context.live_optimizer().state.get(user_parameter) or {}
         self._context.check_shards(values, data, info)
-        state = read_arguments(values, shard_shape=tuple(data.shape), inputs=values)
-        update, arguments = self._context.traces.find(optimizer, parameter, group, state)
+        update, arguments, state = self._context.traced(parameter, values, tuple(data.shape))
         divided = self.divide(update, info)
         grad = grad.to(data.dtype)
         if update.clones_gradient:
@@ -190,7 +187,8 @@ class OwnedUpdates:
         values = self._context.live_optimizer().state.get(user_parameter) or {}
         with torch.no_grad():
             new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
-        self._context.keep(user_parameter, group, values, new_state, new_group)
+        group.changed.update(new_group)
+        self._context.keep_state([user_parameter], [data.numel()], values, new_state)
         return data
 
     def divide(self, update: Update, info: ParameterInfo) -> DividedUpdate:
