@@ -149,9 +149,9 @@ def load_and_count(path, kind, changes_one):
     owner = Reader if kind == "saved" else OpenFile
     original = owner.read
 
-    def counting(self, entry, boxes, order, into):
+    def counting(self, entry, wanted, into):
         read[entry] += into.numel()
-        return original(self, entry, boxes, order, into)
+        return original(self, entry, wanted, into)
 
     with mock.patch.object(owner, "read", counting), drawing_is_an_error():
         if kind == "saved":

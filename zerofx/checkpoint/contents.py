@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.pieces import Changes, FlatPiece, encode
+from zerofx.checkpoint.pieces import Changes, FlatPiece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
@@ -205,13 +205,8 @@ class Contents:
         self, tensor: torch.Tensor, order: Sequence[int], read: Callable[[], torch.Tensor]
     ) -> FlatPiece:
         """Return all of a tensor whose values the lowest rank ``read``s when they are written."""
-        return FlatPiece(
-            tuple(tensor.shape),
-            order,
-            (0, tensor.numel() if self.rank == 0 else 0),
-            tensor.dtype,
-            lambda: read().permute(order).reshape(-1),
-        )
+        held = Range(tuple(tensor.shape), order, 0, tensor.numel() if self.rank == 0 else 0)
+        return FlatPiece(held, tensor.dtype, lambda: read().permute(order).reshape(-1))
 
     def _shard_of_parameter(self, bound: ParameterState) -> FlatPiece:
         if bound.file is not None:
@@ -237,14 +232,8 @@ class Contents:
             name = f"the state {key!r} of {bound.name!r}" if key else repr(bound.name)
             changes = Changes(parameter, sources, name)
         start, stop = info.owned_by(bound.communicator.rank)
-        return FlatPiece(
-            info.shape,
-            info.storage_order,
-            (start, stop),
-            dtype,
-            lambda: read()[: stop - start],
-            changes,
-        )
+        held = Range(info.shape, info.storage_order, start, stop)
+        return FlatPiece(held, dtype, lambda: read()[: stop - start], changes)
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that all ranks have; all of it if it is not dense."""
@@ -255,13 +244,8 @@ class Contents:
         per_rank = shard_numel(whole.numel(), self.world_size)
         start = min(self.rank * per_rank, whole.numel())
         stop = min(start + per_rank, whole.numel())
-        return FlatPiece(
-            tuple(whole.shape),
-            order,
-            (start, stop),
-            whole.dtype,
-            lambda: whole.permute(order).reshape(-1)[start:stop],
-        )
+        held = Range(tuple(whole.shape), order, start, stop)
+        return FlatPiece(held, whole.dtype, lambda: whole.permute(order).reshape(-1)[start:stop])
 
     def _states_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         sharded = sharded_in(optimizer)

@@ -180,7 +180,7 @@ class _Reading:
         late: dict[str, list[MetadataIndex]] = {}
         now: list[MetadataIndex] = []
         for target in self.matching.targets:
-            items = self.reader.items(target.entry, target.boxes)
+            items = self.reader.items(target.entry, target.part)
             parts = [item.storage_index for item in items]
             if target.is_lazy:
                 late[target.entry] = parts

@@ -50,28 +50,53 @@ class Box:
         return tuple(map(slice, self.offsets, ends))
 
 
-def boxes_of(shape: Shape, order: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut a flat range of a tensor into boxes, in the order in which they lie in the range.
+@dataclass(frozen=True)
+class Range:
+    """The elements from ``start`` to ``stop`` of a tensor that is flattened.
 
-    The tensor is flattened with its dimensions in ``order``, from slowest to fastest, and ``start``
-    and ``stop`` count elements of that.  There are at most 2 ndim - 1 boxes: one for a single
-    number, none for an empty range.  A tensor without elements is one empty box on every rank; it
-    is written once, so that a reader finds its name.
-
-    Shapes: [4, 3], 2 to 10 -> [1, 1] at (0, 2), [2, 3] at (1, 0), [1, 1] at (3, 0).
+    Its dimensions are flattened in ``order``, from slowest to fastest.
     """
-    if math.prod(shape) == 0:
-        return [Box((0,) * len(shape), tuple(shape), 0)]
-    permuted = tuple(shape[dim] for dim in order)
-    found, position = [], start
-    for offsets, sizes in _cut(permuted, start, stop):
-        where, extents = [0] * len(shape), [0] * len(shape)
-        for dim, offset, size in zip(order, offsets, sizes, strict=True):
-            where[dim], extents[dim] = offset, size
-        box = Box(tuple(where), tuple(extents), position - start)
-        found.append(box)
-        position += box.numel
-    return found
+
+    shape: Shape
+    order: Sequence[int]
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, shape: Shape, order: Sequence[int]) -> Range:
+        return cls(shape, order, 0, math.prod(shape))
+
+    @functools.cached_property
+    def boxes(self) -> list[Box]:
+        """The range cut into boxes, in the order in which they lie in it.
+
+        There are at most 2 ndim - 1 of them: one for a single number, none for an empty range.  A
+        tensor without elements is one empty box on every rank; it is written once, so that a reader
+        finds its name.
+
+        Shapes: [4, 3], 2 to 10 -> [1, 1] at (0, 2), [2, 3] at (1, 0), [1, 1] at (3, 0).
+        """
+        if math.prod(self.shape) == 0:
+            return [Box((0,) * len(self.shape), self.shape, 0)]
+        permuted = tuple(self.shape[dim] for dim in self.order)
+        inverse = self._inverse()
+        found, position = [], 0
+        for offsets, sizes in _cut(permuted, self.start, self.stop):
+            where = tuple(offsets[place] for place in inverse)
+            found.append(Box(where, tuple(sizes[place] for place in inverse), position))
+            position += found[-1].numel
+        return found
+
+    def view(self, values: torch.Tensor, box: Box) -> torch.Tensor:
+        """View a box's part of the range's values in the box's shape.
+
+        Shapes: ``[stop - start]`` -> ``box.sizes``, whose dimensions lie in ``order`` in memory.
+        """
+        flat = values[box.start : box.start + box.numel]
+        return flat.view([box.sizes[dim] for dim in self.order]).permute(self._inverse())
+
+    def _inverse(self) -> list[int]:
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
 
 
 def _cut(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:
@@ -113,55 +138,46 @@ class Changes:
 
 
 class FlatPiece(torch.Tensor):
-    """A flat range of a tensor's elements, with its dimensions in ``order``.
+    """A ``part`` of a tensor, with the shape and dtype of the whole, and no memory.
 
-    It has the whole tensor's shape and dtype, and no memory.  ``read`` returns the elements,
-    ``[stop - start]``, when they are written: values that lie in files come to memory one tensor at
-    a time.  It is a tensor subclass because torch.distributed.checkpoint asks only tensors for
-    their parts, by ``__create_write_items__`` and so on.  Computing with it raises.
+    ``read`` returns the part's elements, ``[stop - start]``, when they are written: values that lie
+    in files come to memory one tensor at a time.  It is a tensor subclass because
+    torch.distributed.checkpoint asks only tensors for their parts, by ``__create_write_items__``
+    and so on.  Computing with it raises.
     """
 
-    order: tuple[int, ...]
+    part: Range
     read: Callable[[], torch.Tensor]
-    boxes: list[Box]
     changes: Changes | None
 
     @staticmethod
     def __new__(
         cls,
-        shape: Sequence[int],
-        order: Sequence[int],
-        bounds: tuple[int, int],
+        part: Range,
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
         changes: Changes | None = None,
     ) -> FlatPiece:
-        piece = compat.tensor_without_memory(cls, tuple(shape), dtype)
-        piece.order, piece.read, piece.changes = tuple(order), read, changes
-        piece.boxes = boxes_of(tuple(shape), order, *bounds)
+        piece = compat.tensor_without_memory(cls, part.shape, dtype)
+        piece.part, piece.read, piece.changes = part, read, changes
         return piece
 
     def __init__(self, *_arguments: Any) -> None:
         """Do nothing: ``__new__`` has, and a tensor's ``__init__`` takes no such arguments."""
 
     def __repr__(self) -> str:
-        return f"FlatPiece(shape={tuple(self.shape)}, dtype={self.dtype}, {self.boxes})"
+        return f"FlatPiece({self.part}, dtype={self.dtype})"
 
     def taken(self, snapshot: Snapshot) -> FlatPiece:
         """Return this piece with its elements of now, in host memory of its own.
 
         ``snapshot`` copies them if only updates change them; others are copied at once.
         """
-        copy = compat.tensor_without_memory(FlatPiece, tuple(self.shape), self.dtype)
-        copy.order, copy.boxes, copy.changes = self.order, self.boxes, None
-        if self.changes is not None:
-            copy.read = snapshot.add(
-                self.changes.parameter, self.changes.sources, self.read, self.changes.name
-            )
-        else:
-            values = self.read().detach().to("cpu", copy=True)
-            copy.read = lambda: values
-        return copy
+        if (changes := self.changes) is not None:
+            read = snapshot.add(changes.parameter, changes.sources, self.read, changes.name)
+            return FlatPiece(self.part, self.dtype, read)
+        values = self.read().detach().to("cpu", copy=True)
+        return FlatPiece(self.part, self.dtype, lambda: values)
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -171,16 +187,16 @@ class FlatPiece(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk_of(box), properties, self.size()),
             )
-            for box in self.boxes
+            for box in self.part.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk_of(box) for box in self.boxes]
+        return [chunk_of(box) for box in self.part.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         # By offset: the index counts the chunks of all ranks.
-        (box,) = (box for box in self.boxes if torch.Size(box.offsets) == index.offset)
-        return view_of(self.read(), box, self.order)
+        (box,) = (box for box in self.part.boxes if torch.Size(box.offsets) == index.offset)
+        return self.part.view(self.read(), box)
 
     @classmethod
     def __torch_dispatch__(
@@ -192,16 +208,6 @@ class FlatPiece(torch.Tensor):
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """Return the box as torch.distributed.checkpoint writes one."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def view_of(values: torch.Tensor, box: Box, order: Sequence[int]) -> torch.Tensor:
-    """View a box's part of a flat range in the box's shape.
-
-    Shapes: ``[stop - start]`` -> ``box.sizes``, whose dimensions lie in ``order`` in memory.
-    """
-    flat = values[box.start : box.start + box.numel].view([box.sizes[dim] for dim in order])
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return flat.permute(inverse)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.checkpoint.folders import Use, state_of
-from zerofx.checkpoint.pieces import Box, chunk_of, decode, view_of
+from zerofx.checkpoint.pieces import Range, chunk_of, decode
 from zerofx.errors import CheckpointError, StepError
 
 
@@ -41,20 +41,20 @@ class Reader:
         self._share: frozenset[MetadataIndex] = frozenset()
         self._states: dict[str, tuple[int, int, int] | None] = {}
 
-    def items(self, name: str, boxes: Sequence[Box]) -> list[ReadItem]:
-        """Return what has to be read to fill these boxes of a tensor.
+    def items(self, name: str, wanted: Range) -> list[ReadItem]:
+        """Return what has to be read to fill a range of a tensor.
 
         Raises: CheckpointError if the checkpoint does not have each element once.
         """
         tensor = self.metadata.state_dict_metadata[name]
         assert isinstance(tensor, TensorStorageMetadata)
-        items = create_read_items_for_chunk_list(name, tensor, [chunk_of(box) for box in boxes])
-        wanted = sum(box.numel for box in boxes)
+        items = create_read_items_for_chunk_list(name, tensor, list(map(chunk_of, wanted.boxes)))
+        num_wanted = sum(box.numel for box in wanted.boxes)
         found = sum(math.prod(item.lengths) for item in items)
-        if wanted != found:
+        if num_wanted != found:
             raise CheckpointError(
                 f"{self.folder} does not have each element of {name} once ({found} elements for "
-                f"{wanted}): one of the ranks that saved it is missing, or its metadata is "
+                f"{num_wanted}): one of the ranks that saved it is missing, or its metadata is "
                 "damaged. Load another checkpoint."
             )
         return items
@@ -156,16 +156,14 @@ class Reader:
             ) from error
         self._checked.update(parts)
 
-    def read(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> None:
-        """Fill ``into``, ``[sum of the boxes' elements]``, with these boxes of a tensor."""
-        items = self.items(entry, boxes)
+    def read(self, entry: str, wanted: Range, into: torch.Tensor) -> None:
+        """Fill ``into``, ``[stop - start]``, with a range of a tensor."""
+        items = self.items(entry, wanted)
         self._check_again(entry, [item.storage_index for item in items])
-        by_offset = {torch.Size(box.offsets): box for box in boxes}
+        by_offset = {torch.Size(box.offsets): box for box in wanted.boxes}
 
         def resolve(item: ReadItem) -> torch.Tensor:
-            view = view_of(into, by_offset[item.dest_index.offset], order)
+            view = wanted.view(into, by_offset[item.dest_index.offset])
             ranges = zip(item.dest_offsets, item.lengths, strict=True)
             return view[tuple(slice(offset, offset + length) for offset, length in ranges)]
 

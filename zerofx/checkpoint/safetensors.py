@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from zerofx.checkpoint.folders import (
     telling_what_failed,
 )
 from zerofx.checkpoint.matching import Differences, target_of
-from zerofx.checkpoint.pieces import Box, FlatPiece, view_of
+from zerofx.checkpoint.pieces import FlatPiece, Range
 from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, MismatchError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
@@ -182,8 +182,8 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]
 def _copy_part(into: torch.Tensor, value: torch.Tensor, rank: int) -> None:
     if isinstance(value, FlatPiece):
         flat = value.read()
-        for box in value.boxes:
-            into[box.slices].copy_(view_of(flat, box, value.order))
+        for box in value.part.boxes:
+            into[box.slices].copy_(value.part.view(flat, box))
     elif rank == 0:
         into.copy_(value)
 
@@ -259,12 +259,10 @@ class OpenFile:
                 "again."
             ) from error
 
-    def read(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> None:
+    def read(self, entry: str, wanted: Range, into: torch.Tensor) -> None:
         whole = self._file.get_tensor(entry)  # a view of the file
-        for box in boxes:
-            view_of(into, box, order).copy_(whole[box.slices])
+        for box in wanted.boxes:
+            wanted.view(into, box).copy_(whole[box.slices])
 
     def check(self, entry: str) -> None:
         """Raise StepError if the file has been written to; one that is gone stays mapped.

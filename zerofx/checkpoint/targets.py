@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerofx.checkpoint.pieces import Box, boxes_of
+from zerofx.checkpoint.pieces import Range
 from zerofx.deferred import tape
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import storage_order
@@ -26,10 +25,8 @@ class Source(Protocol):
 
     name: str
 
-    def read(
-        self, entry: str, boxes: Sequence[Box], order: Sequence[int], into: torch.Tensor
-    ) -> object:
-        """Fill ``into``, ``[sum of the boxes' elements]``, with these boxes of a tensor."""
+    def read(self, entry: str, wanted: Range, into: torch.Tensor) -> object:
+        """Fill ``into``, ``[stop - start]``, with a range of a tensor."""
 
     def check(self, entry: str) -> object:
         """Raise StepError if the files have changed or are gone.  Call it before a late read."""
@@ -40,13 +37,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A part of the tensor ``entry`` of a checkpoint, in ``boxes``, and its place.
+    """A ``part`` of the tensor ``entry`` of a checkpoint, and its place.
 
     ``take`` reads it from a source, or if ``is_lazy`` arranges that it is read when it is needed.
     """
 
     entry: str
-    boxes: Sequence[Box]
+    part: Range
     take: Callable[[Source], object]
     is_lazy: bool = False
 
@@ -73,7 +70,7 @@ def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
 
         LEDGER.fill_later(tensor, fill, tape.Source(f"{source.name}: {entry}", read, check))
 
-    return Target(entry, target.boxes, put_off, is_lazy=True)
+    return Target(entry, target.part, put_off, is_lazy=True)
 
 
 def _in_place(entry: str, tensor: torch.Tensor) -> Target:
@@ -95,39 +92,42 @@ def _in_place(entry: str, tensor: torch.Tensor) -> Target:
         # A graph built on the old values says so when it is run backward.
         torch.autograd.graph.increment_version(tensor)
 
-    return _into_memory(entry, boxes_of(shape, order, 0, tensor.numel()), order, begin, end)
+    return _into_memory(entry, Range.whole(shape, order), begin, end)
 
 
 def into_shard(entry: str, bound: ParameterState) -> Target:
     """Read this rank's shard of a parameter, wherever it is kept."""
-    info = bound.info
-    start, stop = info.owned_by(bound.communicator.rank)
+    info, owned = bound.info, _owned(bound)
 
     def begin() -> torch.Tensor:
-        return torch.zeros(info.shard_numel, dtype=info.dtype, device="cpu")[: stop - start]
+        memory = torch.zeros(info.shard_numel, dtype=info.dtype, device="cpu")
+        return memory[: owned.stop - owned.start]
 
     def end(values: torch.Tensor) -> None:
         bound.write_shard(values.as_strided((info.shard_numel,), (1,)))  # with its padding
 
-    boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return _into_memory(entry, boxes, info.storage_order, begin, end)
+    return _into_memory(entry, owned, begin, end)
 
 
 def new_shard(
     entry: str, bound: ParameterState, dtype: torch.dtype, device: torch.device, keep: Keep
 ) -> Target:
     """Read this rank's shard of a state like a parameter, into new memory for ``keep``."""
-    info = bound.info
-    start, stop = info.owned_by(bound.communicator.rank)
+    owned = _owned(bound)
 
     def begin() -> torch.Tensor:
         with ordinary_tensors():
-            shard = torch.zeros(info.shard_numel, dtype=dtype, device=device)
+            shard = torch.zeros(bound.info.shard_numel, dtype=dtype, device=device)
             keep(shard)
-            return shard[: stop - start]
+            return shard[: owned.stop - owned.start]
 
-    boxes = boxes_of(info.shape, info.storage_order, start, stop)
-    return _into_memory(entry, boxes, info.storage_order, begin)
+    return _into_memory(entry, owned, begin)
+
+
+def _owned(bound: ParameterState) -> Range:
+    """Return this rank's range of a parameter."""
+    info = bound.info
+    return Range(info.shape, info.storage_order, *info.owned_by(bound.communicator.rank))
 
 
 def new_tensor(
@@ -150,13 +150,12 @@ def new_tensor(
             keep(memory.permute(inverse))
             return memory.view(-1)
 
-    return _into_memory(entry, boxes_of(shape, order, 0, math.prod(shape)), order, begin)
+    return _into_memory(entry, Range.whole(shape, order), begin)
 
 
 def _into_memory(
     entry: str,
-    boxes: Sequence[Box],
-    order: Sequence[int],
+    wanted: Range,
     begin: Callable[[], torch.Tensor],
     end: Keep = lambda _values: None,
 ) -> Target:
@@ -164,10 +163,10 @@ def _into_memory(
 
     def take(source: Source) -> None:
         memory = begin()
-        source.read(entry, boxes, order, memory)
+        source.read(entry, wanted, memory)
         end(memory)
 
-    return Target(entry, boxes, take)
+    return Target(entry, wanted, take)
 
 
 def lazy_state(
@@ -177,41 +176,39 @@ def lazy_state(
 
     Each rank reads the part that it will keep, in the first step.
     """
-    order = range(like.dim())
-    return _lazy(entry, like, order, (0, like.numel()), dtype, device, keep)
+    shape = tuple(like.shape)
+    return _lazy(entry, like, Range.whole(shape, range(len(shape))), dtype, device, keep)
 
 
 def lazy_shard(
     entry: str, bound: ParameterState, dtype: torch.dtype, device: torch.device, keep: Keep
 ) -> Target:
     """Give ``keep`` what stands for this rank's shard of a state, read when an update needs it."""
-    info, rank = bound.info, bound.communicator.rank
+    info = bound.info
     like = torch.empty_strided(info.shape, info.stride, device="meta")
 
     def keep_shard(state: LazyState) -> None:
-        keep(state.shard(info, rank))
+        keep(state.shard(info, bound.communicator.rank))
 
-    order, bounds = info.storage_order, info.owned_by(rank)
-    return _lazy(entry, like, order, bounds, dtype, device, keep_shard)
+    return _lazy(entry, like, _owned(bound), dtype, device, keep_shard)
 
 
 def _lazy(
     entry: str,
     like: torch.Tensor,
-    order: Sequence[int],
-    bounds: tuple[int, int],
+    wanted: Range,
     dtype: torch.dtype,
     device: torch.device,
     keep: Callable[[LazyState], object],
 ) -> Target:
-    shape = tuple(like.shape)
+    shape = wanted.shape
 
     def put_off(source: Source) -> None:
         # The state must not refer to ``keep``, which refers to all that keeps the state.
         state = SavedState(entry, shape, dtype, *_later(source, entry, shape), source.use())
         keep(standing_for(state, like, device))
 
-    return Target(entry, boxes_of(shape, order, *bounds), put_off, is_lazy=True)
+    return Target(entry, wanted, put_off, is_lazy=True)
 
 
 def _later(source: Source, entry: str, shape: tuple[int, ...]) -> tuple[Any, Callable[[], object]]:
@@ -222,6 +219,6 @@ def _later(source: Source, entry: str, shape: tuple[int, ...]) -> tuple[Any, Cal
 
     def read(order: Sequence[int], start: int, stop: int, into: torch.Tensor) -> None:
         source.check(entry)
-        source.read(entry, boxes_of(shape, order, start, stop), order, into)
+        source.read(entry, Range(shape, order, start, stop), into)
 
     return read, partial(source.check, entry)

@@ -69,9 +69,9 @@ def load_and_count(path, stage, options):
     read: list[tuple[str, int]] = []
     original = Reader.read
 
-    def counting(self, entry, boxes, order, into):
+    def counting(self, entry, wanted, into):
         read.append((entry, into.numel()))
-        return original(self, entry, boxes, order, into)
+        return original(self, entry, wanted, into)
 
     with mock.patch.object(Reader, "read", counting):
         pair, compiled = loaded(path), zero(stage, **options)
