@@ -284,10 +284,10 @@ def test_another_search_replaces_what_the_last_has_written(bisect, tmp_path):
 
 
 def test_what_is_on_is_said_shortly():
-    assert str(Level("x")) == "all" and str(Level("x", SWITCHED)) == "none"
-    assert str(Level("x", SWITCHED[1:])) == SWITCHED[0]
-    assert str(Level("x", SWITCHED[-1:])) == f"all but {SWITCHED[-1]}"
-    assert str(Level("x", SWITCHED, "bucket")) == "bucket and before"
+    assert str(Level()) == "all" and str(Level(SWITCHED)) == "none"
+    assert str(Level(SWITCHED[1:])) == SWITCHED[0]
+    assert str(Level(SWITCHED[-1:])) == f"all but {SWITCHED[-1]}"
+    assert str(Level(SWITCHED, "bucket")) == "bucket and before"
 
 
 # A step with a faulty pass

@@ -33,12 +33,11 @@ _INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
 LEVELS = (
-    Level("data_parallel", SWITCHED, "data_parallel"),
-    *(Level(name, SWITCHED, name) for name in NEEDED[:-1]),
-    Level(NEEDED[-1], SWITCHED),
-    *(Level(name, SWITCHED[n + 1 :]) for n, name in enumerate(SWITCHED)),
+    *((name, Level(SWITCHED, name)) for name in ("data_parallel", *NEEDED[:-1])),
+    (NEEDED[-1], Level(SWITCHED)),
+    *((name, Level(SWITCHED[n + 1 :])) for n, name in enumerate(SWITCHED)),
 )
-"""From data parallelism alone to everything, a pass at a time."""
+"""From data parallelism alone to everything: a pass, and all before it with it."""
 
 REFERENCE = len(NEEDED)
 """The level with every optional pass off."""
@@ -88,10 +87,10 @@ def run(chosen: argparse.Namespace) -> int:
     if not words:
         raise CommandError("bisect runs a command: give it behind --, as you would type it")
     command = Command(words, chosen.out, chosen.metric, chosen.timeout)
-    search = Search(command, chosen.tolerance, chosen.out / "dumps", chosen.out / "validated")
+    search = Search(command, chosen.tolerance)
     try:
         with interruptible():
-            found = search.run()
+            found = list(search.run())
     except KeyboardInterrupt:
         print(f"{search.table()}\n\nInterrupted: no pass is named.")
         return _INTERRUPTED
@@ -135,9 +134,9 @@ class Search:
     no switch are searched.
     """
 
-    def __init__(self, command: Command, tolerance: float, dumps: Path, validated: Path) -> None:
+    def __init__(self, command: Command, tolerance: float) -> None:
         self.command, self.tolerance = command, tolerance
-        self.dumps, self.validated = dumps, validated
+        self.dumps, self.validated = command.folder / "dumps", command.folder / "validated"
         self.reference: Trial | None = None
         self.at: dict[int, Trial] = {}
 
@@ -150,7 +149,7 @@ class Search:
         return not trial.succeeded or self.difference(trial) > self.tolerance
 
     def run(self) -> Iterator[str]:
-        """Find the pass; return what there is to say of it.
+        """Find the pass; yield what it is, what it does to the program, and how to run it again.
 
         Raises: CommandError if no pass can be named, which says why and what to try.
         """
@@ -158,26 +157,51 @@ class Search:
         found = bisect_left(
             range(failed), True, lo=passed + 1, key=lambda level: self.is_bad(self._trial(level))
         )
-        name, before, behind = LEVELS[found].adds, self.at[found - 1], self.at[found]
+        name, before, behind = LEVELS[found][0], self.at[found - 1], self.at[found]
         self._again(before)
         self._again(behind, ZEROFX_DUMP=str(self.dumps.absolute()))
         without = None
         if name in SWITCHED:
-            without = self.command.run(f"{name} alone off", Level(name, (name,)))
+            without = self.command.run(f"{name} alone off", Level((name,)))
         variables = {"ZEROFX_VALIDATE": "1", "ZEROFX_DUMP": str(self.validated.absolute())}
         validated = self.command.run("and validated", behind.level, **variables)
-        return self._report(name, before, behind, without, validated)
+        changed = "begins to fail" if not behind.succeeded else "prints other numbers"
+        yield f"Behind {name} the run {changed}."
+        if error := behind.error():
+            yield f"It says: {error}"
+        named = re.search(r"in pass '(\w+)' of zerofx", behind.text())
+        if named and named[1] != name:
+            yield f"It is raised in another pass, {named[1]}, which stumbles on what {name} does."
+        if without is None:
+            yield f"{name} has no switch: a smaller stage, or no offload, does without it."
+        elif not self.is_bad(without):
+            yield f"With {name} alone turned off it does not: go on with ZEROFX_{name.upper()}=0."
+        else:
+            yield (
+                f"With {name} alone turned off it does so too (run {without.number}): a later pass "
+                "has the same effect, or needs what it does."
+            )
+        yield from ("", _verdict(behind, validated), *_minimal(self.validated), "")
+        yield from _programs(name, self.dumps)
+        yield from ("", "To see it again, without the pass and with it:")
+        yield from (f"  {self.command.line(trial.level)}" for trial in (before, behind))
+        yield f"What every run has printed is in {self.command.folder}/run<number>.txt."
 
     def _trial(self, level: int) -> Trial:
         if level not in self.at:
-            why = {0: "data_parallel alone", REFERENCE: "every pass off"}.get(level)
-            self.at[level] = self.command.run(why or f"up to {LEVELS[level].adds}", LEVELS[level])
+            name, what = LEVELS[level]
+            why = {
+                0: "data_parallel alone",
+                REFERENCE: "every pass off",
+                len(LEVELS) - 1: "as it is",
+            }
+            self.at[level] = self.command.run(why.get(level, f"up to {name}"), what)
         return self.at[level]
 
     def _ends(self) -> tuple[int, int]:
         """Run the ends of the search; return a good level and a higher, bad one."""
         top = len(LEVELS) - 1
-        everything = self.at[top] = self.command.run("as it is", LEVELS[top])
+        everything = self._trial(top)
         if everything.succeeded and self.command.metric is None:
             raise CommandError(
                 "the command succeeds as it is, so there is nothing to find. If what it prints is "
@@ -242,32 +266,6 @@ class Search:
         headers = ["run", "", "passes on", "ended", "seconds"]
         headers += ["last number", "differs by"] if has_metric else []
         return tabulate(rows, headers=headers, disable_numparse=True)
-
-    def _report(
-        self, name: str, before: Trial, behind: Trial, without: Trial | None, validated: Trial
-    ) -> Iterator[str]:
-        """Tell the pass, what it does to the program, and how to run it again."""
-        changed = "begins to fail" if not behind.succeeded else "prints other numbers"
-        yield f"Behind {name} the run {changed}."
-        if error := behind.error():
-            yield f"It says: {error}"
-        named = re.search(r"in pass '(\w+)' of zerofx", behind.text())
-        if named and named[1] != name:
-            yield f"It is raised in another pass, {named[1]}, which stumbles on what {name} does."
-        if without is None:
-            yield f"{name} has no switch: a smaller stage, or no offload, does without it."
-        elif not self.is_bad(without):
-            yield f"With {name} alone turned off it does not: go on with ZEROFX_{name.upper()}=0."
-        else:
-            yield (
-                f"With {name} alone turned off it does so too (run {without.number}): a later pass "
-                "has the same effect, or needs what it does."
-            )
-        yield from ("", _verdict(behind, validated), *_minimal(self.validated), "")
-        yield from _programs(name, self.dumps)
-        yield from ("", "To see it again, without the pass and with it:")
-        yield from (f"  {self.command.line(trial.level)}" for trial in (before, behind))
-        yield f"What every run has printed is in {self.command.folder}/run<number>.txt."
 
 
 def _verdict(behind: Trial, validated: Trial) -> str:

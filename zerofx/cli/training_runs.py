@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from zerofx.errors import CommandError
 from zerofx.options import environment, turned_off
 from zerofx.passes.pipeline import PIPELINE
@@ -27,9 +29,8 @@ GRACE_S = 40.0
 
 
 class Level(NamedTuple):
-    """A part of the compiler that runs; ``adds`` is the pass that the level below lacks."""
+    """A part of the compiler that runs: all passes but those that are ``off``, or up to one."""
 
-    adds: str
     off: tuple[str, ...] = ()
     stop_after: str | None = None
 
@@ -37,11 +38,13 @@ class Level(NamedTuple):
         on = [name for name in SWITCHED if name not in self.off]
         if self.stop_after is not None:
             return f"{self.stop_after} and before"
-        if not self.off:
-            return "all"
-        return (
-            f"all but {', '.join(self.off)}" if len(on) > len(self.off) else ", ".join(on) or "none"
-        )
+        if self.off and len(on) > len(self.off):
+            return f"all but {', '.join(self.off)}"
+        return (", ".join(on) or "none") if self.off else "all"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return turned_off(self.off, self.stop_after)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Command:
         """
         number = len(self.trials) + 1
         output = self.folder / f"run{number}.txt"
-        changed = {**turned_off(level.off, level.stop_after), **variables}
+        changed = {**level.variables, **variables}
         began = time.monotonic()
         with output.open("ab") as file:
             status = self._status({**environment(), **changed}, file)
@@ -162,8 +165,7 @@ class Command:
 
     def line(self, level: Level) -> str:
         """The same run, as one types it."""
-        variables = turned_off(level.off, level.stop_after)
-        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        words = [f"{name}={shlex.quote(value)}" for name, value in level.variables.items()]
         return " ".join([*words, shlex.join(self.words)])
 
 
@@ -204,13 +206,7 @@ def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:
     """
     if len(numbers) != len(others):
         return math.inf
-    ordered = (sorted(of, key=lambda n: (math.isnan(n), n)) for of in (numbers, others))
-    return max(map(_apart, *ordered), default=0.0)
-
-
-def _apart(one: float, other: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return 0.0
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return math.inf
-    return abs(one - other) / max(abs(one), abs(other))
+    one, other = (torch.tensor(of, dtype=torch.float64).sort().values for of in (numbers, others))
+    alike = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs() / torch.maximum(one.abs(), other.abs())
+    return max(apart[~alike].nan_to_num(nan=math.inf).tolist(), default=0.0)
