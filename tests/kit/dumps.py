@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from tests.kit.programs import Captured, clone, run_passes
+from tests.kit.programs import Captured, clone, optimizer_over, run_passes
 from zerofx.capture import substitutes
-from zerofx.ir import ops
 from zerofx.ir.graph import copied
 from zerofx.ir.parameters import ParameterTable
-from zerofx.replay.reference import Reference, Updates
+from zerofx.replay.reference import Interpreter, Reference, Updates
 from zerofx.report.folder import DumpFolder
 from zerofx.report.optimizers import describe
 from zerofx.report.write import ProgramDump
@@ -34,17 +33,10 @@ class Watched:
 
     def run(self, rank: int, exchange: Callable, inputs: list[Any]) -> Any:
         """Run the graph itself with the kernels that dumped programs run with."""
-        reference = Reference(self.table, rank, exchange, Updates(self.table, self._optimizer))
-        graph = copied(self.gm.graph)
-        for node in graph.nodes:
-            if ops.is_ours(node.target):
-                node.target = getattr(reference, node.target._schema.name.split("::")[1])
+        updates = Updates(self.table, partial(optimizer_over, self.captured))
+        reference = Reference(self.table, rank, exchange, updates)
         with torch.no_grad():
-            return fx.GraphModule(self.gm, graph)(*inputs)
-
-    def _optimizer(self, handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
-        replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
-        return copy.deepcopy(substitutes.optimizer_of(handle), replaced)
+            return Interpreter(self.gm, self.gm.graph, reference).run(*inputs)
 
 
 def write_dump(

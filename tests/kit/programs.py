@@ -1,8 +1,8 @@
 """Trace, rewrite, print and run programs in one process: no process group, no collectives.
 
-``capture`` takes the path a user's step takes, up to the passes.  ``execute`` is an independent
-reference: it interprets a program node by node for all ranks at once and runs the optimizers'
-own ``step``.  What a correct program never looks at holds NaN: freed memory, a collective's
+``capture`` takes the path a user's step takes, up to the passes.  ``execute`` runs a program with
+``replay.reference`` for all ranks, and adds what that leaves out: what goes on beside a program
+takes until its wait.  What a correct program never looks at holds NaN: freed memory, a collective's
 result before its wait, the padding of shards, and ranges of a bucket that nobody has filled.
 """
 
@@ -31,8 +31,8 @@ from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import updated_by
-from zerofx.ir.interface import gradient_outputs, input_role, placeholders
-from zerofx.ir.offload import changes_files, copies_activation, is_fetch, is_staged, slot_of
+from zerofx.ir.interface import gradient_outputs, input_role, placeholders, sharded_results
+from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance
 from zerofx.options import resolve
@@ -40,6 +40,8 @@ from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.normalize import normalize
 from zerofx.passes.pipeline import PIPELINE, rewrites
+from zerofx.replay.in_process_group import Exchange, in_turns
+from zerofx.replay.reference import Interpreter, Reference, Updates
 
 aten = torch.ops.aten
 
@@ -318,7 +320,7 @@ def listing(captured: Captured) -> str:
             arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
             target = name_of(node.target)
             called = f"{target}({', '.join(arguments)})"
-            if node.target in _WITHOUT_RESULT or (node.target is ops.evict and not node.users):
+            if node.target is ops.free or (node.target is ops.evict and not node.users):
                 lines.append(called)
             else:
                 lines.append(f"{give_name(node, target.removeprefix('zerofx.'))} = {called}")
@@ -439,615 +441,313 @@ def execute(
         shares = any(info.shares_bucket for info in programs.table)
         assert not shares or programs.world_size == 1, "buckets need each rank's own program"
         programs = [programs] * programs.world_size
-    with torch.no_grad():
-        return _Machine(programs).run(inputs or rank_inputs(programs[0]))
+    assert len(programs) == programs[0].world_size, f"{len(programs)} programs"
+    _check_lock_step(programs)
+    inputs = inputs or rank_inputs(programs[0])
+
+    def run(rank: int, exchange: Exchange) -> _Rank:
+        machine = _Rank(programs[rank], rank, exchange)
+        machine.run_to_end(inputs[rank])
+        return machine
+
+    ranks = in_turns([functools.partial(run, rank) for rank in range(len(programs))])
+    by_name = [
+        {name: [rank.left[kind][name] for rank in ranks] for name in ranks[0].left[kind]}
+        for kind in ("parameter", "gradient", "buffer")
+    ]
+    for tensors in by_name[:2]:
+        for name, values in tensors.items():
+            for rank, value in enumerate(values):
+                assert_bitwise(value, values[0], f"{name} on rank {rank} is not rank 0's")
+    parameters, gradients, buffers = by_name
+    return Execution([rank.results for rank in ranks], parameters, gradients, [*buffers.values()])
 
 
-def cut(flat: torch.Tensor, info: ParameterInfo, rank: int) -> torch.Tensor:
-    """What a rank owns of a flat parameter and its padding, by the definition of a bucket."""
-    assert flat.shape == (info.place.extent,)
-    bucket = flat.new_zeros(info.place.shard_numel * info.world_size)
-    bucket[info.place.offset : info.place.offset + info.place.extent] = flat
-    return bucket.view(info.world_size, info.place.shard_numel)[rank][owned(info, rank)]
+class _Updates(Updates):
+    """The optimizers themselves, copied, over parameters that take any shape."""
+
+    def __init__(self, captured: Captured, table: ParameterTable):
+        super().__init__(table, functools.partial(optimizer_over, captured))
+
+    def step(self, optimizer, parameters, values, grads, *others, **named) -> None:
+        for value, grad in zip(values, grads, strict=True):
+            assert value.shape == grad.shape, (value.shape, grad.shape)
+        super().step(optimizer, parameters, values, grads, *others, **named)
 
 
-def owned(info: ParameterInfo, rank: int) -> torch.Tensor:
-    """Which elements of a rank's shard of the bucket are the parameter's or its padding."""
-    bucket = torch.zeros(info.place.shard_numel * info.world_size, dtype=torch.bool)
-    bucket[info.place.offset : info.place.offset + info.place.extent] = True
-    return bucket.view(info.world_size, info.place.shard_numel)[rank]
+def optimizer_over(
+    captured: Captured, handle: int, stand_ins: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """A copy of one of the step's optimizers, over other parameters."""
+    replaced = dict(zip(map(id, captured.tensors), stand_ins, strict=True))
+    return copy.deepcopy(substitutes.optimizer_of(handle), replaced)
 
 
-def shards_of(whole: torch.Tensor, info: ParameterInfo, padding: float) -> list[torch.Tensor]:
-    """Every rank's flat shard, cut from the definition: flatten in storage order, pad, cut."""
-    flat = whole.permute(info.storage_order).reshape(-1)
-    fill = flat.new_full((info.place.extent - info.numel,), padding)
-    return [cut(torch.cat([flat, fill]), info, rank) for rank in range(info.world_size)]
+class _Reference(Reference):
+    """The operators' meaning, with poison for integers too, and what they may rely on asserted."""
+
+    def __init__(self, captured: Captured, rank: int, exchange: Exchange):
+        def exchange_alike(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+            values = exchange(tensor)
+            assert len({value.shape for value in values}) == 1, "tensors of unequal sizes"
+            return values
+
+        super().__init__(captured.table, rank, exchange_alike, _Updates(captured, captured.table))
+
+    def poison(self, dtype: torch.dtype) -> float:
+        if dtype.is_floating_point:
+            return math.nan
+        return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+    def filled(self, value: torch.Tensor) -> torch.Tensor:
+        return value.fill_(self.poison(value.dtype))
+
+    def take_shard(self, whole, parameter, shard_numel):
+        assert shard_numel == self.table[parameter].shard_numel
+        return super().take_shard(whole, parameter, shard_numel)
+
+    def pack(self, shards, parameters, numel):
+        places = [self.table[index].place for index in parameters]
+        assert {(p.bucket, p.shard_numel) for p in places} == {(places[0].bucket, numel)}
+        return super().pack(shards, parameters, numel)
+
+    def flatten_bucket(self, wholes, parameters, numel):
+        for whole, index in zip(wholes, parameters, strict=True):
+            info = self.table[index]
+            assert whole.shape == info.shape
+            assert numel == info.place.shard_numel * info.world_size
+        return super().flatten_bucket(wholes, parameters, numel)
+
+    def update(self, values, grad, optimizer, parameter, found_inf=None):
+        if (optimizer, parameter) in self._wholes:
+            assert grad.isnan().all(), "an owner's result belongs to its update"
+        return super().update(values, grad, optimizer, parameter, found_inf)
+
+    def on_owners(self, values, grads, optimizer, parameters, owners, flops, found_inf=None):
+        assert set(owners) <= set(range(self.table.world_size)) and len(owners) == len(parameters)
+        return super().on_owners(values, grads, optimizer, parameters, owners, flops, found_inf)
 
 
-def whole_of(shards: Sequence[torch.Tensor], info: ParameterInfo) -> torch.Tensor:
-    """The tensor that every rank holds a shard of."""
-    flat = torch.cat(list(shards))
-    assert flat.shape == (info.place.extent,), f"{info.name}: {[len(s) for s in shards]}"
-    shape = [info.shape[dim] for dim in info.storage_order]
-    back = [info.storage_order.index(dim) for dim in range(len(shape))]
-    return flat[: info.numel].view(shape).permute(back)
+@dataclass
+class _Started:
+    """What goes on beside the program: what it reads, its result, and where that will be."""
+
+    reads: Callable[[], list[torch.Tensor]]
+    were: list[torch.Tensor]
+    results: list[torch.Tensor]
+    there: list[torch.Tensor]
 
 
-def _reduce(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduction, torch.add)
-    total = values[0].clone()
-    for value in values[1:]:
-        total = combine(total, value)
-    if reduction == "mean":
-        return total / len(values)
-    assert reduction in ("sum", "max", "min"), reduction
-    return total
+class _Rank(Interpreter):
+    """One rank.  Where something is on its way is poison until the wait."""
 
-
-def _poison(dtype: torch.dtype) -> float:
-    """What memory holds that no correct program looks at: freed, or still in flight."""
-    if dtype.is_floating_point:
-        return math.nan
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _moved(start: fx.Node, values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the copied value as it arrives: as it lay in memory, or as pieces on a line."""
-    return values[0].clone() if copies_activation(start) else torch.cat(values)
-
-
-_WITHOUT_RESULT = (ops.free,)
-
-Row = tuple[fx.Node, ...]
-"""One instruction: the node of every rank's program, by rank."""
-
-
-class _Machine:
-    """W ranks, one instruction at a time."""
-
-    def __init__(self, programs: Sequence[Captured]):
-        self.programs = programs
-        self.captured = programs[0]
-        self.ranks = range(self.captured.world_size)
-        assert len(programs) == len(self.ranks), f"{len(programs)} of {len(self.ranks)} programs"
-        self.rows = _in_lock_step(programs)
-        self.memory: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
-        self.started: dict[Row, list[torch.Tensor]] = {}
-        self.staging: list[dict[int, torch.Tensor]] = [{} for _ in self.ranks]
-        in_files = any(is_fetch(node, "states") for node in programs[0].graph.nodes)
-        self.states_there: set[tuple[int, int]] | None = set() if in_files else None
+    def __init__(self, captured: Captured, rank: int, exchange: Exchange):
+        super().__init__(captured.gm, captured.graph, _Reference(captured, rank, exchange))
+        self.reference: _Reference
+        self.rank = rank
+        self.started: dict[fx.Node, _Started] = {}
+        self.staging: dict[int, torch.Tensor] = {}
+        self.buckets: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        fetches = [node for node in captured.graph.nodes if node.target is ops.fetch_start]
+        self.keeps_states = not any(is_fetch(node, "states") for node in fetches)
+        self.states_there: set[tuple[int, int]] = set()
+        self.filed = {i for node in fetches if is_fetch(node, "shards") for i in node.args[2]}
         # By parameter: the shard, its values while it is in a file, and how many use it now.
-        self.filed_shards: list[dict[int, tuple[torch.Tensor, torch.Tensor, int]]] = [
-            {} for _ in self.ranks
-        ]
-        self.buckets: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in self.ranks]
-        self.optimizers = [self._own_optimizers() for _ in self.ranks]
-        self.whole_updates: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in self.ranks]
-        self.random_states = []
-        for rank in self.ranks:
-            generator = torch.Generator().manual_seed(rank)
-            self.random_states.append(generator.get_state())
-
-    def _own_optimizers(self) -> dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter]]]:
-        """A copy of every optimizer, over parameters that take any shape."""
-        stand_ins = [nn.Parameter(torch.zeros(0)) for _ in self.captured.tensors]
-        replaced = dict(zip(map(id, self.captured.tensors), stand_ins, strict=True))
-        return {
-            handle: (copy.deepcopy(substitutes.optimizer_of(handle), dict(replaced)), stand_ins)
-            for handle in self._handles()
+        self.filed_shards: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.entries: dict[fx.Node, Any] = {}
+        self.left: dict[str, dict[str, torch.Tensor]] = {
+            "parameter": {},
+            "gradient": {},
+            "buffer": {},
         }
+        self.results: list[Any] = []
 
-    def _handles(self) -> set[int]:
-        return {node.args[2] for node in self.captured.graph.nodes if updated_by(node)}
-
-    def run(self, inputs: Sequence[Sequence[Any]]) -> Execution:
-        entries = [row for row in self.rows if row[0].op == "placeholder"]
-        for position, row in enumerate(entries):
-            for rank, node in enumerate(row):
-                value = inputs[rank][position]
-                if input_role(node).sharded:
-                    value = self._shard_input(rank, node, value)
-                self.memory[rank][node] = value
-        self._file_shards()
-        for row in self.rows:
-            if row[0].op == "get_attr":
-                for rank, node in enumerate(row):
-                    self.memory[rank][node] = getattr(self.programs[rank].gm, node.target).clone()
-            elif row[0].op == "call_function":
-                for rank, value in enumerate(self._call(row)):
-                    self.memory[rank][row[rank]] = value
-        return self._harvest(entries)
-
-    def _file_shards(self) -> None:
-        """Have poison in the shards that the program reads from files."""
-        filed = {
-            index
-            for node in self.captured.graph.nodes
-            if is_fetch(node, "shards")
-            for index in node.args[2]
-        }
-        for rank in self.ranks:
-            for node, value in self.memory[rank].items():
+    def run_to_end(self, inputs: Sequence[Any]) -> None:
+        """Run it, and note the ``results`` and all that is ``left``; what is sharded, whole."""
+        torch.manual_seed(self.rank)
+        with torch.no_grad():
+            returned = self.run(*inputs)
+            table = self.reference.table
+            for shard, values, num_uses in self.filed_shards.values():
+                assert not num_uses, "shards have been read that nobody let go of"
+                shard.copy_(values)
+            for node, value in self.entries.items():
                 role = input_role(node)
-                if role.kind == "parameter" and role.parameter in filed:
-                    self.filed_shards[rank][role.parameter] = value, value.clone(), 0
-                    value.fill_(_poison(value.dtype))
+                if role.kind in ("parameter", "buffer"):
+                    name = table[role.parameter].name if role.kind == "parameter" else node.name
+                    whole = self.reference.whole(value, role.parameter) if role.sharded else value
+                    self.left[role.kind][name] = whole
+            slots, shards = gradient_outputs(self.graph), sharded_results(self.graph)
+            for position, index in slots.items():
+                value = returned[position]
+                whole = self.reference.whole(value, index) if position in shards else value
+                self.left["gradient"][table[index].name] = whole
+        output = self.graph.output_node().args[0]
+        self.results = [
+            None if _stands_for_an_input(output[position]) else value
+            for position, value in enumerate(returned)
+            if position not in slots
+        ]
 
-    def _shard_input(self, rank: int, node: fx.Node, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard: memory of its own, or a part of its bucket's."""
-        info = self._info(rank, input_role(node).parameter)
-        shard = shards_of(whole, info, math.nan)[rank]
-        if input_role(node).kind != "parameter" or not info.shares_bucket:
-            return shard
-        key = info.place.bucket, shard.dtype
-        memory = self.buckets[rank].setdefault(key, _unfilled(shard, info))
-        view = self._part(memory, rank, info)
-        view.copy_(shard)
-        return view
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._enter(node, super().run_node(node))
+        if node.op == "get_attr":
+            return super().run_node(node).clone()
+        if ops.is_wait(node):
+            return self._wait(node)
+        if ops.starts(node):
+            return self._start(node)
+        if node.target is ops.evict:
+            self._let_go(node)
+        return super().run_node(node)
 
-    def _part(self, memory: torch.Tensor, rank: int, info: ParameterInfo) -> torch.Tensor:
-        """Where in a rank's shard of a bucket the shard of a parameter lies."""
-        positions = owned(info, rank).nonzero().flatten().tolist()
-        start = positions[0] if positions else 0
-        return memory[start : start + len(positions)]
+    def _enter(self, node: fx.Node, value: Any) -> Any:
+        """An input as this rank has it: a shard in memory of its own, or a part of its bucket's."""
+        role = input_role(node)
+        if role.sharded:
+            info = self.reference.table[role.parameter]
+            value = shard = self.reference.take_shard(value, info.index, info.shard_numel)
+            if role.kind == "parameter" and info.shares_bucket:
+                unfilled = self.reference.filled(shard.new_empty(info.place.shard_numel))
+                memory = self.buckets.setdefault((info.place.bucket, shard.dtype), unfilled)
+                value = memory[info.position_in_shard :][: info.shard_numel].copy_(shard)
+        if role.kind == "parameter" and role.parameter in self.filed:
+            self.filed_shards[role.parameter] = value, value.clone(), 0
+            self.reference.filled(value)
+        self.entries[node] = value
+        return value
 
-    def _info(self, rank: int, index: int) -> ParameterInfo:
-        return self.programs[rank].table[index]
+    def _start(self, node: fx.Node) -> Any:
+        """Do it with copies of what it reads; what it writes to is poison until the wait."""
+        self._check_states(node)
+        operands: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies, and what they are of
 
-    def _argument(self, rank: int, argument: Any) -> Any:
-        return fx.node.map_arg(argument, lambda node: self.memory[rank][node])
+        def copied(source: fx.Node) -> torch.Tensor:
+            value = self.env[source]
+            is_coming = ops.updates_on_host(node) and source in self.started
+            copy = (self.started[source].results[0] if is_coming else value).clone()
+            operands.append((copy, value))
+            return copy
 
-    def _operands(self, row: Row, position: int = 0) -> list[Any]:
-        """One argument of an instruction, on every rank."""
-        return [self._argument(rank, node.args[position]) for rank, node in enumerate(row)]
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied)
 
-    def _call(self, row: Row) -> list[Any]:
-        target = row[0].target
-        special = {
-            ops.gradient: lambda row: self._same(_reduce(self._operands(row), "mean")),
-            ops.free: self._free,
-            ops.take_shard: self._take_shard,
-            ops.mask_padding: self._mask_padding,
-            ops.pack: self._pack,
-            ops.flatten_bucket: self._flatten_bucket,
-            ops.optimizer_step: self._optimizer_step,
-            ops.on_owners: self._on_owners,
-            ops.update: self._update,
-            ops.copy_start: self._move_start,
-            ops.update_start: self._update_on_host_start,
-            ops.update_start_shards: self._update_kept_start,
-            ops.copy_start_shards: self._store_start,
-            ops.fetch_start: self._fetch_start,
-            ops.evict: self._evict,
-        }
-        waits = {
-            ops.copy_start: self._wait_move,
-            ops.update_start: self._wait_update,
-            ops.update_start_shards: self._wait_kept,
-            ops.copy_start_shards: self._wait_store,
-            ops.fetch_start: self._wait_file,
-        }
-        if ops.is_wait(row[0]):
-            return waits.get(row[0].args[0].target, self._wait)(row)
-        if target in special:
-            return special[target](row)
-        if ops.is_collective(row[0]):
-            self.started[row] = self._collective(row)
-            return [torch.full_like(result, _poison(result.dtype)) for result in self.started[row]]
-        assert not ops.is_ours(target), f"nobody runs {target}"
-        return [self._call_on(rank, node) for rank, node in enumerate(row)]
+        def reads() -> list[torch.Tensor]:
+            return [self._sent(node, operand) for _, operand in operands]
 
-    def _call_on(self, rank: int, node: fx.Node) -> Any:
-        arguments = self._argument(rank, node.args), self._argument(rank, dict(node.kwargs))
-        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            return node.target(*arguments[0], **arguments[1])
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_states[rank])
-            result = node.target(*arguments[0], **arguments[1])
-            self.random_states[rank] = torch.get_rng_state()
-        return result
+        if ops.rules(node).gathers:
+            args = (*reads(), *args[1:])
+        results = self.call_function(node.target, args, kwargs)
+        is_list = isinstance(results, list)
+        results = results if is_list else [results]
+        there = []
+        for result in results:
+            written_to = [operand for copy, operand in operands if copy is result]
+            memory = written_to[0] if written_to else self._memory(node, result)
+            there.append(self.reference.filled(memory))
+        were = [value.clone() for value in reads()]
+        self.started[node] = _Started(reads, were, results, there)
+        return there if is_list else there[0]
 
-    def _same(self, value: torch.Tensor) -> list[torch.Tensor]:
-        return [value.clone() for _ in self.ranks]
-
-    def _collective(self, start: Row) -> list[torch.Tensor]:
-        values = self._operands(start)
-        assert len({value.shape for value in values}) == 1, f"{start[0].name} of unequal sizes"
-        if ops.rules(start[0]).gathers:
-            pieces = [
-                self._packed(rank, *pair)
-                for rank, pair in enumerate(zip(start, values, strict=True))
-            ]
-            return self._same(torch.cat(pieces))
-        total = _reduce(values, start[0].args[1])
-        if start[0].target is ops.all_reduce_start:
-            return self._same(total)
-        per_rank = len(total) // len(self.ranks)
-        return [piece.clone() for piece in total.view(len(self.ranks), per_rank)]
-
-    def _packed(self, rank: int, start: fx.Node, value: torch.Tensor) -> torch.Tensor:
-        """What a rank sends of its bucket: ranges that the program has not packed are anyone's."""
+    def _sent(self, start: fx.Node, value: torch.Tensor) -> torch.Tensor:
+        """What is read of an operand: ranges of a bucket that nothing has packed are anyone's."""
+        if not ops.rules(start).gathers:
+            return value
         pack = start.args[0]
         origin = provenance(pack)
         if origin and origin.role == "gather_cast":
             pack = pack.args[0]
         if pack.target is not ops.pack:
             return value
-        packed = sum(owned(self._info(rank, index), rank) for index in pack.args[1]).bool()
-        return value.masked_fill(~packed, _poison(value.dtype))
+        sent = torch.full_like(value, self.reference.poison(value.dtype))
+        for info in map(self.reference.table.__getitem__, pack.args[1]):
+            part = slice(info.position_in_shard, info.position_in_shard + info.shard_numel)
+            sent[part] = value[part]
+        return sent
 
-    def _wait(self, row: Row) -> list[torch.Tensor]:
-        """Complete a collective.  Its inputs belong to it until here."""
-        start = tuple(node.args[0] for node in row)
-        results = self._operands(row)
-        for rank, result in enumerate(self._collective(start)):
-            message = f"the input of {start[rank].name} changed before {row[rank].name}"
-            assert_bitwise(result, self.started[start][rank], message)
-            results[rank].copy_(result)
-        return results
+    def _memory(self, start: fx.Node, result: torch.Tensor) -> torch.Tensor:
+        """Memory for a result: its own, or a staging buffer that is given out again."""
+        if not is_staged(start):
+            return torch.empty_like(result)
+        known = self.staging.get(slot_of(start), torch.empty(0, dtype=torch.uint8))
+        if known.numel() < result.nbytes:
+            known = torch.empty(result.nbytes, dtype=torch.uint8)
+        self.staging[slot_of(start)] = known
+        flat = known[: result.nbytes].view(result.dtype)
+        return flat.as_strided(result.shape, result.stride())
 
-    def _free(self, row: Row) -> list[None]:
-        for value in self._operands(row):
-            value.fill_(_poison(value.dtype))
-        return [None for _ in self.ranks]
-
-    def _take_shard(self, row: Row) -> list[torch.Tensor]:
-        shards = []
-        for rank, whole in enumerate(self._operands(row)):
-            shard = shards_of(whole, self._info(rank, row[rank].args[1]), math.nan)[rank]
-            assert shard.shape == (row[rank].args[2],)
-            shards.append(shard)
-        return shards
-
-    def _mask_padding(self, row: Row) -> list[torch.Tensor]:
-        masked = []
-        for rank, shard in enumerate(self._operands(row)):
-            _, index, identity = row[rank].args
-            info = self._info(rank, index)
-            is_padding = cut(torch.arange(info.place.extent) >= info.numel, info, rank)
-            masked.append(shard.masked_fill(is_padding, identity))
-            if not shard.numel():
-                masked[-1] = shard.new_full((1,), identity)
-        return masked
-
-    def _pack(self, row: Row) -> list[torch.Tensor]:
-        """The bucket's own memory if the shards are all parts of it, else a copy of each."""
-        packed = []
-        for rank, shards in enumerate(self._operands(row)):
-            _, indices, numel = row[rank].args
-            infos = [self._info(rank, index) for index in indices]
-            assert {(i.place.bucket, i.place.shard_numel) for i in infos} == {
-                (infos[0].place.bucket, numel)
-            }
-            own = self.buckets[rank].get((infos[0].place.bucket, shards[0].dtype))
-            if own is None or not self._is_made_of(own, rank, shards, infos):
-                own = _unfilled(shards[0], infos[0])
-                for shard, info in zip(shards, infos, strict=True):
-                    self._part(own, rank, info).copy_(shard)
-            packed.append(own)
-        return packed
-
-    def _is_made_of(self, memory, rank, shards, infos) -> bool:
-        parts = [self._part(memory, rank, info) for info in infos]
-        return all(
-            shard.shape == part.shape and shard.data_ptr() == part.data_ptr()
-            for shard, part in zip(shards, parts, strict=True)
-        )
-
-    def _flatten_bucket(self, row: Row) -> list[torch.Tensor]:
-        flats = []
-        for rank, wholes in enumerate(self._operands(row)):
-            _, indices, numel = row[rank].args
-            flat = wholes[0].new_full((numel,), _poison(wholes[0].dtype))
-            for whole, index in zip(wholes, indices, strict=True):
-                info = self._info(rank, index)
-                assert whole.shape == info.shape
-                assert numel == info.place.shard_numel * info.world_size
-                in_storage_order = whole.permute(info.storage_order).reshape(-1)
-                flat[info.place.offset :][: info.numel] = in_storage_order
-            flats.append(flat)
-        return flats
-
-    def _move_start(self, row: Row) -> list[torch.Tensor]:
-        """Poison until the wait, in a staging buffer that the program may give out again."""
-        values = [_moved(*of) for of in zip(row, self._operands(row), strict=True)]
-        self.started[row] = values
-        if not is_staged(row[0]):
-            return [torch.full_like(value, _poison(value.dtype)) for value in values]
-        results = []
-        for rank, (node, value) in enumerate(zip(row, values, strict=True)):
-            nbytes = value.nbytes
-            known = self.staging[rank].get(slot_of(node), torch.empty(0, dtype=torch.uint8))
-            if known.numel() < nbytes:
-                known = torch.empty(nbytes, dtype=torch.uint8)
-            self.staging[rank][slot_of(node)] = known
-            flat = known[:nbytes].view(value.dtype).fill_(_poison(value.dtype))
-            results.append(flat.as_strided(value.shape, value.stride()))
-        return results
-
-    def _wait_move(self, row: Row) -> list[torch.Tensor]:
-        """Complete a move.  Its pieces belong to it until here, and an activation's memory then."""
-        start = tuple(node.args[0] for node in row)
-        results = self._operands(row)
-        for rank, operand in enumerate(self._operands(start)):
-            message = f"a piece of {start[rank].name} changed before {row[rank].name}"
-            assert_bitwise(_moved(start[rank], operand), self.started[start][rank], message)
-            is_activation = copies_activation(start[0])
-            if is_activation or not is_staged(start[0]):  # what is on its way there updates read
-                results[rank].copy_(self.started[start][rank])
-            if is_activation and is_staged(start[0]):
-                operand[0].fill_(_poison(operand[0].dtype))
-        return results
-
-    def _store_start(self, row: Row) -> list[list[torch.Tensor]]:
-        """Poison in the shards until the wait."""
-        self.started[row] = [[p.clone() for p in pieces] for pieces in self._operands(row)]
-        results = self._operands(row, 2)
-        for shards in results:
-            for shard in shards:
-                shard.fill_(_poison(shard.dtype))
-        return results
-
-    def _wait_store(self, row: Row) -> list[list[torch.Tensor]]:
-        start = tuple(node.args[0] for node in row)
-        results = self._operands(row)
-        for rank, pieces in enumerate(self._operands(start)):
-            for piece, stored, shard in zip(
-                pieces, self.started[start][rank], results[rank], strict=True
-            ):
-                assert_bitwise(piece, stored, f"a piece of {start[rank].name} changed")
-                shard.copy_(stored)
-        return results
-
-    def _wait_file(self, row: Row) -> list[torch.Tensor]:
-        """From here on updates of these parameters have their states, or moves their shards."""
-        start = tuple(node.args[0] for node in row)
-        if is_fetch(start[0], "value"):
-            for rank, there in enumerate(self._operands(row)):
-                there.copy_(self.started[start][rank])
-        elif is_fetch(start[0], "shards"):
-            for rank, node in enumerate(start):
-                for index in node.args[2]:
-                    shard, values, num_uses = self.filed_shards[rank][index]
-                    if not num_uses:
-                        shard.copy_(values)
-                    self.filed_shards[rank][index] = shard, values, num_uses + 1
-        else:
-            assert self.states_there is not None
-            indices, optimizer = start[0].args[2:4]
-            self.states_there |= {(optimizer, index) for index in indices}
-        return self._operands(row)
-
-    def _evict(self, row: Row) -> list[torch.Tensor]:
-        if row[0].args[1] == "states":
-            self._states_to_file(row)
-        elif row[0].args[1] == "shards":
-            self._shards_to_file(row)
-        elif changes_files(row[0]):
-            return self._value_to_file(row)
-        else:
-            self._free(row)
-        return self._operands(row)
-
-    def _fetch_start(self, row: Row) -> list[torch.Tensor]:
-        if row[0].args[1] == "value":
-            return self._value_from_file_start(row)
-        return [torch.empty(0) for _ in row]
-
-    def _shards_to_file(self, row: Row) -> None:
-        """What is read of these shards is poison from here on, if nobody else uses them."""
-        for rank, node in enumerate(row):
-            for index in node.args[2]:
-                shard, values, num_uses = self.filed_shards[rank][index]
-                assert num_uses > 0, f"{node.name} lets go of what is not there"
-                if num_uses == 1:
-                    values = shard.clone()
-                    shard.fill_(_poison(shard.dtype))
-                self.filed_shards[rank][index] = shard, values, num_uses - 1
-
-    def _value_to_file(self, row: Row) -> list[torch.Tensor]:
-        """The value in a file; whoever reads the memory that it was in gets poison."""
-        filed = [value.clone() for value in self._operands(row)]
-        for value in self._operands(row):
-            value.fill_(_poison(value.dtype))
-        return filed
-
-    def _value_from_file_start(self, row: Row) -> list[torch.Tensor]:
-        self.started[row] = self._operands(row)
-        return [torch.full_like(value, _poison(value.dtype)) for value in self.started[row]]
-
-    def _states_to_file(self, row: Row) -> None:
-        assert self.states_there is not None
-        indices, optimizer = row[0].args[2:4]
-        there = {(optimizer, index) for index in indices}
-        assert there <= self.states_there, f"{row[0].name} lets go of what is not there"
-        self.states_there -= there
-
-    def _optimizer_step(self, row: Row) -> list[list[torch.Tensor]]:
-        updated = []
-        for rank, node in enumerate(row):
-            values, gradients, handle, found_inf, indices = self._argument(rank, node.args)
-            copies = [value.clone() for value in values]
-            self._step(rank, handle, indices, copies, gradients, found_inf)
-            updated.append(copies)
-        return updated
-
-    def _on_owners(self, row: Row) -> list[list[torch.Tensor]]:
-        """Update whole tensors on every rank; ``update`` then only keeps what a rank owns of it."""
-        operands = [self._argument(rank, node.args) for rank, node in enumerate(row)]
-        _, _, handle, indices, owners, _, *found_inf = operands[0]
-        assert set(owners) <= set(self.ranks) and len(owners) == len(indices)
-        wholes: list[list[torch.Tensor]] = [[], []]
-        for position, index in enumerate(indices):
-            for values, kind in zip(wholes, (0, 1), strict=True):
-                shards = [operands[rank][kind][position] for rank in self.ranks]
-                values.append(whole_of(shards, self._info(0, index)))
-        for rank in self.ranks:
-            values = [value.clone() for value in wholes[0]]
-            self._step(rank, handle, indices, values, wholes[1], *(found_inf or [None]))
-            for index, value in zip(indices, values, strict=True):
-                self.whole_updates[rank][handle, index] = value
-        return [[torch.full_like(g, math.nan) for g in operands[rank][1]] for rank in self.ranks]
-
-    def _update(self, row: Row) -> list[torch.Tensor]:
-        results = []
-        for rank, node in enumerate(row):
-            values, gradient, handle, index, *rest = self._argument(rank, node.args)
-            found_inf = rest[0] if rest else None
-            whole = self.whole_updates[rank].pop((handle, index), None)
-            if whole is not None:
-                assert gradient.isnan().all(), "an owner's result belongs to its update"
-                values.copy_(shards_of(whole, self._info(rank, index), math.nan)[rank])
-                results.append(values)
-                continue
-            self._step(rank, handle, [index], [values], [gradient], found_inf)
-            results.append(values)
-        return results
-
-    def _check_states(self, row: Row) -> None:
-        handle, indices = row[0].args[2:4]
-        for index in indices if self.states_there is not None else ():
-            assert (handle, index) in self.states_there, f"{row[0].name}: its states are in files"
-
-    def _update_on_host_start(self, row: Row) -> list[torch.Tensor]:
-        """Poison until the wait.  Values and gradients belong to the update until there."""
-        self._check_states(row)
-        updated = []
-        for rank, node in enumerate(row):
-            _, _, handle, indices, *rest = self._argument(rank, node.args)
-            values, gradients = (
-                self.started[tuple(other.args[position] for other in row)][rank].clone()
-                for position in (0, 1)
-            )
-            updated.append(values)
-            lengths = [self._info(rank, index).shard_numel for index in indices]
-            pieces = (values.split(lengths), gradients.split(lengths))
-            for index, value, gradient in zip(indices, *pieces, strict=True):
-                self._step(rank, handle, [index], [value], [gradient], rest[0] if rest else None)
-        self.started[row] = updated
-        return self._operands(row)
-
-    def _update_kept_start(self, row: Row) -> list[list[torch.Tensor]]:
-        """The same, for shards that each are a tensor."""
-        self._check_states(row)
-        updated = []
-        for rank, node in enumerate(row):
-            shards, _, handle, indices, *rest = self._argument(rank, node.args)
-            gradients = self.started[tuple(other.args[1] for other in row)][rank].clone()
-            updated.append([shard.clone() for shard in shards])
-            pieces = gradients.split([len(shard) for shard in shards])
-            for index, value, gradient in zip(indices, updated[rank], pieces, strict=True):
-                self._step(rank, handle, [index], [value], [gradient], rest[0] if rest else None)
-            for shard in shards:
-                shard.fill_(_poison(shard.dtype))
-        self.started[row] = updated
-        return self._operands(row)
-
-    def _wait_update(self, row: Row) -> list[torch.Tensor]:
-        start = tuple(node.args[0] for node in row)
+    def _wait(self, node: fx.Node) -> Any:
+        start = node.args[0]
         self._check_states(start)
-        results = self._operands(row)
-        for rank, operands in enumerate(zip(results, self._operands(start, 1), strict=True)):
-            for operand in operands:
-                poison = torch.full_like(operand, _poison(operand.dtype))
-                message = f"what {start[rank].name} reads changed before {row[rank].name}"
-                assert_bitwise(operand, poison, message)
-            results[rank].copy_(self.started[start][rank])
-        return results
+        started = self.started[start]
+        for value, before in zip(started.reads(), started.were, strict=True):
+            message = f"the input of {start.name} changed before {node.name}"
+            assert_bitwise(value, before, message)
+        if copies_activation(start) or not is_staged(start):  # updates read what is on its way
+            for place, result in zip(started.there, started.results, strict=True):
+                place.copy_(result)
+        if copies_activation(start) and is_staged(start):
+            self.reference.filled(started.reads()[0])
+        if is_fetch(start, "states"):
+            self.states_there |= _states_of(start)
+        elif is_fetch(start, "shards"):
+            for index in start.args[2]:
+                shard, values, num_uses = self.filed_shards[index]
+                if not num_uses:
+                    shard.copy_(values)
+                self.filed_shards[index] = shard, values, num_uses + 1
+        return self.env[start]
 
-    def _wait_kept(self, row: Row) -> list[list[torch.Tensor]]:
-        start = tuple(node.args[0] for node in row)
-        self._check_states(start)
-        results = self._operands(row)
-        for rank in self.ranks:
-            for shard, new in zip(results[rank], self.started[start][rank], strict=True):
-                assert shard.isnan().all(), f"a shard changed before {row[rank].name}"
-                shard.copy_(new)
-        return results
+    def _let_go(self, node: fx.Node) -> None:
+        """What is read of shards is poison from here on, if nobody else uses them."""
+        what = node.args[1]
+        if what == "states":
+            gone = _states_of(node)
+            assert gone <= self.states_there, f"{node.name} lets go of what is not there"
+            self.states_there -= gone
+        for index in node.args[2] if what == "shards" else ():
+            shard, values, num_uses = self.filed_shards[index]
+            assert num_uses > 0, f"{node.name} lets go of what is not there"
+            if num_uses == 1:
+                values = shard.clone()
+                self.reference.filled(shard)
+            self.filed_shards[index] = shard, values, num_uses - 1
 
-    def _step(self, rank, handle, indices, values, gradients, found_inf) -> None:
-        """Let torch's own optimizer write to ``values``."""
-        if found_inf is not None and found_inf.item():
-            return
-        optimizer, stand_ins = self.optimizers[rank][handle]
-        for index, value, gradient in zip(indices, values, gradients, strict=True):
-            assert value.shape == gradient.shape, (value.shape, gradient.shape)
-            stand_ins[index].data = value.detach()
-            stand_ins[index].grad = gradient.to(value.dtype)
-        with torch.enable_grad():
-            optimizer.step()
-        for index in indices:
-            stand_ins[index].grad = None
-
-    def _harvest(self, entries: list[Row]) -> Execution:
-        table = self.captured.table
-        for filed in self.filed_shards:
-            for shard, values, num_uses in filed.values():
-                assert not num_uses, "shards have been read that nobody let go of"
-                shard.copy_(values)
-        parameters: dict[str, list[torch.Tensor]] = {}
-        buffers: list[list[torch.Tensor]] = []
-        for row in entries:
-            role = input_role(row[0])
-            values = [self.memory[rank][node] for rank, node in enumerate(row)]
-            if role.kind == "parameter":
-                if role.sharded:
-                    values = self._same(whole_of(values, table[role.parameter]))
-                parameters[table[role.parameter].name] = values
-            elif role.kind == "buffer":
-                buffers.append(values)
-        slots = gradient_outputs(self.captured.graph)
-        results = self._operands(self.rows[-1])
-        gradients: dict[str, list[torch.Tensor]] = {}
-        for position, index in slots.items():
-            values = [results[rank][position] for rank in self.ranks]
-            if any(value.shape != table[index].shape for value in values):
-                values = self._same(whole_of(values, table[index]))
-            gradients[table[index].name] = values
-        for by_name in (parameters, gradients):
-            for name, values in by_name.items():
-                for rank, value in enumerate(values):
-                    assert_bitwise(value, values[0], f"{name} on rank {rank} is not rank 0's")
-        visible = [
-            [
-                None if self._is_an_input(position) else value
-                for position, value in enumerate(results[rank])
-                if position not in slots
-            ]
-            for rank in self.ranks
-        ]
-        return Execution(visible, parameters, gradients, buffers)
-
-    def _is_an_input(self, position: int) -> bool:
-        """Whether a result stands for a parameter object, whatever it holds."""
-        result = self.captured.graph.output_node().args[0][position]
-        if not isinstance(result, fx.Node):
-            return False
-        return result.op == "placeholder" or result.target is aten.copy_.default
+    def _check_states(self, start: fx.Node) -> None:
+        if ops.updates_on_host(start) and not self.keeps_states:
+            there = _states_of(start) <= self.states_there
+            assert there, f"{start.name}: its states are in files"
 
 
-def _unfilled(like: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
-    """A rank's shard of a parameter's bucket, before anyone has written to it."""
-    return like.new_full((info.place.shard_numel,), _poison(like.dtype))
+def _states_of(node: fx.Node) -> set[tuple[int, int]]:
+    """The states that a node is about, by optimizer and parameter."""
+    if ops.updates_on_host(node):
+        return {(node.args[2], index) for index in node.args[3]}
+    return {(node.args[3], index) for index in node.args[2]}
 
 
-def _in_lock_step(programs: Sequence[Captured]) -> list[Row]:
-    """The programs' instructions side by side: the same operators, operands and collectives.
+def _stands_for_an_input(result: Any) -> bool:
+    """Whether a result stands for a parameter object, whatever it holds."""
+    if not isinstance(result, fx.Node):
+        return False
+    return result.op == "placeholder" or result.target is aten.copy_.default
+
+
+def _check_lock_step(programs: Sequence[Captured]) -> None:
+    """The programs have the same operators, operands and collectives, side by side.
 
     Only sizes may differ: of shards, and where in a bucket's they begin.
     """
     assert len({schedule(p.gm, p.table, stage=0) for p in programs}) == 1, "schedules differ"
-    rows = list(zip(*(program.graph.nodes for program in programs), strict=True))
     if len(set(map(id, programs))) == 1:
-        return rows
+        return
     for rank, program in enumerate(programs):
         assert {info.rank for info in program.table} <= {rank}, "programs are not by rank"
+    rows = list(zip(*(program.graph.nodes for program in programs), strict=True))
     number = {node: position for position, row in enumerate(rows) for node in row}
     for row in rows:
         assert len({(node.op, _operator(node)) for node in row}) == 1, row
         assert len({tuple(number[s] for s in node.all_input_nodes) for node in row}) == 1, row
-    return rows
 
 
 def _operator(node: fx.Node) -> object:

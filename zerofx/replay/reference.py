@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from zerofx.ir import ops
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
@@ -80,6 +81,10 @@ class Reference:
         self.rank, self.exchange, self.updates = rank, exchange, updates
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
 
+    def poison(self, dtype: torch.dtype) -> float:
+        """What memory holds that no correct program looks at."""
+        return math.nan if dtype.is_floating_point or dtype.is_complex else 0
+
     # Communication
 
     def gradient(self, grad: torch.Tensor, parameter: int) -> torch.Tensor:
@@ -101,13 +106,13 @@ class Reference:
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
-        gathered.fill_(_poison(gathered.dtype))
+        gathered.fill_(self.poison(gathered.dtype))
 
     # Shards and buckets
 
     def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
         info = self.table[parameter]
-        shard = whole.new_full((shard_numel,), _poison(whole.dtype))
+        shard = whole.new_full((shard_numel,), self.poison(whole.dtype))
         copy_range(shard, whole, info, self.rank)
         return shard
 
@@ -125,7 +130,7 @@ class Reference:
     def flatten_bucket(
         self, wholes: list[torch.Tensor], parameters: list[int], numel: int
     ) -> torch.Tensor:
-        flat = wholes[0].new_full((numel,), _poison(wholes[0].dtype))
+        flat = wholes[0].new_full((numel,), self.poison(wholes[0].dtype))
         for whole, index in zip(wholes, parameters, strict=True):
             info = self.table[index]
             whole_from_flat(flat[info.place.offset :], info).copy_(whole)
@@ -175,7 +180,7 @@ class Reference:
         if whole is None:
             self.updates.step(optimizer, [parameter], [values], [grad], found_inf)
         else:
-            values.copy_(take_shard(whole, self.table[parameter], self.rank))
+            values.copy_(self.take_shard(whole, parameter, values.numel()))
         return values
 
     def update_together(
@@ -280,10 +285,28 @@ class Reference:
         optimizer: int | None = None,
         changed: bool = True,
     ) -> torch.Tensor:
-        """A value's copy, or poison in one that is never fetched again."""
-        if what == "value" and not changed:
-            there.fill_(_poison(there.dtype))
-        return there.clone(memory_format=torch.preserve_format)
+        """What stands for it: a value's copy, and poison in the memory that it was in."""
+        if what != "value":
+            return there
+        evicted = there.clone(memory_format=torch.preserve_format)
+        there.fill_(self.poison(there.dtype))
+        return evicted if changed else there
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a program with a reference's kernels for our operators."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, reference: Reference) -> None:
+        super().__init__(root, graph=graph)
+        self.reference = reference
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if ops.is_ours(target):
+            schema = target._schema
+            names = (argument.name for argument in schema.arguments)
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
+            target = getattr(self.reference, schema.name.split("::")[1])
+        return super().call_function(target, args, kwargs)
 
 
 def worked_on(
@@ -297,10 +320,6 @@ def worked_on(
     namespace = {"aten": torch.ops.aten, "torch": torch, "inf": math.inf, "nan": math.nan}
     exec(f"def work({names}): {work}", namespace)
     return [namespace["work"](grad, *coefficients) for grad in grads]
-
-
-def _poison(dtype: torch.dtype) -> float:
-    return math.nan if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _stand_in(info: ParameterInfo) -> nn.Parameter:

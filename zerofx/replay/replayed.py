@@ -13,14 +13,13 @@ import torch
 from torch import fx, nn
 
 from zerofx.errors import CommandError
-from zerofx.ir import ops
 from zerofx.ir.graph import copied
 from zerofx.ir.interface import unreduced_results, written_gradients
 from zerofx.ir.parameters import ParameterTable
 from zerofx.passes.base import PassContext
 from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, optimizers_of, random_inputs
-from zerofx.replay.reference import MakeOptimizer, Reference, Updates
+from zerofx.replay.reference import Interpreter, MakeOptimizer, Reference, Updates
 from zerofx.report.read import ProgramFacts
 from zerofx.report.text import program_facts
 
@@ -165,20 +164,12 @@ class _NotingUpdates(Updates):
         super().step(optimizer, parameters, values, grads, found_inf, whole)
 
 
-class _Run(fx.Interpreter):
-    """Runs a program with the reference's kernels, and shows ``watch`` each result."""
+class _Run(Interpreter):
+    """Shows ``watch`` each result."""
 
     def __init__(self, program: ObservedProgram, reference: Reference, watch: Watch | None) -> None:
-        super().__init__(program.root, graph=program.graph)
-        self.reference, self.watch = reference, watch
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if ops.is_ours(target):
-            schema = target._schema
-            names = (argument.name for argument in schema.arguments)
-            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
-            target = getattr(self.reference, schema.name.split("::")[1])
-        return super().call_function(target, args, kwargs)
+        super().__init__(program.root, program.graph, reference)
+        self.watch = watch
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
