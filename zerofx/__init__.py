@@ -20,8 +20,7 @@ from zerofx.checkpoint import (  # noqa: E402
 )
 from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
-from zerofx.explain import explain  # noqa: E402
-from zerofx.profiling import named_ranges, profile  # noqa: E402
+from zerofx.inspecting import explain, named_ranges, profile  # noqa: E402
 from zerofx.runtime.access import full_params, unshard  # noqa: E402
 
 __all__ = [

@@ -12,7 +12,7 @@ import zerofx.__main__ as command_line
 from tests.kit.records import small
 from zerofx import backend
 from zerofx.errors import CommandError
-from zerofx.profiling import named_ranges
+from zerofx.inspecting import named_ranges
 from zerofx.report.measured import RANGE, STEP_RANGE, add_measured
 from zerofx.report.timeline import LANES, MEASURED, PREDICTED, read, span_event, text_of
 

@@ -140,7 +140,7 @@ class Ranks:
             raise failure
         if told is not None:
             kind, words = told
-            raise _KINDS[kind](f"on rank {failed}: {words}")
+            raise kind(f"on rank {failed}: {words}")
         return answer
 
     def _send(self, value: object, rank: int) -> None:
@@ -210,14 +210,12 @@ def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _told(error: Exception | None) -> tuple[int, str] | None:
+def _told(error: Exception | None) -> tuple[type[Exception], str] | None:
     if error is None:
         return None
     words = str(error) or type(error).__name__
-    for number, kind in enumerate(_KINDS):
-        if isinstance(error, kind):
-            return number, words
-    return _KINDS.index(RankError), f"{type(error).__name__}: {words}"
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
+    return (kind, words) if kind else (RankError, f"{type(error).__name__}: {words}")
 
 
 class Saving:

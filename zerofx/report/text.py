@@ -275,39 +275,38 @@ class _Text:
 
     def _argument(self, value: Any) -> str:
         """Write an argument as Python reads it."""
+        return repr(fx.node.map_aggregate(value, self._leaf))
+
+    def _leaf(self, value: Any) -> _AsItIs:
+        """Write what an argument's lists, tuples, dicts and slices hold."""
         if isinstance(value, fx.Node):
-            return self.names[value]
+            return _AsItIs(self.names[value])
         value = compat.scalar_hint(value)
         if value is None or type(value) in (bool, int, float, complex, str):
-            return repr(value)
-        if isinstance(value, tuple):
-            items = ", ".join(map(self._argument, value))
-            return f"({items},)" if len(value) == 1 else f"({items})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._argument, value))}]"
-        if isinstance(value, dict):
-            pairs = (f"{self._argument(k)}: {self._argument(v)}" for k, v in value.items())
-            return f"{{{', '.join(pairs)}}}"
-        if isinstance(value, slice):
-            parts = map(self._argument, (value.start, value.stop, value.step))
-            return f"slice({', '.join(parts)})"
+            return _AsItIs(repr(value))
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return str(value)
+            return _AsItIs(value)
         if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
+            return _AsItIs(f"torch.device({str(value)!r})")
         if value is Ellipsis:
-            return "..."
+            return _AsItIs("...")
         text = target_text(value)
-        if text is not None:
-            return text
-        self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
-        return repr(one_line(without_addresses(repr(value))))
+        if text is None:
+            self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
+            text = repr(one_line(without_addresses(repr(value))))
+        return _AsItIs(text)
 
     def _unknown(self, node: fx.Node, why: str) -> str:
         """Write a node that cannot be run again, to be read; note it as an obstacle."""
         self.obstacles.append(f"{self.names[node]}: {one_line(without_addresses(why))}")
         reads = ", ".join(self.names[read] for read in node.all_input_nodes)
         return f"({without_addresses(str(node.target))!r}, [{reads}])"
+
+
+class _AsItIs(str):
+    """Text that a list or tuple shows without quotes."""
+
+    __repr__ = str.__str__
 
 
 def _described(info: ParameterInfo) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names every node of a compiled step to torch's profiler, so that a measured step can be drawn."""
+"""A compiled step explained in tables, and measured by torch's profiler, node by node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ from zerofx.backend import zero
 from zerofx.compiler.program import Program
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.lowered import STANDS_FOR
+from zerofx.report.explain import explanation
 from zerofx.report.measured import PROFILE, RANGE, STEP_RANGE
 
 NOWHERE = (
     "the step's programs are not dumped, so there is no folder for a profile: set ZEROFX_DUMP "
     "before its first call, or give a path for it."
 )
+
+
+def explain(step: Callable) -> str:
+    """Describe every program compiled for ``step``: shards, memory, traffic, passes.
+
+    ``step`` is what ``torch.compile(step, backend="zero")`` returned; call it once before.
+    Not collective.
+
+    Raises: ValueError if ``step`` has not been compiled by this backend.
+    """
+    return "\n\n".join(
+        explanation(program, with_seconds=True) for program in _programs(step, have_run=False)
+    )
 
 
 @contextlib.contextmanager
@@ -39,7 +53,7 @@ def profile(step: Callable, path: str | Path | None = None) -> Iterator[torch.pr
     runs, its nodes are named already, or it is not dumped and there is no ``path``; OSError if the
     file cannot be written.
     """
-    if path is None and not any(map(_dumped_to, _programs(step))):
+    if path is None and not any(map(_dumped_to, _programs(step, have_run=True))):
         raise ValueError(NOWHERE)
     ran: list[Program] = []
     with _ranging(step, ran.append), torch.profiler.profile() as profiler:
@@ -76,7 +90,7 @@ def named_ranges(step: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None]:
-    programs = _programs(step)
+    programs = _programs(step, have_run=True)
     runtimes = [(program, program.runtime) for program in programs if program.runtime is not None]
     before = [runtime.program for _, runtime in runtimes]
     if not all(isinstance(program, fx.GraphModule) for program in before):
@@ -93,18 +107,18 @@ def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None
             runtime.program = plain
 
 
-def _programs(step: Callable) -> list[Program]:
-    """Return the programs of a step that have run."""
+def _programs(step: Callable, *, have_run: bool) -> list[Program]:
+    """Return what is compiled for a step, or what of that has run."""
     code = getattr(getattr(step, "_torchdynamo_orig_callable", None), "__code__", None)
     functions = [known for known in zero.functions if code is not None and known.code is code]
-    programs = [program for function in functions for program in function.programs]
-    found = [program for program in programs if program.runtime is not None]
-    if not found:
+    compiled = (program for function in functions for program in function.programs)
+    programs = [one for one in compiled if one.runtime is not None or not have_run]
+    if not programs:
         raise ValueError(
             f"{step!r} has no zero-compiled program yet: pass what "
             'torch.compile(step, backend="zero") returned, after its first call.'
         )
-    return found
+    return programs
 
 
 def _dumped_to(program: Program) -> Path | None:
