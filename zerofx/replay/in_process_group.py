@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+Exchange = Callable[[Tensor], Sequence[Tensor]]
 """Gives this rank's tensor to all ranks and returns everyone's, by rank, laid out as it is."""
 
 MOST_RANKS_IN_TURNS = 8
@@ -26,7 +27,7 @@ def alone(world_size: int) -> Exchange:
 def in_group(group: dist.ProcessGroup) -> Exchange:
     """An exchange between the processes of a group."""
 
-    def exchange(tensor: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(tensor: Tensor) -> list[Tensor]:
         given = tensor.contiguous().view(-1).view(torch.uint8)  # gloo has no small floats
         received = [torch.empty_like(given) for _ in range(dist.get_world_size(group))]
         dist.all_gather(received, given, group=group)
@@ -48,13 +49,13 @@ def in_turns(programs: Sequence[Callable[[Exchange], Any]]) -> list[Any]:
     """
     count = len(programs)
     all_given, turn = threading.Barrier(count), threading.Lock()
-    given: list[list[torch.Tensor | None]] = [[None] * count, [None] * count]  # of two exchanges
+    given: list[list[Tensor | None]] = [[None] * count, [None] * count]  # of two exchanges
     start = torch.get_rng_state()
 
     def run(rank: int) -> Any:
         slots = itertools.cycle(given)
 
-        def exchange(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+        def exchange(tensor: Tensor | None) -> list[Tensor]:
             """Exchange a tensor, or None behind the end of a program."""
             values = next(slots)
             values[rank] = None if tensor is None else tensor.detach().clone()

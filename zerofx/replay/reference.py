@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from zerofx.ir import ops
 from zerofx.ir.ops import HOST
@@ -36,9 +36,9 @@ class Updates:
         self,
         optimizer: int,
         parameters: Sequence[int],
-        values: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        found_inf: torch.Tensor | None,
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        found_inf: Tensor | None,
         whole: bool = False,
     ) -> None:
         """Update ``values`` in place, unless a scaler has found an overflow.
@@ -61,10 +61,10 @@ class Updates:
         for index in parameters:
             stand_ins[index].grad = None
 
-    def _cut_states(self, states: dict[str, Any], info: ParameterInfo, value: torch.Tensor) -> None:
+    def _cut_states(self, states: dict[str, Any], info: ParameterInfo, value: Tensor) -> None:
         """Cut states that are whole, for an optimizer makes them when it is made, as Adagrad."""
         for name, state in states.items():
-            is_whole = isinstance(state, torch.Tensor) and state.dim() and state.shape == info.shape
+            is_whole = isinstance(state, Tensor) and state.dim() and state.shape == info.shape
             if is_whole and value.shape != info.shape:
                 states[name] = take_shard(state.to(value.device), info, info.rank)
 
@@ -79,7 +79,7 @@ class Reference:
     def __init__(self, table: ParameterTable, rank: int, exchange: Exchange, updates: Updates):
         self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
         self.rank, self.exchange, self.updates = rank, exchange, updates
-        self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # that owners have updated
+        self._wholes: dict[tuple[int, int], Tensor] = {}  # that owners have updated
 
     def poison(self, dtype: torch.dtype) -> float:
         """What memory holds that no correct program looks at."""
@@ -87,36 +87,34 @@ class Reference:
 
     # Communication
 
-    def gradient(self, grad: torch.Tensor, parameter: int) -> torch.Tensor:
+    def gradient(self, grad: Tensor, parameter: int) -> Tensor:
         return _reduced(self.exchange(grad), "mean")
 
-    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
+    def all_reduce_start(self, input: Tensor, reduction: str) -> Tensor:
         return _reduced(self.exchange(input.contiguous()), reduction)
 
-    def reduce_scatter_start(
-        self, flat: torch.Tensor, reduction: str, world_size: int
-    ) -> torch.Tensor:
+    def reduce_scatter_start(self, flat: Tensor, reduction: str, world_size: int) -> Tensor:
         total = _reduced(self.exchange(flat), reduction)
         return total.view(world_size, -1)[self.rank].clone()
 
-    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
+    def all_gather_start(self, shard: Tensor, world_size: int) -> Tensor:
         return torch.cat(list(self.exchange(shard)))
 
     def wait(self, started: Any) -> Any:
         return started
 
-    def free(self, gathered: torch.Tensor) -> None:
+    def free(self, gathered: Tensor) -> None:
         gathered.fill_(self.poison(gathered.dtype))
 
     # Shards and buckets
 
-    def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
+    def take_shard(self, whole: Tensor, parameter: int, shard_numel: int) -> Tensor:
         info = self.table[parameter]
         shard = whole.new_full((shard_numel,), self.poison(whole.dtype))
         copy_range(shard, whole, info, self.rank)
         return shard
 
-    def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
+    def mask_padding(self, shard: Tensor, parameter: int, identity: float) -> Tensor:
         if not shard.numel():
             return shard.new_full((1,), identity)
         start, stop = self.table[parameter].owned_by(self.rank)
@@ -124,12 +122,10 @@ class Reference:
         masked[stop - start :] = identity
         return masked
 
-    def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+    def pack(self, shards: list[Tensor], parameters: list[int], numel: int) -> Tensor:
         return pack(shards, [self.table[index] for index in parameters])
 
-    def flatten_bucket(
-        self, wholes: list[torch.Tensor], parameters: list[int], numel: int
-    ) -> torch.Tensor:
+    def flatten_bucket(self, wholes: list[Tensor], parameters: list[int], numel: int) -> Tensor:
         flat = wholes[0].new_full((numel,), self.poison(wholes[0].dtype))
         for whole, index in zip(wholes, parameters, strict=True):
             info = self.table[index]
@@ -138,18 +134,16 @@ class Reference:
 
     def reduce_bucket_start(
         self,
-        wholes: list[torch.Tensor],
+        wholes: list[Tensor],
         parameters: list[int],
         numel: int,
         reduction: str,
         world_size: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         flat = self.flatten_bucket(wholes, parameters, numel)
         return self.reduce_scatter_start(flat, reduction, world_size)
 
-    def write_back(
-        self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
-    ) -> None:
+    def write_back(self, gathered: Tensor, wholes: list[Tensor], parameters: list[int]) -> None:
         for whole, index in zip(wholes, parameters, strict=True):
             info = self.table[index]
             whole.copy_(whole_from_flat(gathered[info.place.offset :], info))
@@ -158,24 +152,24 @@ class Reference:
 
     def optimizer_step(
         self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
         optimizer: int,
-        found_inf: torch.Tensor | None = None,
+        found_inf: Tensor | None = None,
         parameters: Sequence[int] = (),
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         values = [value.clone() for value in params]
         self.updates.step(optimizer, parameters, values, grads, found_inf, whole=True)
         return values
 
     def update(
         self,
-        values: torch.Tensor,
-        grad: torch.Tensor,
+        values: Tensor,
+        grad: Tensor,
         optimizer: int,
         parameter: int,
-        found_inf: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        found_inf: Tensor | None = None,
+    ) -> Tensor:
         whole = self._wholes.pop((optimizer, parameter), None)
         if whole is None:
             self.updates.step(optimizer, [parameter], [values], [grad], found_inf)
@@ -185,15 +179,15 @@ class Reference:
 
     def update_together(
         self,
-        values: list[torch.Tensor],
-        grads: list[torch.Tensor],
+        values: list[Tensor],
+        grads: list[Tensor],
         optimizer: int,
         parameters: list[int],
-        found_inf: torch.Tensor | None = None,
+        found_inf: Tensor | None = None,
         work: str = "",
-        coefficients: Sequence[torch.Tensor] | None = None,
+        coefficients: Sequence[Tensor] | None = None,
         norm: int | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         given = worked_on(grads, work, coefficients or ())
         for value, grad, index in zip(values, given, parameters, strict=True):
             self.update(value, grad, optimizer, index, found_inf)
@@ -204,14 +198,14 @@ class Reference:
 
     def on_owners(
         self,
-        values: list[torch.Tensor],
-        grads: list[torch.Tensor],
+        values: list[Tensor],
+        grads: list[Tensor],
         optimizer: int,
         parameters: list[int],
         owners: list[int],
         flops: int,
-        found_inf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
+        found_inf: Tensor | None = None,
+    ) -> list[Tensor]:
         """Update the whole tensors on every rank; ``update`` then keeps what a rank owns of it."""
         updated = list(map(self.whole, values, parameters))
         averaged = list(map(self.whole, grads, parameters))
@@ -220,7 +214,7 @@ class Reference:
             self._wholes[optimizer, index] = whole
         return [torch.full_like(grad, math.nan) for grad in grads]
 
-    def whole(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+    def whole(self, shard: Tensor, index: int) -> Tensor:
         """The tensor of which every rank has a shard, that of this parameter.  Collective."""
         info = self.table[index]
         padded = shard.new_zeros(info.largest_shard_numel)
@@ -235,12 +229,12 @@ class Reference:
 
     def copy_start(
         self,
-        values: list[torch.Tensor],
+        values: list[Tensor],
         parameters: list[int],
         place: str = HOST,
         slot: int = -1,
-        shards: list[torch.Tensor] | None = None,
-    ) -> torch.Tensor | list[torch.Tensor]:
+        shards: list[Tensor] | None = None,
+    ) -> Tensor | list[Tensor]:
         if shards is not None:
             for value, shard in zip(values, shards, strict=True):
                 shard.copy_(value)
@@ -254,37 +248,37 @@ class Reference:
 
     def update_start(
         self,
-        values: torch.Tensor | list[torch.Tensor],
-        grads: torch.Tensor,
+        values: Tensor | list[Tensor],
+        grads: Tensor,
         optimizer: int,
         parameters: list[int],
-        found_inf: torch.Tensor | None = None,
-    ) -> torch.Tensor | list[torch.Tensor]:
+        found_inf: Tensor | None = None,
+    ) -> Tensor | list[Tensor]:
         lengths = [self.table[index].shard_numel for index in parameters]
-        parts = values.split(lengths) if isinstance(values, torch.Tensor) else values
+        parts = values.split(lengths) if isinstance(values, Tensor) else values
         for index, value, grad in zip(parameters, parts, grads.split(lengths), strict=True):
             self.updates.step(optimizer, [index], [value], [grad], found_inf)
         return values
 
     def fetch_start(
         self,
-        evicted: torch.Tensor | None,
+        evicted: Tensor | None,
         what: str,
         parameters: Sequence[int] = (),
         optimizer: int | None = None,
         nbytes: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Nothing: states stay with the optimizer, shards where they are, values as they are."""
         return torch.empty(0, dtype=torch.uint8) if evicted is None else evicted
 
     def evict(
         self,
-        there: torch.Tensor,
+        there: Tensor,
         what: str,
         parameters: Sequence[int] = (),
         optimizer: int | None = None,
         changed: bool = True,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What stands for it: a value's copy, and poison in the memory that it was in."""
         if what != "value":
             return there
@@ -310,8 +304,8 @@ class Interpreter(fx.Interpreter):
 
 
 def worked_on(
-    grads: Sequence[torch.Tensor], work: str, coefficients: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+    grads: Sequence[Tensor], work: str, coefficients: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """The gradients after the ``work`` that an ``update_together`` says is done to them first."""
     if not work:
         return grads
@@ -328,7 +322,7 @@ def _stand_in(info: ParameterInfo) -> nn.Parameter:
     return nn.Parameter(element.expand(info.shape))
 
 
-def _reduced(values: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+def _reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
     combine: Mapping[str, Any] = {"max": torch.maximum, "min": torch.minimum}
     total = values[0].clone()
     for value in values[1:]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from zerofx.errors import CommandError
 from zerofx.ir.graph import copied
@@ -97,7 +97,7 @@ class ObservedProgram(ProgramFacts):
         reference: Reference,
         inputs: Mapping[str, Any],
         returned: Sequence[Any],
-        given: Mapping[tuple[int, int], list[tuple[torch.Tensor, bool]]],
+        given: Mapping[tuple[int, int], list[tuple[Tensor, bool]]],
     ) -> Iterator[tuple[str, Any]]:
         """Pairs of name and value; of two of one name, the later one is what is seen."""
         facts = self.facts
@@ -147,15 +147,15 @@ class _NotingUpdates(Updates):
     def __init__(self, table: ParameterTable, make: MakeOptimizer, stage: int) -> None:
         super().__init__(table, make)
         self.stage = stage
-        self.given: dict[tuple[int, int], list[tuple[torch.Tensor, bool]]] = {}
+        self.given: dict[tuple[int, int], list[tuple[Tensor, bool]]] = {}
 
     def step(
         self,
         optimizer: int,
         parameters: Sequence[int],
-        values: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        found_inf: torch.Tensor | None,
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        found_inf: Tensor | None,
         whole: bool = False,
     ) -> None:
         for index, grad in zip(parameters, grads, strict=True):
