@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerofx import compat
 from zerofx.codegen.rewrite.storage import ADDED
-from zerofx.codegen.trace.shadow import shadow_of
+from zerofx.runtime.optimizer.states import states_after_a_step
 
 HOW_NOT_WHAT = frozenset("foreach fused capturable differentiable maximize".split())
 """Hyperparameters of how an update is computed: another version of torch may lack or have them."""
@@ -71,34 +70,14 @@ def other_states(
     found: dict[str, str] = {}
     if not type(optimizer).__module__.startswith("torch.optim."):
         return found
-    kept: dict[tuple[int, torch.dtype], set[str] | None] = {}
+
+    @functools.cache
+    def kept(num_dims: int, dtype: torch.dtype) -> Mapping[str, Any] | None:
+        return states_after_a_step(optimizer, place, (2,) * num_dims, dtype, values)
+
     for name, (parameter, states) in saved.items():
-        key = parameter.dim(), parameter.dtype
-        if key not in kept:
-            kept[key] = _kept_after_a_step(optimizer, place, *key, values)
-        here, there = kept[key], set(states) - ADDED
-        if here is not None and there and here != there:
+        here, there = kept(parameter.dim(), parameter.dtype), set(states) - ADDED
+        if here is not None and there and here.keys() != there:
             its, own = (", ".join(sorted(names)) or "none" for names in (there, here))
             found[name] = f"{its} in the checkpoint, {own} here"
     return found
-
-
-def _kept_after_a_step(
-    optimizer: Optimizer, place: int, num_dims: int, dtype: torch.dtype, values: Mapping[str, Any]
-) -> set[str] | None:
-    """Return the names of states that a copy's own step makes; None if the step fails."""
-    with (
-        compat.real_tensors(),
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        parameter = torch.nn.Parameter(torch.ones((2,) * num_dims, dtype=dtype))
-        parameter.grad = torch.ones_like(parameter)
-        try:
-            shadow = shadow_of(optimizer, {(place, 0): parameter})
-            shadow.param_groups[0].update(values)
-            type(shadow).step(shadow)
-        except Exception:
-            return None
-        return set(shadow.state[parameter])

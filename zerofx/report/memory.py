@@ -22,8 +22,6 @@ from zerofx.report.python_text import value_text
 
 aten = torch.ops.aten
 
-PHASES = ("forward", "backward", "recompute", "update")
-
 DEVICE = (
     "parameters",
     "optimizer states",

@@ -71,6 +71,7 @@ class ProgramDump:
         self.optimizers = optimizers or {}
         self.figures = figures
         self.constants: dict[str, torch.Tensor] = {}
+        self._num_saved = 0  # of them
         self.costs: list[tuple[str, Costs]] = []
 
     def write(self, name: str, gm: fx.GraphModule, report) -> Path | None:
@@ -80,14 +81,9 @@ class ProgramDump:
         """
         number = len(self.costs)
         self.costs.append((name, self._costs_of(gm)))
-        num_constants = len(self.constants)
-        text = program_text(gm, self.table, self.optimizers, self.constants)
-        text = f"{self._header(number, name, report)}\n\n{text}"
-        path = self._write(f"{number:02d}_{name}.py", text)
-        if len(self.constants) > num_constants:
-            self._write(CONSTANTS_FILE, _saved(self.constants))
-        compat.trace_program(f"zerofx_{number:02d}_{name}", lambda: text)
-        return path
+        return self._write_program(
+            f"{number:02d}_{name}", self._header(number, name, report), self._text(gm)
+        )
 
     def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
         """Write what is there when an error ends a pass, without costs.
@@ -97,26 +93,37 @@ class ProgramDump:
         number = len(self.costs)
         lines = [*self._first_lines(number, name), f"rejected: {one_line(str(error))}"]
         try:
-            text = program_text(gm, self.table, self.optimizers, self.constants)
+            text = self._text(gm)
         except Exception as broken:  # anything may be broken in it
             lines += [f"No program can be made of it: {type(broken).__name__}: {broken}", ""]
             lines += str(gm.graph).splitlines()
             text = ""
-        text = f"{self._with_facts(lines)}\n\n{text}"
-        compat.trace_program(f"zerofx_{number:02d}_{name}{REJECTED}", lambda: text)
-        return self._write(f"{number:02d}_{name}{REJECTED}.py", text)
+        return self._write_program(f"{number:02d}_{name}{REJECTED}", lines, text)
 
     def write_minimal(self, before: fx.GraphModule, after: fx.GraphModule) -> str:
         """Write the parts of two programs that differ; return a sentence that says where."""
         for name, gm in (("minimal_before", before), ("minimal_after", after)):
-            text = program_text(gm, self.table, self.optimizers, self.constants)
             lines = self._first_lines(len(self.costs) - 1, name)
             lines.append(f"Run it: python -m zerofx run {name}.py --random")
-            self._write(f"{name}.py", f"{self._with_facts(lines)}\n\n{text}")
-        if self.constants:
-            self._write(CONSTANTS_FILE, _saved(self.constants))
+            self._write_program(name, lines, self._text(gm))
         where = f" in {self.folder.path / self.name}" if self.folder is not None else ""
         return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
+
+    def _text(self, gm: fx.GraphModule) -> str:
+        return program_text(gm, self.table, self.optimizers, self.constants)
+
+    def _write_program(self, stem: str, lines: Sequence[str], text: str) -> Path | None:
+        """Write a program below its first lines and the facts that running it needs."""
+        facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
+        comments = (f"# {line}".rstrip() for line in lines)
+        head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts)]
+        content = "\n".join([*head, "", text])
+        path = self._write(f"{stem}.py", content)
+        if len(self.constants) > self._num_saved:
+            self._write(CONSTANTS_FILE, _saved(self.constants))
+            self._num_saved = len(self.constants)
+        compat.trace_program(f"zerofx_{stem}", lambda: content)
+        return path
 
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program."""
@@ -162,7 +169,7 @@ class ProgramDump:
             to_device=moved.to_device,
         )
 
-    def _header(self, number: int, name: str, report) -> str:
+    def _header(self, number: int, name: str, report) -> list[str]:
         after = self.costs[number][1]
         before = self.costs[number - 1][1] if number else None
         lines = self._first_lines(number, name)
@@ -178,20 +185,13 @@ class ProgramDump:
         table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
         lines += ["", *table.splitlines(), ""]
         lines += [self.figures] if self.figures else []
-        lines.append(f"Run it again: python -m zerofx run {number:02d}_{name}.py --random")
-        return self._with_facts(lines)
+        return [*lines, f"Run it again: python -m zerofx run {number:02d}_{name}.py --random"]
 
     def _first_lines(self, number: int, name: str) -> list[str]:
         return [
             f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
             f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
         ]
-
-    def _with_facts(self, lines: Sequence[str]) -> str:
-        """Return a file's first lines as comments, and the facts that running it needs."""
-        facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
-        comments = (f"# {line}".rstrip() for line in lines)
-        return "\n".join([*comments, "", *(f"{fact} = {value}" for fact, value in facts)])
 
     def _write(self, name: str, content: str | bytes) -> Path | None:
         if self.folder is None:

@@ -382,7 +382,7 @@ def bytes_of_states(
             else:
                 compute = precision.compute_dtype(info.dtype)
                 if (number, compute) not in made:
-                    made[number, compute] = _tried(optimizer, number, compute)
+                    made[number, compute] = states_after_a_step(optimizer, number, _SHAPE, compute)
                 states = made[number, compute]
                 if states is None:
                     continue
@@ -393,20 +393,25 @@ def bytes_of_states(
     return found
 
 
-def _tried(
-    optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype
+def states_after_a_step(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    hyperparameters: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any] | None:
-    """The states that one step makes of a small parameter; None if it fails."""
+    """Return the states that a copy's step makes of a small parameter; None if it fails."""
     with (
         compat.real_tensors(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        parameter = torch.nn.Parameter(torch.ones(_SHAPE, dtype=dtype))
-        parameter.grad = torch.ones(_SHAPE, dtype=dtype)
+        parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
         try:
             shadow = shadow_of(optimizer, {(group, 0): parameter})
+            shadow.param_groups[0].update(hyperparameters or {})
             type(shadow).step(shadow)
         except Exception:
             return None
