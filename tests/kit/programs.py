@@ -524,7 +524,8 @@ class _Reference(Reference):
         return super().update(values, grad, optimizer, parameter, found_inf)
 
     def on_owners(self, values, grads, optimizer, parameters, owners, flops, found_inf=None):
-        assert set(owners) <= set(range(self.table.world_size)) and len(owners) == len(parameters)
+        assert set(owners) <= set(range(self.table[0].world_size))
+        assert len(owners) == len(parameters)
         return super().on_owners(values, grads, optimizer, parameters, owners, flops, found_inf)
 
 
