@@ -136,6 +136,7 @@ def check(root: Path, ways: Sequence[str], delay_s: float = 0.05) -> None:
         zerofx.load(last, torch.nn.Linear(3, 5))
 
 
+@pytest.mark.slow(reason="processes of its own end")
 @pytest.mark.parametrize(
     "ways",
     [("SIGINT",), ("destroy", "destroy"), ("raise", "exit"), ("os._exit", "end"), ("full", "end")],

@@ -199,7 +199,6 @@ def test_one_of_a_newer_format_is_not_passed_over(tmp_path):
         zerofx.resume(tmp_path, *pair)
 
 
-@pytest.mark.slow(reason="two ranks save and resume")
 def test_each_rank_may_add_what_is_its_own(ranks, tmp_path):  # noqa: F811
     for found in ranks(2).run(add_own, str(tmp_path)):
         assert found == {"common": 0, "of-0": [0], "of-1": [1]}

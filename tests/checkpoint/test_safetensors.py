@@ -95,7 +95,6 @@ def llama():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.slow(reason="a Hugging Face model is saved and loaded")
 def test_from_pretrained_gives_the_same_logits(tmp_path):
     model, tokens = llama(), torch.arange(7)[None]
     expected = model(tokens).logits

@@ -167,6 +167,7 @@ def test_a_clipped_update_allocates_nothing_beyond_states(dtype, precision, kern
     assert max(allocated) >= dtype.itemsize * sum(LENGTHS)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_rounding_is_that_of_a_cast(dtype):
     special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 65519.9, 65520.0, 1e-45, 1e-7]

@@ -246,6 +246,7 @@ def corrects_rounding_of_lists(group, p, state):
     torch._foreach_add_([left], before)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize(
     "update",

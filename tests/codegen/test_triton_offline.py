@@ -107,6 +107,7 @@ def test_nothing_is_spilled(name, capability, tmp_path):
     assert usage["STACK"] == usage["LOCAL"] == 0 and 0 < usage["REG"] <= 255
 
 
+@pytest.mark.slow(reason="each configuration is compiled")
 @pytest.mark.parametrize("capability", only((90,), [90, 80]))
 @pytest.mark.parametrize(
     "name",

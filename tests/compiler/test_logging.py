@@ -95,7 +95,6 @@ def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
     assert not any(region._forward_hooks for region in program)
 
 
-@pytest.mark.slow(reason="regions are compiled")
 def test_a_bar_is_gone_after_a_step_that_fails_and_after_what_is_quick(program, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     with pytest.raises(RuntimeError), bars.progress(program, "step0", 0):

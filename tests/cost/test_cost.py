@@ -71,7 +71,6 @@ def test_over_sockets_a_reduction_receives_into_a_buffer_and_reads_its_input_unt
             assert alive[position] >= 2 * nbytes
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
 def test_an_update_that_will_be_moved_up_lets_its_gradient_go_there():
     """By as much as when ``update_in_backward`` has moved it."""
     before = rewritten(mlp_step(num_layers=6, width=33))
@@ -81,7 +80,6 @@ def test_an_update_that_will_be_moved_up_lets_its_gradient_go_there():
     assert early == max(live_bytes(after.graph, 2)) < late
 
 
-@pytest.mark.slow(reason="whole programs are rewritten")
 def test_updates_behind_the_norm_of_all_gradients_are_not_expected_any_earlier():
     program = rewritten(mlp_step(num_layers=6, width=33, clip=True))
     expected = max(live_bytes(program.graph, 2))

@@ -506,7 +506,6 @@ def test_a_reduction_starts_when_its_buckets_last_gradient_is_there():
             assert role(node) in ("reduce_gradient", "flatten"), f"{node} delays {start}"
 
 
-@pytest.mark.slow(reason="every step at every stage")
 def test_every_rank_has_the_same_schedule():
     programs = rewritten_by_rank(mlp_step(3, clip=True), 4)
     assert len({schedule(p.gm, p.table, 3) for p in programs}) == 1

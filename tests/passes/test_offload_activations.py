@@ -188,7 +188,6 @@ def test_leaves_a_program_without_backward_alone():
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("world_size", (pytest.param(1, marks=EXHAUSTIVE), 2))
 @pytest.mark.parametrize(
     "stage", (0, pytest.param(1, marks=EXHAUSTIVE), pytest.param(2, marks=EXHAUSTIVE), 3)
@@ -205,6 +204,7 @@ def test_computes_bitwise_what_it_did(name, stage, world_size):
         assert_same_numerics(execute(before), execute(after))
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=EXHAUSTIVE) for n in STEPS)])
 def test_regions_may_be_parted_there(name):
     options = {"stage": 0, "hardware": SLOW, "lowering": "inductor"}
@@ -380,6 +380,7 @@ def test_few_are_leaving_at_once():
         assert sum(begun <= start < end for begun, end in spans) <= MOST_LEAVING + 1
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_staging_buffers_are_used_again_by_the_next_micro_batch():
     once, twice = (rewritten(gpt_step(times=n), stage=0, **OFFLOADED) for n in (1, 2))
     assert len(moved(twice)) > 1.8 * len(moved(once))

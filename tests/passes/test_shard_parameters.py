@@ -824,7 +824,6 @@ def largest_two_consecutive(captured):
     return max(a + b for a, b in pairwise(gather_units(captured)))
 
 
-@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize(
     "step, options",
     first(1, each_value(("mlp", "gpt", "gpt with a large vocabulary"), ({}, {"prefetch": False}))),

@@ -286,7 +286,6 @@ def test_a_gather_of_an_updated_value_stays_behind_the_update():
     assert_same_numerics(execute(captured), execute(program))
 
 
-@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("link", first(1, LINKS.values()), ids=LINKS)
 @pytest.mark.parametrize("model", only(("MLP",), MODELS))
 def test_is_bitwise_the_program_before_it(model, link):

@@ -182,12 +182,14 @@ def micro_batches_step(make_optimizer):
     return capture(step, torch.randn(16, 256), world_size=2)
 
 
+@pytest.mark.slow(reason="a pipeline validated pass by pass")
 def test_rounding_that_an_update_amplifies_is_no_fault():
     """Adam's first step is as large for a gradient that is rounding alone as for any other."""
     step = micro_batches_step(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     assert "data_parallel" in validated(step, stage=0)
 
 
+@pytest.mark.slow(reason="a pipeline validated pass by pass")
 @pytest.mark.parametrize("make_optimizer", first(1, (torch.optim.AdamW, torch.optim.SGD)))
 def test_a_pass_that_may_round_may_not_change_a_gradient(make_optimizer):
     """Not even one that moves no parameter by more than its rounding."""

@@ -243,7 +243,6 @@ def test_a_profiled_run_is_the_same_run_and_names_every_node_that_computes(tmp_p
             assert begin >= end
 
 
-@pytest.mark.slow(reason="a step is profiled")
 def test_what_is_profiled_is_what_ran_before_afterwards(tmp_path):
     torch._dynamo.reset()
     model = torch.nn.Linear(5, 3)

@@ -120,7 +120,6 @@ FIELDS = {
 """The fields that viewers need of an event, by its phase (the format's document of 2016)."""
 
 
-@pytest.mark.slow(reason="whole programs are rewritten")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_event_is_one_that_viewers_read(program):
     trace = json.loads(json.dumps(traced(program()), allow_nan=False))

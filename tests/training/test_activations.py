@@ -305,6 +305,7 @@ def gpt_pair(**options):
     return compiled, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((0,), (0, 3)))
 def test_nothing_is_allocated_on_the_host_once_it_has_trained(stage, small_values):
     compiled, *pair = gpt_pair(stage=stage, **ACTIVATIONS)

@@ -471,7 +471,6 @@ def gathers_and_scatters(world_size):
     return len(seen)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("world_size", only((2,), (1, 2, 3)))
 def test_owners_get_whole_tensors_and_give_back_shards(ranks, world_size):
     if world_size == 1:

@@ -206,7 +206,6 @@ def test_saved_adapters_load_beside_a_fresh_base(how, saved_by_two, ranks):  # n
         assert after_again == after
 
 
-@pytest.mark.slow(reason="a Hugging Face model is adapted and saved")
 def test_a_checkpoint_of_adapters_has_their_bytes_and_no_others(saved_by_two):
     root, _ = saved_by_two
     entries = dcp.FileSystemReader(root / "adapters").read_metadata().state_dict_metadata

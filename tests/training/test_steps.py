@@ -147,6 +147,7 @@ def test_every_stage_trains_as_one_process(name, stage, on_two_ranks):
     assert_trains_alike(name, stage, on_two_ranks(name, stage))
 
 
+@pytest.mark.slow(reason="every stage trains on two ranks")
 @pytest.mark.parametrize(
     "name",
     only(

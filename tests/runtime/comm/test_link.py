@@ -229,6 +229,7 @@ def one_is_given_figures(text: str) -> tuple[str, str]:
     return "", "trained"
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_a_rank_that_measures_alone_says_so():
     fresh = Ranks(2)
     try:

@@ -210,6 +210,7 @@ def test_each_parameter_has_a_step_of_its_own(uncompiled):
     assert all(state["exp_avg"]._base is None for state in bucket.states)
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize("name", ["adamw", "sgd_nesterov"])
 def test_the_compiled_kernel_is_as_the_optimizer(name, monkeypatch):
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 8)

@@ -193,7 +193,6 @@ def test_other_states_take_their_place(path, tmp_path):
     assert train(compiled, pair, range(6, 8)) == train(zero(3), other, range(6, 8))
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_step_that_reads_states_itself_says_what_to_do(path):
     def reading(model, optimizer, tokens):
         loss = step(model, optimizer, tokens)

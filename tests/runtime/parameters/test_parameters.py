@@ -512,7 +512,6 @@ def test_round_trips_alone(stage):
     check_round_trips(stage)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_round_trips_on_ranks(world, stage):
     world.run(check_round_trips, stage)
