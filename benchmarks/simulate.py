@@ -142,7 +142,7 @@ def _slowed(
         node.meta[_WORK] = "wait" if is_wait else work_of(node, figures, program.table, ranks)
     plain = fx.GraphModule(program.gm, copied(program.gm.graph))
     if program.options.bucket:
-        write_back(plain, program.ctx)
+        write_back(plain, program.rewritten.ctx)
     slowed = lower(plain, runtime.kernels())
     traveling: dict[int, Any] = {}  # by the id of what a collective makes
     for node in list(slowed.graph.nodes):

@@ -26,7 +26,7 @@ from torch import fx, nn
 from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep, StepCapture
-from zerofx.compiler.program import state_bytes, whole_updates
+from zerofx.compiler.facts import state_bytes, whole_updates
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule

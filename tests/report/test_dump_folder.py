@@ -199,8 +199,8 @@ def test_without_a_folder_nothing_is_written_or_described(monkeypatch):
         raise AssertionError("a step that is not dumped pays for dumps")
 
     monkeypatch.setattr("zerofx.backend.claim", fail)
-    for name in ("ProgramDump", "describe", "explanation"):
-        monkeypatch.setattr(f"zerofx.compiler.program.{name}", fail)
+    for name in ("program.ProgramDump", "rewrite.describe", "program.explanation"):
+        monkeypatch.setattr(f"zerofx.compiler.{name}", fail)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

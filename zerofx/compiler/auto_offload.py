@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import fx
+
+from zerofx.capture.step import CapturedStep
 from zerofx.errors import BudgetError
+from zerofx.ir.graph import copied
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options
+from zerofx.passes.base import PassContext
+from zerofx.passes.manager import run_pipeline
+from zerofx.passes.pipeline import PIPELINE, rewrites
 
 
 def attempts(options: Options, table: ParameterTable) -> list[Options]:
@@ -32,16 +39,17 @@ def attempts(options: Options, table: ParameterTable) -> list[Options]:
     return found
 
 
-def first_that_fits(options: list[Options], try_passes: Callable[[Options], None]) -> int:
-    """The number of the first attempt whose program fits.
+def first_that_fits(step: CapturedStep, contexts: Sequence[PassContext]) -> int:
+    """Return the number of the first of these that gives a program that fits.
 
     Raises: BudgetError if none does, with what the last one would need.
     """
-    for number, attempt in enumerate(options):
+    for number, ctx in enumerate(contexts):
+        gm = fx.GraphModule(step.gm, copied(step.gm.graph))
         try:
-            try_passes(attempt)
+            run_pipeline(gm, ctx, rewrites(PIPELINE))
             return number
         except BudgetError:
-            if attempt is options[-1]:
+            if ctx is contexts[-1]:
                 raise
     raise AssertionError("there is something to try")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
 from zerofx.ir.graph import updates
@@ -41,7 +40,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
             "most gathered at once",
             f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
         ),
-        ("most allocated at once in a step", size_text(peak_bytes(program))),
+        ("most allocated at once in a step", size_text(program.rewritten.peak_bytes)),
         ("sent per rank and step: gathers", size_text(wire.gathers)),
         ("sent per rank and step: reductions", size_text(wire.reductions)),
         ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
@@ -49,7 +48,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("collectives per step", str(wire.num_collectives)),
         *_offload(program),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
-        ("bucket_bytes", size_text(program.bucket_bytes)),
+        ("bucket_bytes", size_text(program.rewritten.ctx.bucket_bytes)),
         ("predicted for a step", str(timeline)),
         ("what each lane has to do", _lanes(timeline)),
         ("no schedule of these beats", milliseconds(timeline.bound_s)),
@@ -66,24 +65,17 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     return "\n".join(line.rstrip() for line in "\n".join(tables).splitlines())
 
 
-def peak_bytes(program: Program) -> int:
-    """Return the most that a program, as it is now, has allocated at once on its device."""
-    ranks = program.function.communicator.world_size
-    sockets = not program.options.peer_memory
-    return max(live_bytes(program.gm.graph, ranks, sockets=sockets, hinted=True), default=0)
-
-
 def first_words(program: Program) -> str:
     """Return the line that the log has of a step when it is first compiled."""
     communicator = program.function.communicator
     collectives = wire_bytes(program.gm, communicator.world_size).num_collectives
-    was = program.captured_peak
+    peak, was = program.rewritten.peak_bytes, program.rewritten.captured_peak
     passes = ", ".join(report.name for report in program.reports if not report.skipped)
     return (
         f"{program.function.name}: stage {program.options.stage} on {communicator.world_size} "
         f"rank(s), this is {communicator.rank}; of {len(program.table)} parameters, "
         f"{size_text(sum(info.nbytes for info in program.table))}, a rank keeps "
-        f"{size_text(kept_bytes(program))}; a step allocates {size_text(peak_bytes(program))} at "
+        f"{size_text(kept_bytes(program))}; a step allocates {size_text(peak)} at "
         f"most{f', {size_text(was)} as captured' if was is not None else ''}; "
         f"{collectives} collectives; {passes}"
     )

@@ -89,13 +89,13 @@ def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 @contextlib.contextmanager
 def all_copies_made() -> Iterator[None]:
     """Programs that first run in here make all their copies."""
-    found = zerofx.compiler.program.PIPELINE
+    found = zerofx.compiler.rewrite.PIPELINE
     without = tuple(step for step in found if step.name != "write_back")
-    zerofx.compiler.program.PIPELINE = without
+    zerofx.compiler.rewrite.PIPELINE = without
     try:
         yield
     finally:
-        zerofx.compiler.program.PIPELINE = found
+        zerofx.compiler.rewrite.PIPELINE = found
 
 
 def trained_with_copies(stage: int, *numbers: int) -> Trained:

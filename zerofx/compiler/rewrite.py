@@ -1,0 +1,143 @@
+"""From a captured step to the program that runs: ``CapturedStep``, ``Rewritten``, ``Lowered``.
+
+Each is a value: the passes that make the next one work on a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from zerofx.capture import substitutes
+from zerofx.capture.step import CapturedStep
+from zerofx.codegen.rewrite.storage import Precision
+from zerofx.compiler.facts import bytes_kept
+from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import predict
+from zerofx.ir.collectives import schedule
+from zerofx.ir.graph import copied
+from zerofx.passes.base import PassContext
+from zerofx.passes.manager import Established, PassReport, run_pipeline
+from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
+from zerofx.replay.validate import Validator
+from zerofx.report.optimizers import describe
+from zerofx.report.timeline import TimelineDump
+from zerofx.report.write import ProgramDump
+
+logger = logging.getLogger("zerofx")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The program that is predicted, and that ranks agree on.
+
+    ``ctx`` is what the passes were given, ``captured_peak`` the most that the captured program has
+    allocated at once, in bytes, if somebody logs it.
+    """
+
+    gm: fx.GraphModule
+    ctx: PassContext
+    reports: tuple[PassReport, ...]
+    captured_peak: int | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it has allocated at once on its device."""
+        return _peak_bytes(self.gm, self.ctx)
+
+    @cached_property
+    def schedule(self) -> tuple[str, ...]:
+        """The lines that all ranks must have alike: collectives, and what decides on them."""
+        options = self.ctx.options
+        return (
+            *schedule(self.gm, self.ctx.table, options.stage),
+            *Precision.of(options).description,
+            *([f"offload {', '.join(options.offload)}"] if options.offload else []),
+            *([f"offload_tier {options.offload_tier}"] if options.offload else []),
+            *(["delayed_update"] if options.delayed_update else []),
+        )
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that tells schedules apart: 56 bits, for it travels as a signed integer."""
+        digest = hashlib.sha256("\n".join(self.schedule).encode()).digest()
+        return int.from_bytes(digest[:7], "big")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The program that runs, in a form that nothing is predicted from."""
+
+    gm: fx.GraphModule
+    reports: tuple[PassReport, ...]
+
+
+def rewrite(
+    step: CapturedStep, ctx: PassContext, dump: ProgramDump | None
+) -> tuple[Rewritten, Lowered]:
+    """Run all passes; dump, validate and time what they make.
+
+    Raises: what ``run_pipeline`` does; ValidationError.
+    """
+    observers = _Observers(step, ctx, dump)
+    hooks, established = (observers.on_program, observers.on_rejected), Established()
+    gm = fx.GraphModule(step.gm, copied(step.gm.graph))
+    reports = run_pipeline(gm, ctx, rewrites(PIPELINE), *hooks, established)
+    rewritten = Rewritten(gm, ctx, tuple(reports), observers.captured_peak)
+    observers.timelines = None  # times are not predicted behind it
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    lowered = Lowered(gm, tuple(run_pipeline(gm, ctx, lowerings(PIPELINE), *hooks, established)))
+    if dump:
+        timeline = predict(rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+        dump.write_summary((*rewritten.reports, *lowered.reports), str(timeline))
+    return rewritten, lowered
+
+
+class _Observers:
+    """Shows each program to what looks at programs: dump, timelines, validation."""
+
+    def __init__(self, step: CapturedStep, ctx: PassContext, dump: ProgramDump | None):
+        self.ctx, self.dump = ctx, dump
+        self.captured_peak: int | None = None
+        self.timelines = None
+        if dump and dump.folder is not None:
+            kept = bytes_kept(step, ctx.options)
+            self.timelines = TimelineDump(dump.folder, dump.name, ctx, kept)
+        self.validator = None
+        if ctx.options.validate:
+            write_minimal = dump.write_minimal if dump else None
+            described = described_optimizers(step)
+            self.validator = Validator(step.gm, ctx, PIPELINE, described, write_minimal)
+
+    def on_program(self, name: str, gm: fx.GraphModule, report: PassReport | None) -> None:
+        if report is None and logger.isEnabledFor(logging.INFO):
+            self.captured_peak = _peak_bytes(gm, self.ctx)
+        path = self.dump.write(name, gm, report) if self.dump else None
+        if self.timelines:
+            self.timelines.write(name, gm)
+        if self.validator:  # which may reject what has been written
+            self.validator(name, gm, report, path)
+
+    def on_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> None:
+        path = None
+        with contextlib.suppress(Exception):  # the first error is the one to hear of
+            path = self.dump.write_rejected(name, gm, error) if self.dump else None
+        if path:
+            error.add_note(f"what it has left is in {path}")
+
+
+def described_optimizers(step: CapturedStep) -> dict[int, dict[str, Any]]:
+    """Describe a step's optimizers as plain data, by handle."""
+    names = {id(t): info.name for t, info in zip(step.tensors, step.table, strict=True)}
+    return {h: describe(substitutes.optimizer_of(h), names) for h in step.optimizers}
+
+
+def _peak_bytes(gm: fx.GraphModule, ctx: PassContext) -> int:
+    sockets = not ctx.options.peer_memory
+    return max(live_bytes(gm.graph, ctx.world_size, sockets=sockets, hinted=True), default=0)
