@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-import zerofx.backend
+import zerofx.compiler.rewrite
 from tests.kit.covering import only
 from tests.kit.models import features, squared_loss
 from tests.kit.ranks import ranks_either_way_fixture  # noqa: F401
