@@ -10,7 +10,7 @@ import torch
 
 from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore
 from zerofx.runtime.storage.disk.layout import ALIGNMENT
-from zerofx.runtime.storage.disk.system import O_DIRECT, SystemCalls
+from zerofx.runtime.storage.disk.system import SystemCalls
 
 BLOCK = 512 * 1024
 
@@ -40,10 +40,6 @@ def random_values(layout, seed=0):
     }
 
 
-def empty_values(layout):
-    return {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in layout.fields}
-
-
 def same_bits(left, right):
     return left.dtype == right.dtype and torch.equal(
         left.view(torch.uint8), right.view(torch.uint8)
@@ -64,12 +60,14 @@ class Watched(SystemCalls):
         self.most_under_way = 0
         self._lock = threading.Lock()
 
-    def open(self, path, flags):
-        fd = super().open(path, flags)
-        self.direct.discard(fd)
-        if flags & O_DIRECT:
-            self.direct.add(fd)
-        return fd
+    def make_file(self, directory):
+        file = super().make_file(directory)
+        self.direct.discard(file.fileno())
+        return file
+
+    def make_direct(self, fd):
+        super().make_direct(fd)
+        self.direct.add(fd)
 
     def preadv(self, fd, buffers, offset):
         return self._watch("read", super().preadv, fd, buffers, offset)
@@ -167,10 +165,8 @@ class Slow(Watched):
 class Buffered(Watched):
     """On a file system without direct I/O."""
 
-    def open(self, path, flags):
-        if flags & O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return super().open(path, flags)
+    def make_direct(self, fd):
+        raise OSError(22, "Invalid argument")
 
 
 class BufferedShort(Buffered, Short):
@@ -198,20 +194,32 @@ def open_store_fixture(tmp_path):
         store.close()
 
 
+def filled(store, bucket, values):
+    """Memory of a bucket that holds these values, by field."""
+    memory = store.empty(bucket)
+    for name, view in store.layout(bucket).views(memory).items():
+        view.view(torch.uint8).copy_(values[name].view(torch.uint8))
+    return memory
+
+
 def write(store, bucket, values):
-    store.wait(store.start_write(bucket, values))
+    store.wait(store.start_write(bucket, filled(store, bucket, values)))
 
 
 def read(store, bucket):
-    values = empty_values(store.layout(bucket))
-    store.wait(store.start_read(bucket, values))
-    return values
+    memory = store.empty(bucket)
+    store.wait(store.start_read(bucket, memory))
+    return store.layout(bucket).views(memory)
 
 
 def files_of(store):
-    return sorted(
-        os.path.join(folder, name)
-        for folder in store.folders
-        for name in os.listdir(folder)
-        if name.startswith("bucket-")
-    )
+    """Paths of the files, which have no names of their own: bucket by bucket."""
+    files = (file for bucket in store.layouts for file in store.files(bucket))
+    return [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
+
+
+def open_in(directory):
+    """Paths of the files of a directory that this process has open, without names or with."""
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    found = [path for path in paths if os.path.lexists(path)]
+    return [path for path in found if os.path.dirname(os.readlink(path)) == str(directory)]

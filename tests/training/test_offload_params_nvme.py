@@ -16,6 +16,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.covering import first, only
+from tests.kit.files import open_in
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import (
@@ -487,18 +488,14 @@ def test_disk_and_descriptors_are_given_back_with_models_and_functions(tmp_path)
     pair, other, compiled = built(), built(), zero(**options)
     losses = run(compiled, pair, range(2))
     assert losses == run(compiled, other, range(2)), "two models share the directory"
-    size = num_files(tmp_path)
+    size = len(open_in(tmp_path))
     del other
     gc.collect()
     losses += run(compiled, pair, range(2, 3))
-    assert num_files(tmp_path) < size
+    assert len(open_in(tmp_path)) < size
     meanwhile = descriptors()
     torch._dynamo.reset()
     del pair, compiled
     gc.collect()
     assert os.listdir(tmp_path) == [] and descriptors() < meanwhile
     assert losses == run(zero(**SMALL_BUCKETS), built(), range(3))
-
-
-def num_files(directory):
-    return sum(len(names) for *_, names in os.walk(directory))

@@ -13,16 +13,14 @@ from tests.kit.files import (
     Slow,
     Watched,
     all_same_bits,
-    empty_values,
     files_of,
+    filled,
     layout,
     open_store_fixture,  # noqa: F401
-    random_bytes,
     random_values,
     read,
     write,
 )
-from zerofx.runtime.memory.pages import aligned_empty
 from zerofx.runtime.storage.disk.layout import ALIGNMENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*page cache:UserWarning")
@@ -41,12 +39,13 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
     ]
     store = open_store(layouts, num_directories, checksums=checksums, system=Watched())
     values = {each.bucket: random_values(each, seed) for seed, each in enumerate(layouts)}
-    writes = [store.start_write(bucket, each) for bucket, each in values.items()]
-    found = {each.bucket: empty_values(each) for each in layouts}
+    writes = [store.start_write(name, filled(store, name, each)) for name, each in values.items()]
+    found = {each.bucket: store.empty(each.bucket) for each in layouts}
     reads = [store.start_read(bucket, each) for bucket, each in found.items()]  # none waited for
     for operation in writes + reads:
         store.wait(operation)
-    assert all(all_same_bits(values[bucket], found[bucket]) for bucket in values)
+    for each in layouts:
+        assert all_same_bits(values[each.bucket], each.views(found[each.bucket]))
     assert (
         store.bytes_written
         == store.bytes_read
@@ -57,40 +56,20 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
 def test_a_bucket_of_nothing_is_read_and_written(open_store):
     store = open_store([layout("none"), layout("empty", shard=0)])
     for bucket in ("none", "empty"):
-        write(store, bucket, store.empty(bucket))
+        store.wait(store.start_write(bucket, store.empty(bucket)))
         store.wait(store.start_read(bucket, store.empty(bucket)))
-
-
-def test_what_is_written_by_fields_is_read_whole(open_store):
-    store = open_store(num_directories=2, checksums=True)
-    values = random_values(BIG)
-    write(store, "big", values)
-    memory = store.empty("big")
-    store.wait(store.start_read("big", memory))
-    assert all_same_bits(BIG.views(memory), values)
-    memory.random_()
-    write(store, "big", memory)
-    assert all_same_bits(read(store, "big"), BIG.views(memory))
-
-
-def test_one_field_is_written_without_the_others(open_store):
-    store = open_store()
-    values = random_values(BIG)
-    write(store, "big", values)
-    values["shard"] = random_bytes(torch.float32, values["shard"].numel(), seed=9)
-    write(store, "big", {"shard": values["shard"]})
-    assert all_same_bits(read(store, "big"), values)
 
 
 def test_blocks_go_over_all_directories_and_small_buckets_too(open_store):
     small = [layout(f"small {index}", shard=10) for index in range(6)]
     store = open_store([BIG, *small], num_directories=3)
-    sizes = {}
-    for path in files_of(store):
-        sizes.setdefault(os.path.basename(path), []).append(os.path.getsize(path))
-    assert sorted(sizes["bucket-0"]) == [2 * ALIGNMENT + BLOCK] + 2 * [2 * BLOCK]
-    used = [sizes[f"bucket-{number}"].index(ALIGNMENT) for number in range(1, 7)]
-    assert [used.count(directory) for directory in range(3)] == [2, 2, 2]
+    big, *others = [files_of(store)[first : first + 3] for first in range(0, 21, 3)]
+    assert list(map(os.path.getsize, big)) == 2 * [2 * BLOCK] + [BLOCK + 2 * ALIGNMENT]
+    used = []
+    for paths in others:
+        assert list(map(os.path.getsize, paths)) == [ALIGNMENT, 0, 0]
+        used.append(os.path.basename(os.path.dirname(os.readlink(paths[0]))))
+    assert [used.count(f"disk{directory}") for directory in range(3)] == [2, 2, 2]
     values = random_values(BIG)
     write(store, "big", values)
     assert all_same_bits(read(store, "big"), values)
@@ -106,37 +85,8 @@ def test_memory_of_the_store_moves_without_a_copy(open_store):
         system.calls.clear()
         store.wait(start("big", memory))
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-        assert len(system.calls) == 7
+        assert len(system.calls) == 6
         assert all(begin <= address and address + n <= end for _, address, n, _ in system.calls)
-
-
-def test_memory_that_is_not_aligned_goes_through_staging_and_its_neighbours_stay(open_store):
-    system = Watched()  # which checks that direct calls are aligned
-    store = open_store(system=system)
-    write(store, "big", random_values(BIG))
-    numel = BIG.fields[0].numel
-    around = aligned_empty(4 * numel + 2 * ALIGNMENT)
-    around.fill_(0x5A)
-    inside = around[12 : 12 + 4 * numel].view(torch.float32)
-    system.calls.clear()
-    store.wait(store.start_read("big", {"shard": inside}))
-    assert torch.equal(inside.view(torch.uint8), read(store, "big")["shard"].view(torch.uint8))
-    assert (around[:12] == 0x5A).all() and (around[12 + 4 * numel :] == 0x5A).all()
-    if all(store.is_direct):
-        begin, end = around.data_ptr(), around.data_ptr() + around.nbytes
-        assert not any(begin <= address < end for _, address, _, _ in system.calls[:6])
-
-
-def test_an_aligned_tensor_of_odd_length_keeps_what_is_behind_it(open_store):
-    store = open_store(system=Watched())
-    values = random_values(BIG)
-    write(store, "big", values)
-    nbytes = values["shard"].nbytes
-    around = aligned_empty(nbytes + ALIGNMENT)
-    around.fill_(0x5A)
-    store.wait(store.start_read("big", {"shard": around[:nbytes].view(torch.float32)}))
-    assert torch.equal(around[:nbytes], values["shard"].view(torch.uint8))
-    assert (around[nbytes:] == 0x5A).all()
 
 
 def test_as_many_calls_are_outstanding_as_the_depth(open_store):
@@ -150,15 +100,16 @@ def test_as_many_calls_are_outstanding_as_the_depth(open_store):
     layouts = [layout(f"b{index}", shard=8) for index in range(24)]
     store = open_store(layouts, depth=12, system=system)
     system.move = meet
-    for operation in [store.start_write(each.bucket, random_values(each)) for each in layouts]:
+    names = [each.bucket for each in layouts]
+    for operation in [store.start_write(name, store.empty(name)) for name in names]:
         store.wait(operation)
     assert system.most_under_way == 12
 
 
 def test_operations_on_one_bucket_take_effect_in_their_order(open_store):
     store = open_store(system=Slow(0.01, kinds=["write"]))
-    old, new = random_values(BIG, 1), random_values(BIG, 2)
-    first, second = empty_values(BIG), empty_values(BIG)
+    old, new = (filled(store, "big", random_values(BIG, seed)) for seed in (1, 2))
+    first, second = store.empty("big"), store.empty("big")
     operations = [
         store.start_write("big", old),
         store.start_read("big", first),
@@ -167,18 +118,18 @@ def test_operations_on_one_bucket_take_effect_in_their_order(open_store):
     ]
     for operation in reversed(operations):
         store.wait(operation)
-    assert all_same_bits(first, old) and all_same_bits(second, new)
+    assert torch.equal(first, old) and torch.equal(second, new)
 
 
 def test_a_write_waits_for_reads_started_before_it(open_store):
     store = open_store(system=Slow(0.01, kinds=["read"]))
     old, new = random_values(BIG, 1), random_values(BIG, 2)
     write(store, "big", old)
-    into = [empty_values(BIG) for _ in range(3)]
+    into = [store.empty("big") for _ in range(3)]
     reads = [store.start_read("big", each) for each in into]
     write(store, "big", new)
     assert all(operation.is_done for operation in reads)
-    assert all(all_same_bits(each, old) for each in into)
+    assert all(all_same_bits(BIG.views(each), old) for each in into)
 
 
 def test_a_read_after_another_buckets_write_waits_for_it(open_store):
@@ -186,8 +137,7 @@ def test_a_read_after_another_buckets_write_waits_for_it(open_store):
     store = open_store(layouts, system=Slow(0.02, kinds=["write"]))
     one, two = (random_values(each, seed) for seed, each in enumerate(layouts))
     write(store, "two", two)
-    memory = store.empty("one")
-    layouts[0].views(memory)["shard"].copy_(one["shard"])
+    memory = filled(store, "one", one)
     leaving = store.start_write("one", memory)
     store.wait(store.start_read("two", memory, after=[leaving]))
     assert leaving.is_done
@@ -206,13 +156,14 @@ def test_buckets_are_overwritten_while_others_are_read(open_store):
         for index, each in enumerate(layouts):
             if (index + turn) % 2:
                 now[each.bucket] = random_values(each, 10 * turn + index)
-                writes.append(store.start_write(each.bucket, now[each.bucket]))
+                memory = filled(store, each.bucket, now[each.bucket])
+                writes.append(store.start_write(each.bucket, memory))
             else:
-                into = empty_values(each)
+                into = store.empty(each.bucket)
                 reads.append((store.start_read(each.bucket, into), each.bucket, into))
         for operation, bucket, into in reads:
             store.wait(operation)
-            assert all_same_bits(into, now[bucket])
+            assert all_same_bits(store.layout(bucket).views(into), now[bucket])
         for operation in writes:
             store.wait(operation)
 
@@ -244,14 +195,12 @@ def resident_bytes():
 
 def test_a_hundred_operations_take_no_more_memory_than_ten(open_store):
     store = open_store([layout("b", shard=8 * BLOCK)], depth=4)
-    assert store.staging_bytes == 4 * BLOCK
-    unaligned = torch.zeros(8 * BLOCK + 1)[1:]
-    assert unaligned.data_ptr() % ALIGNMENT
+    memory = store.empty("b").fill_(1)
 
     def work(times):
         for _ in range(times):
-            write(store, "b", {"shard": unaligned})
-            store.wait(store.start_read("b", {"shard": unaligned}))
+            store.wait(store.start_write("b", memory))
+            store.wait(store.start_read("b", memory))
         gc.collect()
         return resident_bytes()
 

@@ -22,8 +22,8 @@ from tests.kit.files import (
     Slow,
     Watched,
     all_same_bits,
-    empty_values,
     files_of,
+    filled,
     layout,
     open_store_fixture,  # noqa: F401
     random_values,
@@ -40,17 +40,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*page cache:UserWarning")
 # What goes wrong while data moves
 
 
-def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store):
+def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store, tmp_path):
     system = Failing()
     store = open_store(system=system)
     values = random_values(BIG)
     write(store, "big", values)
     system.arm("read", errno.EIO, at=3)
-    operation = store.start_read("big", empty_values(BIG))
+    operation = store.start_read("big", store.empty("big"))
     with pytest.raises(FileTierError, match="reading bucket 'big' failed at byte") as caught:
         store.wait(operation)
     error = caught.value
-    assert (error.errno, error.bucket, error.path) == (errno.EIO, "big", files_of(store)[0])
+    assert (error.errno, error.bucket, error.path) == (errno.EIO, "big", str(tmp_path / "disk0"))
     assert error.offset % BLOCK == 0
     for part in (
         error.path,
@@ -80,7 +80,7 @@ def test_after_a_failed_write_nothing_more_is_read_or_written(open_store, code):
     system.armed = None
     for start in (store.start_read, store.start_write):
         with pytest.raises(FileTierError, match="unusable since a write failed.*'big'"):
-            start("other", random_values(store.layout("other")))
+            start("other", store.empty("other"))
 
 
 def test_a_failed_write_that_nobody_waits_for_is_not_forgotten(open_store):
@@ -88,8 +88,8 @@ def test_a_failed_write_that_nobody_waits_for_is_not_forgotten(open_store):
     store = open_store([BIG, layout("other", shard=3)], system=system)
     write(store, "other", random_values(store.layout("other")))
     system.arm("write", errno.EIO)
-    store.start_write("big", random_values(BIG))
-    into = empty_values(store.layout("other"))
+    store.start_write("big", store.empty("big"))
+    into = store.empty("other")
     deadline = time.monotonic() + 10
     with pytest.raises(FileTierError, match="unusable since a write failed"):
         while time.monotonic() < deadline:
@@ -101,8 +101,8 @@ def test_a_read_behind_a_write_that_fails_fails_too(open_store):
     store = open_store([BIG, layout("other", shard=3)], system=system)
     system.arm("write", errno.EIO)
     system.gate.clear()
-    leaving = store.start_write("big", random_values(BIG))
-    behind = store.start_read("big", empty_values(BIG))
+    leaving = store.start_write("big", store.empty("big"))
+    behind = store.start_read("big", store.empty("big"))
     dependent = store.start_write("other", store.empty("other"), after=[leaving])
     system.gate.set()
     for operation in (dependent, behind, leaving):
@@ -116,9 +116,9 @@ def test_a_write_behind_a_read_that_fails_goes_on(open_store):
     write(store, "big", random_values(BIG))
     system.arm("read", errno.EIO)
     system.gate.clear()
-    reading = store.start_read("big", empty_values(BIG))
+    reading = store.start_read("big", store.empty("big"))
     values = random_values(BIG, 1)
-    writing = store.start_write("big", values)
+    writing = store.start_write("big", filled(store, "big", values))
     system.gate.set()
     with pytest.raises(FileTierError, match="reading bucket 'big' failed"):
         store.wait(reading)
@@ -136,8 +136,7 @@ def test_short_calls_are_gone_on_with(open_store, system, most):
     values = random_values(each)
     write(store, "b", values)
     assert all_same_bits(read(store, "b"), values)
-    pieces = 3 * 2
-    assert len(system.calls) >= pieces + 2
+    assert len(system.calls) > 2 * 2  # it is in two blocks
 
 
 def test_calls_that_move_nothing_end_in_an_error(open_store):
@@ -159,17 +158,14 @@ def test_a_file_cut_short_is_an_error(open_store):
     os.truncate(path, 2 * BLOCK)
     with pytest.raises(FileTierError, match="met the end of .* more were written") as caught:
         read(store, "big")
-    assert caught.value.path == path and caught.value.offset >= 2 * BLOCK
+    assert caught.value.path == os.path.dirname(os.readlink(path))
+    assert caught.value.offset >= 2 * BLOCK
 
 
 def test_what_was_never_written_cannot_be_read(open_store):
     store = open_store()
-    with pytest.raises(FileTierError, match="field 'shard' of bucket 'big' was never written"):
-        store.start_read("big", empty_values(BIG))
-    write(store, "big", {"shard": random_values(BIG)["shard"]})
-    with pytest.raises(FileTierError, match="field 'exp_avg' of bucket 'big' was never written"):
+    with pytest.raises(FileTierError, match="bucket 'big' was never written"):
         store.start_read("big", store.empty("big"))
-    store.wait(store.start_read("big", {"shard": empty_values(BIG)["shard"]}))
 
 
 @pytest.mark.parametrize("num_directories", [1, 2])
@@ -191,7 +187,8 @@ def test_a_flipped_bit_is_found_with_checksums_and_only_with_them(open_store, nu
             continue
         with pytest.raises(FileTierError, match="is not what was written.*CRC-32") as caught:
             read(store, "big")
-        assert (caught.value.path, caught.value.offset) == (path, BLOCK)
+        assert caught.value.path == os.path.dirname(os.readlink(path))
+        assert caught.value.offset == BLOCK
         write(store, "big", values)  # which heals it
         assert all_same_bits(read(store, "big"), values)
 
@@ -276,10 +273,10 @@ def test_directories_that_cannot_be_used_are_named_with_the_remedy(tmp_path):
 def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path, code, words):
     system = Watched()
 
-    def refuse(path):
+    def refuse(directory):
         raise OSError(code, os.strerror(code))
 
-    system.make_folder = refuse
+    system.make_file = refuse
     with pytest.raises(FileTierError, match=re.escape(words)) as caught:
         FileStore([tmp_path], system=system)
     assert str(tmp_path) in str(caught.value) and caught.value.errno == code
@@ -339,20 +336,19 @@ def test_exactly_what_is_written_is_reserved_when_the_store_is_opened(open_store
         assert os.stat(path).st_blocks * 512 >= nbytes
         os.truncate(path, 0)
     for each in layouts:
-        write(store, each.bucket, store.empty(each.bucket))
+        store.wait(store.start_write(each.bucket, store.empty(each.bucket)))
     assert {path: os.path.getsize(path) for path in files_of(store)} == reserved
 
 
-def test_nobody_else_may_read_the_files(open_store):
+def test_nobody_else_finds_or_may_read_the_files(open_store, tmp_path):
     mask = os.umask(0)
     try:
         store = open_store()
     finally:
         os.umask(mask)
-    (folder,) = store.folders
-    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-    for name in os.listdir(folder):
-        assert stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) == 0o600
+    assert os.listdir(tmp_path / "disk0") == []
+    for path in files_of(store):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path):
@@ -374,38 +370,39 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path):
 
 def test_tensors_that_do_not_fit_are_refused(open_store):
     store = open_store()
-    shard = random_values(BIG)["shard"]
+    memory = store.empty("big")
     with pytest.raises(ValueError, match="no bucket 'small'.*Known: big"):
-        store.start_write("small", shard)
-    with pytest.raises(ValueError, match="no field 'grad'.*Known: shard"):
-        store.start_write("big", {"grad": shard})
-    with pytest.raises(ValueError, match="elements of torch.float32, and the tensor has"):
-        store.start_write("big", {"shard": shard[1:]})
-    with pytest.raises(ValueError, match="of torch.float32, and the tensor has .* torch.int32"):
-        store.start_write("big", {"shard": shard.view(torch.int32)})
-    with pytest.raises(ValueError, match="contiguous"):
-        store.start_write("big", {"shard": torch.zeros(2 * len(shard))[::2]})
+        store.start_write("small", memory)
+    with pytest.raises(ValueError, match="elements of torch.uint8, and the tensor has"):
+        store.start_write("big", memory[1:])
+    with pytest.raises(ValueError, match="of torch.uint8, and the tensor has .* torch.int32"):
+        store.start_write("big", memory.view(torch.int32))
+    with pytest.raises(ValueError, match="as one range of memory"):
+        store.start_write("big", torch.zeros(2 * len(memory), dtype=torch.uint8)[::2])
+    with pytest.raises(ValueError, match=f"from a multiple of {ALIGNMENT} bytes on"):
+        store.start_write("big", torch.cat((memory, memory))[8:][: len(memory)])
     with pytest.raises(TypeError, match="the tensor is on meta"):
-        store.start_write("big", {"shard": shard.to("meta")})
+        store.start_write("big", memory.to("meta"))
     with pytest.raises(ValueError, match="has a bucket 'big' already"):
         store.add([BIG])
     with pytest.raises(ValueError, match="of the same file store"):
         other = open_store(system=Slow(0.05))
-        operation = other.start_write("big", random_values(BIG))
-        store.start_write("big", random_values(BIG), after=[operation])
+        operation = other.start_write("big", other.empty("big"))
+        store.start_write("big", memory, after=[operation])
     other.wait(operation)
 
 
 def test_closing_gives_up_what_is_under_way_and_removes_the_files(open_store):
     store = open_store(system=Slow(0.02), depth=1)
-    (folder,) = store.folders
-    operation = store.start_write("big", random_values(BIG))
+    (path,) = files_of(store)
+    operation = store.start_write("big", store.empty("big"))
+    file = os.readlink(path)
     store.close()
-    assert not os.path.exists(folder)
+    assert not os.path.exists(path) or os.readlink(path) != file
     with pytest.raises(FileTierError, match="the store was closed before it ended"):
         store.wait(operation)
     with pytest.raises(FileTierError, match="closed"):
-        store.start_write("big", random_values(BIG))
+        store.start_write("big", store.empty("big"))
     store.close()
 
 

@@ -18,20 +18,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.runtime.comm.gloo import GlooTransport
+from zerofx.runtime.comm.peer import PeerTransport
 from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.rendezvous import store_of_this_start
 from zerofx.runtime.comm.transport import (
     REDUCTIONS,
     SCALAR_BYTES,
-    GlooTransport,
     LocalTransport,
     NativeTransport,
-    PeerTransport,
     Started,
-    Transport,
     is_exact,
 )
 from zerofx.runtime.memory.buffers import BufferPool
+
+Transport = LocalTransport | NativeTransport | GlooTransport
 
 
 class Traffic:
@@ -225,23 +226,6 @@ class Communicator:
         if id(gathered) in self._in_flight:
             self.wait(gathered)
         self.traffic.gathered(-gathered.nbytes)
-
-    def complete(self, started: torch.Tensor) -> None:
-        """Let ``started`` arrive; it is still to be waited for, which then takes no time."""
-        pending = self._in_flight[id(started)]
-        work, pending.work = pending.work, None
-        if work is None:
-            return
-        try:
-            work.wait()
-        except Exception as error:
-            self._explain(error, pending.kind, started.nbytes)
-            raise
-
-    def drop(self, gathering: torch.Tensor) -> None:
-        """Forget a started gather that nobody will wait for."""
-        self._in_flight.pop(id(gathering)).abandon()
-        self.traffic.gathered(-gathering.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
         """Overwrite ``tensor`` with that of one rank of the group; blocks.  For first calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,44 +21,26 @@ from zerofx.runtime.storage.host import HostMemory
 class Worker:
     """A thread that does what it is given in order; it begins with the first, and goes with this.
 
-    What must have happened is waited for with the ``Future`` that ``start`` returns, which raises
-    what was raised there.  A process that is forked off has a thread of its own.
+    A process that is forked off has a thread of its own.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._process = -1
+        self._process = -1  # whose thread there is
         self._thread: ThreadPoolExecutor
-        self._started: list[Future] = []
 
     def start(self, job: Callable[[], Any]) -> Future:
-        """Do ``job`` behind what has been started before."""
+        """Do ``job`` behind what has been started before; the future raises what it raises."""
         if self._process != os.getpid():
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"zerofx {self.name}")
-            self._process, self._started = os.getpid(), []
-        self._started = [future for future in self._started if not future.done()]
-        future: Future = Future()
-        self._started.append(future)  # first: an interrupt of what follows abandons it too
-        self._thread.submit(_do, job, future)
-        return future
+            self._process = os.getpid()
+        return self._thread.submit(job)
 
     def abandon(self) -> None:
         """Leave out what has not begun, and return when nothing is under way."""
         if self._process == os.getpid():
-            wait([future for future in self._started if not future.cancel()])
-        self._started = []
-
-
-def _do(job: Callable[[], Any], future: Future) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = job()
-    except BaseException as error:
-        future.set_exception(error)
-        del job, future  # which the error's traceback would keep, and be kept by
-    else:
-        future.set_result(result)
+            self._process = -1
+            self._thread.shutdown(cancel_futures=True)
 
 
 class Copies:
@@ -106,9 +88,12 @@ class Copies:
         return into
 
     def to_device_start(
-        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool | _Fresh
+        self, pieces: Sequence[Tensor], device: torch.device, buffers: BufferPool | None = None
     ) -> Tensor:
-        """Start copying flat tensors in host memory, one behind the other, to a device."""
+        """Start copying flat tensors in host memory, one behind the other, to a device.
+
+        Without a GPU, to one of these ``buffers`` if they are given.
+        """
         numel = sum(piece.numel() for piece in pieces)
         event: Any
         if _on_gpu(device):
@@ -118,7 +103,8 @@ class Copies:
                 self._read[piece.untyped_storage().data_ptr()] = event
                 self.memory.is_read_until(event, piece)
         else:
-            into = buffers.empty(numel, pieces[0])
+            like = pieces[0]
+            into = buffers.empty(numel, like) if buffers is not None else like.new_empty(numel)
             event = self._copy_by_worker("to device", pieces, into)
         self.to_device_bytes += into.nbytes
         self._started[id(into)] = into, pieces, device, event
@@ -153,7 +139,7 @@ class Copies:
 
     def reload_start(self, host: Tensor, device: torch.device) -> Tensor:
         """Start copying back what ``offload_start`` has moved, to memory of its own."""
-        return self._laid_out(self.to_device_start([_span(host)], device, _FRESH), host, device)
+        return self._laid_out(self.to_device_start([_span(host)], device), host, device)
 
     def _laid_out(self, into: Tensor, like: Tensor, device: torch.device) -> Tensor:
         """Return the memory that a move writes to, as a tensor laid out like another."""
@@ -165,16 +151,16 @@ class Copies:
     def wait(self, started: Any) -> Any:
         """Complete a move: what is now on the host can be read, on the device by its kernels."""
         into, _, device, event = self._started.pop(id(started))
-        if event is not None and (device is None or isinstance(event, _Copying)):
-            event.synchronize()
-        elif event is not None:
+        if device is None or event is None or isinstance(event, Future):
+            _complete(event)
+        else:
             torch.cuda.current_stream(device).wait_event(event)
         return into
 
     def arrival(self, started: Tensor) -> Callable[[], object]:
         """Return a function that returns, in any thread, when a move to the host has ended."""
         *_, event = self._started[id(started)]
-        return event.synchronize if event is not None else lambda: None
+        return partial(_complete, event)
 
     def bytes_to_come(self, staging: Mapping[int, int]) -> int:
         """Return the bytes that staging buffers of these sizes, by number, will take beyond now."""
@@ -186,8 +172,8 @@ class Copies:
         for worker in (self.updates, *self.workers.values()):
             worker.abandon()
         for *_, event in self._started.values():
-            if event is not None and not isinstance(event, _Copying):
-                event.synchronize()
+            if not isinstance(event, Future):
+                _complete(event)
         self._started.clear()
 
     def _buffer(self, slot: int, nbytes: int, pinned: bool) -> Tensor:
@@ -198,10 +184,10 @@ class Copies:
             known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
         return known
 
-    def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> _Copying | None:
+    def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> Future | None:
         """Have the worker of this way copy, or copy now if it has none."""
         if way in self.workers:
-            return _Copying(self.workers[way].start(partial(_copy, pieces, into)))
+            return self.workers[way].start(partial(_copy, pieces, into))
         _copy(pieces, into)
         return None
 
@@ -224,11 +210,12 @@ class Copies:
         return event
 
 
-class _Copying:
-    """A copy by a worker, with the interface of a GPU's event."""
-
-    def __init__(self, copying: Future) -> None:
-        self.synchronize = copying.result
+def _complete(event: Any) -> None:
+    """Return when a copy has been made: by a worker, or in a GPU's stream."""
+    if isinstance(event, Future):
+        event.result()
+    elif event is not None:
+        event.synchronize()
 
 
 def _to_neighbours(
@@ -245,16 +232,6 @@ def _to_neighbours(
         return
     for piece, shard in pairs:
         yield [piece], shard
-
-
-class _Fresh:
-    """Gives memory of torch's allocator: long-lived reloads do not use the pool."""
-
-    def empty(self, numel: int, like: Tensor) -> Tensor:
-        return like.new_empty(numel)
-
-
-_FRESH = _Fresh()
 
 
 def _span(value: Tensor) -> Tensor:

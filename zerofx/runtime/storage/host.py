@@ -60,10 +60,7 @@ class HostMemory:
         """An uninitialised flat tensor; ``pinned`` for copies that a GPU makes by itself."""
         nbytes = max(numel * dtype.itemsize, 1)
         with ordinary_tensors():
-            if pinned:
-                memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            else:
-                memory = aligned_empty(nbytes)
+            memory = aligned_empty(nbytes, pinned=pinned)
             self._count(memory, nbytes)
             return without_base(memory[: numel * dtype.itemsize].view(dtype))
 

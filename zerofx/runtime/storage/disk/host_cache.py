@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,20 +72,23 @@ class HostCache:
         self.memory_bytes = memory_bytes
         self.held_bytes = 0
         """The bytes allocated now; never more than ``memory_bytes``."""
-        self.waited_s = 0.0
-        """The time that ``use`` has waited for the disk, in all."""
         self._store = store
         self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
         self._void: set[str] = set()  # buckets whose values nothing needs any more
-        self.follow(order)
+        self._order: list[str] = []
+        self._position = -1  # in no order yet
+        self.begin(order)
 
-    def follow(self, order: Sequence[str]) -> None:
-        """Go by another order, or by the same one from its start, as after a step that failed.
+    def begin(self, order: Sequence[str]) -> None:
+        """Go by an order from its start; if its end has just been reached, as if it went on.
 
-        What was in use is taken for released and changed.
+        What was in use, in a step that failed, is taken for released and changed.
         """
+        in_use = any(resident.num_uses for resident in self._resident.values())
+        if self._order == list(order) and not self._position and not in_use:
+            return
         self._check_order(order)
         for resident in self._resident.values():
             resident.is_dirty |= resident.num_uses > 0
@@ -99,12 +101,6 @@ class HostCache:
         self._places: dict[str, list[int]] = {}
         for place, bucket in enumerate(order):
             self._places.setdefault(bucket, []).append(place)
-
-    def begin(self, order: Sequence[str]) -> None:
-        """Go on as before if this order is the one, and next is its start; else ``follow`` it."""
-        in_use = any(resident.num_uses for resident in self._resident.values())
-        if in_use or self._position or self._order != list(order):
-            self.follow(order)
 
     def use(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return the fields of the bucket that is next in the order, once they are in memory.
@@ -120,7 +116,7 @@ class HostCache:
             raise ValueError(
                 f"bucket {bucket!r} is not next in the order: {expected!r} is, at place"
                 f" {self._position} of {len(self._order)}. Use buckets in the order that the cache"
-                " was given, or give it another one (follow)"
+                " was given, or give it another one (begin)"
             )
         if bucket not in self._resident and not self._load(bucket, 0):
             in_use = [name for name, held in self._resident.items() if held.num_uses]
@@ -133,7 +129,6 @@ class HostCache:
         resident.num_uses += 1
         self._position = (self._position + 1) % len(self._order)
         self._read_ahead()
-        start_s = time.perf_counter()
         try:
             self._wait_for(resident)
         except Exception:
@@ -144,8 +139,6 @@ class HostCache:
         except BaseException:  # a key was pressed: the caller has not been given it
             resident.num_uses -= 1
             raise
-        finally:
-            self.waited_s += time.perf_counter() - start_s
         return resident.views
 
     def views(self, bucket: str) -> dict[str, torch.Tensor]:
@@ -206,27 +199,6 @@ class HostCache:
         resident = self._resident.pop(bucket, None)
         if resident is not None:
             self._free.append(_Free(resident.memory, resident.load))
-
-    def flush(self) -> None:
-        """Return when the store has everything that was changed and released.
-
-        Raises: FileTierError if any of it could not be written.
-        """
-        pending = [free.last for free in self._free if free.last and free.last.is_write]
-        for bucket, resident in self._resident.items():
-            if resident.is_dirty and resident.num_uses == 0:
-                pending.append(self._store.start_write(bucket, resident.memory))
-                resident.is_dirty = False
-        for operation in pending:
-            self._store.wait(operation)
-        self._store.check_usable()  # an earlier one may have failed that nothing waited for
-
-    def close(self) -> None:
-        """Flush, and let go of the memory."""
-        self.flush()
-        self._resident.clear()
-        self._free.clear()
-        self.held_bytes = 0
 
     def _read_ahead(self) -> None:
         for distance in range(len(self._order)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,3 +81,19 @@ class BucketLayout:
             field.name: memory.narrow(0, self.offsets[field.name], field.nbytes).view(field.dtype)
             for field in self.fields
         }
+
+    def names_in(self, start: int, stop: int) -> str:
+        """Say which fields have bytes in a range of the bucket."""
+        names = [
+            f"field {field.name!r}"
+            for field in self.fields
+            if self.offsets[field.name] < stop and start < self.offsets[field.name] + field.nbytes
+        ]
+        return " and ".join(names) or "padding"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A dense CPU tensor's memory, writable.  The caller keeps the tensor alive."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

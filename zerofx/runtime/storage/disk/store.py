@@ -5,30 +5,31 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import IO
 
 import torch
 
 from zerofx.errors import FileTierError
 from zerofx.runtime.memory.pages import aligned_empty
-from zerofx.runtime.storage.disk.layout import ALIGNMENT, BucketLayout, Field, round_up
-from zerofx.runtime.storage.disk.stripes import Stripes
+from zerofx.runtime.storage.disk.layout import ALIGNMENT, BucketLayout, bytes_of
+from zerofx.runtime.storage.disk.stripes import StripeFile, Stripes
 from zerofx.runtime.storage.disk.system import SystemCalls
-from zerofx.runtime.storage.disk.transfers import Operation, Piece, Transfers, bytes_of
+from zerofx.runtime.storage.disk.transfers import Operation, Piece, Transfers
 
 MIN_BLOCK_BYTES = 512 * 1024
 
 
 class FileStore:
-    """Holds buckets in files, striped by blocks over directories, in a private folder of each.
+    """Holds buckets in files, striped by blocks over directories.
 
     Operations on one bucket take effect in the order they were started; those on different
     buckets overlap.  What is being read into is undefined, and what is being written must not
     change, until ``wait`` returns.
 
-    Each process opens its own store; several may share the directories.  The folders are removed
-    by ``close``, at the latest when the process ends; after a kill by the next store there.  A
-    forked child may not use its parent's.
+    Each process opens its own store; several may share the directories.  The files have no names,
+    and are gone after ``close``, or when the process ends.  A forked child may not use its
+    parent's.
 
     ``block_bytes`` is how much one call moves, ``depth`` how many calls are outstanding.
     ``checksums`` finds a changed block when it is read, at the cost of a CRC-32 over all that
@@ -52,22 +53,15 @@ class FileStore:
         self.block_bytes = block_bytes
         self.layouts: dict[str, BucketLayout] = {}
         self._pid = os.getpid()
-        self._numbers: dict[str, int] = {}
-        self._written: set[tuple[str, str]] = set()
-        self._last_write: dict[str, Operation] = {}
-        self._reads: dict[str, list[Operation]] = {}
+        self._files: dict[str, list[StripeFile]] = {}
+        self._under_way: dict[str, list[Operation]] = {}
+        self._written: set[str] = set()
 
         system = system or SystemCalls()
         self._stripes = Stripes(directories, block_bytes, system)
-        try:
-            self._transfers = Transfers(depth, block_bytes, system, checksums=checksums)
-        except BaseException:
-            self._stripes.close()
-            raise
+        self._transfers = Transfers(depth, system, checksums=checksums)
         # Also when the interpreter exits, and nothing in it looks at this object.
-        self._finalizer = weakref.finalize(
-            self, _close, os.getpid(), self._transfers, self._stripes
-        )
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self._transfers, self._files)
         try:
             self.add(layouts)
         except BaseException:
@@ -89,11 +83,9 @@ class FileStore:
                     f"the store has a bucket {name!r} already, and buckets go by their names:"
                     " choose another name"
                 )
-        self._stripes.add([layout.nbytes for layout in layouts])
-        first = self._stripes.num_buckets - len(layouts)
-        for number, layout in enumerate(layouts, first):
-            self._numbers[layout.bucket] = number
-            self.layouts[layout.bucket] = layout
+        made = self._stripes.make([layout.nbytes for layout in layouts])
+        self._files.update(zip(names, made, strict=True))
+        self.layouts.update(zip(names, layouts, strict=True))
 
     def remove(self, bucket: str) -> None:
         """Give a bucket's room on disk back, once what is under way with it has ended.
@@ -101,17 +93,15 @@ class FileStore:
         Raises: ValueError for a bucket that the store does not have.
         """
         self.layout(bucket)
-        last_write = self._last_write.pop(bucket, None)
-        under_way = [*self._reads.pop(bucket, ()), *([last_write] if last_write else [])]
-        for operation in under_way:
+        for operation in self._under_way.pop(bucket, ()):
             operation.wait_for_its_end()
-        self._stripes.remove(self._numbers.pop(bucket))
-        self._written = {(name, field) for name, field in self._written if name != bucket}
+        _close_files(self._files.pop(bucket))
+        self._written.discard(bucket)
         del self.layouts[bucket]
 
     def was_written(self, bucket: str) -> bool:
         """Return whether any of a bucket is in its files, or on its way there."""
-        return bucket in self._last_write
+        return bucket in self._written
 
     def empty(self, bucket: str) -> torch.Tensor:
         """Memory for a whole bucket, which moves without a copy; pinned if there is CUDA.
@@ -131,58 +121,34 @@ class FileStore:
         return layout
 
     def start_read(
-        self,
-        bucket: str,
-        into: torch.Tensor | Mapping[str, torch.Tensor],
-        *,
-        after: Iterable[Operation] = (),
+        self, bucket: str, into: torch.Tensor, *, after: Iterable[Operation] = ()
     ) -> Operation:
-        """Begin to read a bucket: all of it into memory laid out alike, or some of its fields.
+        """Begin to read a bucket into memory that ``empty`` has made, or is like it.
 
-        Shapes: uint8[layout.nbytes], or ``[field.numel]`` by the fields' names, on the CPU.  What
-        begins at a multiple of ``ALIGNMENT`` is read without a copy, except for a last block.
         ``after`` are operations that must have ended before, of whatever bucket; if one is a write
         that fails, this one fails too.
 
-        Raises: ValueError, TypeError for tensors that do not fit; FileTierError if a field was
-        never written, or the store is unusable.
+        Shapes: uint8[layout.nbytes] on the CPU, from a multiple of ``ALIGNMENT`` on.
+        Raises: ValueError, TypeError for a tensor that does not fit; FileTierError if the bucket
+        was never written, or the store is unusable.
         """
-        layout = self.layout(bucket)
-        ranges = self._ranges(layout, into)
-        for field, _ in ranges:
-            if field.numel and (bucket, field.name) not in self._written:
-                raise FileTierError(
-                    f"field {field.name!r} of bucket {bucket!r} was never written, and its file"
-                    " holds nothing yet: start_write it first",
-                    bucket=bucket,
-                )
-        order = [self._last_write[bucket]] if bucket in self._last_write else []
-        operation = self._start(layout, ranges, order, after, is_write=False)
-        reads = self._reads.setdefault(bucket, [])
-        reads[:] = [read for read in reads if not read.is_done]
-        reads.append(operation)
-        return operation
+        if self.layout(bucket).nbytes and bucket not in self._written:
+            raise FileTierError(
+                f"bucket {bucket!r} was never written, and its file holds nothing yet:"
+                " start_write it first",
+                bucket=bucket,
+            )
+        return self._start(bucket, into, after, is_write=False)
 
     def start_write(
-        self,
-        bucket: str,
-        source: torch.Tensor | Mapping[str, torch.Tensor],
-        *,
-        after: Iterable[Operation] = (),
+        self, bucket: str, source: torch.Tensor, *, after: Iterable[Operation] = ()
     ) -> Operation:
-        """Begin to write a bucket, or some of its fields; the counterpart of ``start_read``.
+        """Begin to write a bucket; the counterpart of ``start_read``.
 
         A write that fails makes the store unusable, whether it is waited for or not.
         """
-        layout = self.layout(bucket)
-        ranges = self._ranges(layout, source)
-        order = list(self._reads.get(bucket, ()))
-        if bucket in self._last_write:
-            order.append(self._last_write[bucket])
-        operation = self._start(layout, ranges, order, after, is_write=True)
-        self._last_write[bucket] = operation
-        self._reads.pop(bucket, None)
-        self._written.update((bucket, field.name) for field, _ in ranges)
+        operation = self._start(bucket, source, after, is_write=True)
+        self._written.add(bucket)
         return operation
 
     def wait(self, operation: Operation) -> None:
@@ -196,10 +162,9 @@ class FileStore:
         """Raises: FileTierError if a write has failed, or the store is closed."""
         self._transfers.check_usable()
 
-    @property
-    def folders(self) -> list[str]:
-        """This process's folder in each directory."""
-        return self._stripes.folders
+    def files(self, bucket: str) -> list[IO[bytes]]:
+        """The files of a bucket, for who looks at it from outside: tests and benchmarks."""
+        return [one.file for one in self._files[bucket]]
 
     @property
     def is_direct(self) -> list[bool]:
@@ -215,13 +180,8 @@ class FileStore:
     def bytes_written(self) -> int:
         return self._transfers.bytes_written
 
-    @property
-    def staging_bytes(self) -> int:
-        """The memory that what is not aligned passes through: a block for each thread."""
-        return self._transfers.staging.nbytes
-
     def close(self) -> None:
-        """Give up what has not been waited for and remove the files.  Again is no error."""
+        """Give up what has not been waited for and close the files.  Again is no error."""
         self._finalizer()
 
     def __enter__(self) -> FileStore:
@@ -231,84 +191,53 @@ class FileStore:
         self.close()
 
     def _start(
-        self,
-        layout: BucketLayout,
-        ranges: list[tuple[Field, torch.Tensor]],
-        order: list[Operation],
-        after: Iterable[Operation],
-        *,
-        is_write: bool,
+        self, bucket: str, memory: torch.Tensor, after: Iterable[Operation], *, is_write: bool
     ) -> Operation:
+        layout = self.layout(bucket)
+        _check_tensor(layout, memory)
         if os.getpid() != self._pid:
             raise FileTierError(
                 f"this process was forked from {self._pid}, whose file store this is, and has none"
                 " of its threads: open a store of its own"
             )
         self._transfers.check_usable()
-        pieces = [piece for field, memory in ranges for piece in self._cut(layout, field, memory)]
-        keeps = tuple(memory for _, memory in ranges)
-        operation = Operation(layout.bucket, is_write, pieces, keeps)
+        others = [one for one in self._under_way.get(bucket, ()) if not one.is_done]
+        order = [one for one in others if is_write or one.is_write]
+        nbytes = sum(field.nbytes for field in layout.fields)
+        operation = Operation(bucket, is_write, nbytes, self._cut(layout, memory), memory)
         self._transfers.start(operation, [*order, *after])
+        self._under_way[bucket] = [*others, operation]
         return operation
 
-    def _ranges(
-        self, layout: BucketLayout, tensors: torch.Tensor | Mapping[str, torch.Tensor]
-    ) -> list[tuple[Field, torch.Tensor]]:
-        """Each field's memory; with the padding after it if it is part of a whole bucket's."""
-        if isinstance(tensors, torch.Tensor):
-            _check_tensor(f"bucket {layout.bucket!r}", tensors, torch.uint8, layout.nbytes)
-            return [
-                (
-                    field,
-                    tensors.narrow(
-                        0, layout.offsets[field.name], round_up(field.nbytes, ALIGNMENT)
-                    ),
-                )
-                for field in layout.fields
-            ]
-        fields = {field.name: field for field in layout.fields}
-        for name, tensor in tensors.items():
-            if name not in fields:
-                raise ValueError(
-                    f"bucket {layout.bucket!r} has no field {name!r}. Known: {', '.join(fields)}"
-                )
-            _check_tensor(
-                f"field {name!r} of bucket {layout.bucket!r}",
-                tensor,
-                fields[name].dtype,
-                fields[name].numel,
+    def _cut(self, layout: BucketLayout, memory: torch.Tensor) -> list[Piece]:
+        """Cut a bucket into blocks, always alike: checksums are of pieces."""
+        files, size, view = self._files[layout.bucket], self.block_bytes, bytes_of(memory)
+        return [
+            Piece(
+                words=layout.names_in(start, start + size),
+                file=files[block % len(files)],
+                offset=block // len(files) * size,
+                memory=view[start : start + size],
             )
-        return [(fields[name], tensor) for name, tensor in tensors.items()]
-
-    def _cut(self, layout: BucketLayout, field: Field, tensor: torch.Tensor) -> Iterator[Piece]:
-        """Cut a field where blocks end, always alike: checksums are of pieces."""
-        memory, address = bytes_of(tensor), tensor.data_ptr()
-        number = self._numbers[layout.bucket]
-        start, position = layout.offsets[field.name], 0
-        while position < field.nbytes:
-            file, offset, left = self._stripes.locate(number, start + position)
-            nbytes = min(left, field.nbytes - position)
-            is_last = position + nbytes == field.nbytes
-            yield Piece(
-                name=f"field {field.name!r}",
-                file=file,
-                offset=offset,
-                nbytes=nbytes,
-                memory=memory[position:] if is_last else memory[position : position + nbytes],
-                address=address + position,
-            )
-            position += nbytes
+            for block, start in enumerate(range(0, layout.nbytes, size))
+        ]
 
 
-def _close(pid: int, transfers: Transfers, stripes: Stripes) -> None:
+def _close(pid: int, transfers: Transfers, files: dict[str, list[StripeFile]]) -> None:
     if os.getpid() != pid:
         return
     if transfers.is_own_thread:
         # A garbage collection in one of the threads found the store: none can wait for itself.
-        threading.Thread(target=_close, args=(pid, transfers, stripes)).start()
+        threading.Thread(target=_close, args=(pid, transfers, files)).start()
         return
     transfers.close()
-    stripes.close()
+    for each in files.values():
+        _close_files(each)
+
+
+def _close_files(files: Iterable[StripeFile]) -> None:
+    for one in files:
+        one.file.close()
 
 
 def _check_arguments(
@@ -333,16 +262,20 @@ def _check_arguments(
         raise ValueError(f"depth is how many calls are outstanding, 1 or more, not {depth}")
 
 
-def _check_tensor(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
+def _check_tensor(layout: BucketLayout, tensor: torch.Tensor) -> None:
+    what = f"bucket {layout.bucket!r}"
     if tensor.device.type != "cpu":
         raise TypeError(
             f"{what} moves between files and host memory, and the tensor is on {tensor.device}:"
             " give one that store.empty() made, and copy between it and the device"
         )
-    if tensor.dtype != dtype or tensor.numel() != numel:
+    if tensor.dtype != torch.uint8 or tensor.numel() != layout.nbytes:
         raise ValueError(
-            f"{what} has {numel} elements of {dtype}, and the tensor has {tensor.numel()} of"
-            f" {tensor.dtype}: give one that fits"
+            f"{what} has {layout.nbytes} elements of torch.uint8, and the tensor has"
+            f" {tensor.numel()} of {tensor.dtype}: give one that fits"
         )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} moves as one range of memory: give a contiguous tensor")
+    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{what} moves as one range of memory, from a multiple of {ALIGNMENT} bytes on: give a"
+            " tensor that store.empty() made"
+        )

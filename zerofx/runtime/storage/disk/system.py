@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
+import fcntl
 import os
+import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
-
-_PROBE_BYTES = max(4096, mmap.PAGESIZE)
 
 
 class SystemCalls:
     """The calls themselves.  A test overrides one to fail, to be slow or to do half of it."""
 
-    def make_folder(self, path: str) -> None:
-        """Make a folder that only this user may enter."""
-        os.mkdir(path, 0o700)
+    def make_file(self, directory: str) -> IO[bytes]:
+        """Open a new file without a name: it goes with the last process that has it open."""
+        return tempfile.TemporaryFile(buffering=0, dir=directory)
 
-    def open(self, path: str, flags: int) -> int:
-        """Open a file for reading and writing, for this user alone."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    def make_direct(self, fd: int) -> None:
+        """Have a file read and written past the page cache.  Raises: OSError if it cannot be."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | O_DIRECT)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Reserve the first ``nbytes`` of a file on its disk."""
@@ -56,35 +54,3 @@ class SystemCalls:
         except OSError:
             return ""
         return ""
-
-
-def supports_direct(system: SystemCalls, folder: str) -> bool:
-    """Try whether files in a folder can be read and written past the page cache.
-
-    Raises: OSError for anything but a refusal of direct I/O.
-    """
-    if not O_DIRECT:
-        return False
-    path = os.path.join(folder, "probe")
-    mapping = mmap.mmap(-1, _PROBE_BYTES)
-    page = memoryview((ctypes.c_char * _PROBE_BYTES).from_buffer(mapping)).cast("B")
-    try:
-        fd = system.open(path, os.O_RDWR | os.O_CREAT | O_DIRECT)
-    except OSError as error:
-        if error.errno in _REFUSALS:
-            return False
-        raise
-    try:
-        system.pwritev(fd, [page], 0)
-        system.preadv(fd, [page], 0)
-    except OSError as error:
-        if error.errno in _REFUSALS:
-            return False
-        raise
-    finally:
-        os.close(fd)
-        os.unlink(path)
-    return True
-
-
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -6,9 +6,7 @@ there are of them.  Why threads: docs/decisions/files-are-read-by-threads.md.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
 import threading
 import zlib
 from collections.abc import Iterable
@@ -18,8 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from zerofx.errors import FileTierError
-from zerofx.runtime.memory.pages import aligned_empty
-from zerofx.runtime.storage.disk.layout import ALIGNMENT, round_up
+from zerofx.runtime.storage.disk.layout import ALIGNMENT
 from zerofx.runtime.storage.disk.stripes import StripeFile
 from zerofx.runtime.storage.disk.system import SystemCalls
 
@@ -32,35 +29,26 @@ _WHERE = ("path", "bucket", "offset", "errno")
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of one field that lies in one block of one file.
+    """A range of a bucket that lies in one block of one file: aligned there and in memory.
 
-    ``memory`` is the caller's, of the ``nbytes`` that are the field's or longer by the padding
-    after them.
+    ``words`` say which fields are in it.
     """
 
-    name: str
+    words: str
     file: StripeFile
     offset: int
-    nbytes: int
     memory: memoryview
-    address: int
-
-    @property
-    def goes_straight(self) -> bool:
-        """Return whether the disk can move it from or into the caller's memory itself."""
-        if not self.file.is_direct:
-            return True
-        return self.address % ALIGNMENT == 0 and len(self.memory) % ALIGNMENT == 0
 
 
 @dataclass(eq=False)
 class Operation:
-    """A read or a write under way; ``FileStore.wait`` waits for it."""
+    """A read or a write under way of ``nbytes`` and their padding; ``wait`` waits for it."""
 
     bucket: str
     is_write: bool
+    nbytes: int
     pieces: list[Piece]
-    keeps: tuple[torch.Tensor, ...] = field(repr=False)
+    memory: torch.Tensor | None = field(repr=False)
     error: Exception | None = None
     is_done: bool = False
     _remaining: int = field(default=0, repr=False)
@@ -80,32 +68,23 @@ class Operation:
 
 
 class Transfers:
-    """``depth`` threads that carry out operations, each with a staging buffer of one block.
+    """``depth`` threads that carry out operations, straight between files and memory.
 
-    What a disk cannot move straight goes through a staging buffer; nothing else is allocated.
     After a failed write ``broken`` says what failed, and nothing more can be started.
     """
 
-    def __init__(
-        self, depth: int, block_bytes: int, system: SystemCalls, *, checksums: bool
-    ) -> None:
+    def __init__(self, depth: int, system: SystemCalls, *, checksums: bool) -> None:
         self.broken: Exception | None = None
         self.bytes_read = 0
         self.bytes_written = 0
-        self.staging = aligned_empty(depth * block_bytes)
         self._system = system
-        self._checksums: dict[tuple[str, int], int] | None = {} if checksums else None
+        self._has_checksums = checksums
         self._lock = threading.Lock()
         self._queue: SimpleQueue[tuple[Operation, Piece | None] | None] = SimpleQueue()
         self._open: set[Operation] = set()
         self._closed = False
         self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(self.staging.narrow(0, index * block_bytes, block_bytes),),
-                name=f"zerofx-files-{index}",
-                daemon=True,
-            )
+            threading.Thread(target=self._work, name=f"zerofx-files-{index}", daemon=True)
             for index in range(depth)
         ]
         for thread in self._threads:
@@ -161,13 +140,11 @@ class Transfers:
             thread.join()
 
     def _enqueue(self, operation: Operation) -> None:
-        for piece in operation.pieces:
+        pieces: list[Piece | None] = [*operation.pieces]
+        for piece in pieces or [None]:
             self._queue.put((operation, piece))
-        if not operation.pieces:
-            self._queue.put((operation, None))
 
-    def _work(self, staging: torch.Tensor) -> None:
-        memory, address = bytes_of(staging), staging.data_ptr()
+    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             operation, piece = item
             try:
@@ -177,29 +154,26 @@ class Transfers:
                         " Wait for what was started, then close"
                     )
                 if piece is not None and operation.error is None:
-                    self._move(operation, piece, memory, address)
+                    self._move(operation, piece)
             except Exception as error:
                 with self._lock:
                     operation.error = operation.error or error
-            self._end_piece(operation, piece)
+            with self._lock:
+                operation._remaining -= 1
+                if operation._remaining == 0:
+                    self._finish(operation)
             del item, operation, piece
 
-    def _end_piece(self, operation: Operation, piece: Piece | None) -> None:
-        with self._lock:
-            if piece is not None and operation.error is None:
-                if operation.is_write:
-                    self.bytes_written += piece.nbytes
-                else:
-                    self.bytes_read += piece.nbytes
-            operation._remaining -= 1
-            if operation._remaining == 0:
-                self._finish(operation)
-
     def _finish(self, operation: Operation) -> None:
-        if operation.is_write and not self._closed:
-            self.broken = self.broken or operation.error
+        if operation.error is not None:
+            if operation.is_write and not self._closed:
+                self.broken = self.broken or operation.error
+        elif operation.is_write:
+            self.bytes_written += operation.nbytes
+        else:
+            self.bytes_read += operation.nbytes
         operation.is_done = True
-        operation.pieces, operation.keeps = [], ()  # a handle that is kept keeps no memory
+        operation.pieces, operation.memory = [], None  # a handle that is kept keeps no memory
         self._open.discard(operation)
         for dependent in operation._dependents:
             if operation.is_write:
@@ -210,46 +184,34 @@ class Transfers:
         operation._dependents = []
         operation._finished.set()
 
-    def _move(
-        self, operation: Operation, piece: Piece, staging: memoryview, staging_address: int
-    ) -> None:
-        """Read or write one piece, straight or through this thread's staging buffer."""
-        is_write, staged = operation.is_write, not piece.goes_straight
-        memory = piece.memory
-        if staged:
-            memory = staging[: round_up(piece.nbytes, ALIGNMENT)]
-            if is_write:
-                ctypes.memmove(staging_address, piece.address, piece.nbytes)
-                memory[piece.nbytes :] = bytes(len(memory) - piece.nbytes)
-        if is_write and self._checksums is not None:
-            self._checksums[piece.file.path, piece.offset] = zlib.crc32(memory[: piece.nbytes])
+    def _move(self, operation: Operation, piece: Piece) -> None:
+        file, is_write = piece.file, operation.is_write
+        if is_write and self._has_checksums:
+            file.checksums[piece.offset] = zlib.crc32(piece.memory)
         try:
-            self._call_until_moved(operation, piece, memory)
-            if is_write and not piece.file.is_direct:
-                self._system.sync(piece.file.fd)
+            self._call_until_moved(operation, piece)
+            if is_write and not file.is_direct:
+                self._system.sync(file.file.fileno())
         except OSError as error:
             raise _failure(operation, piece, error) from error
-        if not is_write and self._checksums is not None:
-            self._check(operation, piece, zlib.crc32(memory[: piece.nbytes]))
-        if staged and not is_write:
-            ctypes.memmove(piece.address, staging_address, piece.nbytes)
+        if not is_write and self._has_checksums:
+            _check(operation, piece)
 
-    def _call_until_moved(self, operation: Operation, piece: Piece, memory: memoryview) -> None:
+    def _call_until_moved(self, operation: Operation, piece: Piece) -> None:
         """Call until all of it has moved.  A short call is gone on with, where alignment allows.
 
         Raises: FileTierError at the end of the file, and if calls move nothing.
         """
         call = self._system.pwritev if operation.is_write else self._system.preadv
-        file, done, stalls = piece.file, 0, 0
+        file, memory, done, stalls = piece.file, piece.memory, 0, 0
         while done < len(memory):
-            moved = call(file.fd, [memory[done:]], piece.offset + done)
+            moved = call(file.file.fileno(), [memory[done:]], piece.offset + done)
             if moved == 0 and not operation.is_write:
                 raise FileTierError(
-                    f"{_doing(operation)} met the end of {file.path} at byte"
+                    f"{_doing(operation)} met the end of its file in {file.directory} at byte"
                     f" {piece.offset + done}, where {len(memory) - done} more were written:"
-                    " something cut it short. Its values are lost; keep other programs out of"
-                    " that folder and start again from a checkpoint",
-                    path=file.path,
+                    " something cut it short. Its values are lost: start again from a checkpoint",
+                    path=file.directory,
                     bucket=operation.bucket,
                     offset=piece.offset + done,
                 )
@@ -261,21 +223,22 @@ class Transfers:
                 raise OSError(errno.EIO, f"{stalls} calls in a row moved less than {ALIGNMENT} B")
             done = end
 
-    def _check(self, operation: Operation, piece: Piece, found: int) -> None:
-        assert self._checksums is not None
-        written = self._checksums[piece.file.path, piece.offset]
-        if found == written:
-            return
-        raise FileTierError(
-            f"bucket {operation.bucket!r} is not what was written: {piece.nbytes} bytes of"
-            f" {piece.name} at byte {piece.offset} of {piece.file.path} have the CRC-32"
-            f" {found:08x}, and had {written:08x} when they were written (a bit flip, or a write"
-            " that reached the disk in part). Check the disk, use another directory, and start"
-            " again from a checkpoint",
-            path=piece.file.path,
-            bucket=operation.bucket,
-            offset=piece.offset,
-        )
+
+def _check(operation: Operation, piece: Piece) -> None:
+    """Raise FileTierError if what was read is not what was written."""
+    written, found = piece.file.checksums[piece.offset], zlib.crc32(piece.memory)
+    if found == written:
+        return
+    raise FileTierError(
+        f"bucket {operation.bucket!r} is not what was written: {len(piece.memory)} bytes of"
+        f" {piece.words} at byte {piece.offset} of its file in {piece.file.directory} have the"
+        f" CRC-32 {found:08x}, and had {written:08x} when they were written (a bit flip, or a write"
+        " that reached the disk in part). Check the disk, use another directory, and start"
+        " again from a checkpoint",
+        path=piece.file.directory,
+        bucket=operation.bucket,
+        offset=piece.offset,
+    )
 
 
 def _doing(operation: Operation) -> str:
@@ -293,10 +256,11 @@ def _failure(operation: Operation, piece: Piece, error: OSError) -> FileTierErro
         errno.EIO: "the device or its connection fails: look at the kernel's log (dmesg)",
     }
     remedy = remedies.get(error.errno or 0, "see to the file system")
+    directory = piece.file.directory
     message = (
-        f"{_doing(operation)} failed at byte {piece.offset} of {piece.file.path}"
-        f" ({piece.nbytes} bytes of {piece.name}): errno {error.errno}, {error.strerror}:"
-        f" {remedy.format(folder=os.path.dirname(piece.file.path))}, or use another directory."
+        f"{_doing(operation)} failed at byte {piece.offset} of its file in {directory}"
+        f" ({len(piece.memory)} bytes of {piece.words}): errno {error.errno}, {error.strerror}:"
+        f" {remedy.format(folder=directory)}, or use another directory."
     )
     if operation.is_write:
         message += " The store is unusable from here on: start again from a checkpoint"
@@ -304,15 +268,8 @@ def _failure(operation: Operation, piece: Piece, error: OSError) -> FileTierErro
         message += " What was read into is of no use"
     return FileTierError(
         message,
-        path=piece.file.path,
+        path=directory,
         bucket=operation.bucket,
         offset=piece.offset,
         errno=error.errno,
     )
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A dense CPU tensor's memory, writable.  The caller keeps the tensor alive."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
