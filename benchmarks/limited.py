@@ -146,7 +146,10 @@ def run(
             started = time.perf_counter()
             losses.append(step(batch).item())
             seconds.append(time.perf_counter() - started)
-        shards = sum(REGISTRY.persistent_bytes([optimizer]).values())
+        states = (value for state in optimizer.state.values() for value in state.values())
+        shards = sum(bound.shard.nbytes for bound in REGISTRY if bound.shard is not None)
+        tensors = [value for value in states if isinstance(value, torch.Tensor)]
+        shards += sum(value.untyped_storage().nbytes() for value in tensors)  # 0 in files
         if case.saves_to is not None:
             stage = "saving"
             zerofx.save(f"{case.saves_to}/checkpoint", model, optimizer, AFTER)

@@ -106,12 +106,13 @@ def measured(layers=6, **options) -> Footprint:
     bound = [REGISTRY.lookup(parameter) for parameter in model.parameters()]
     shards = [b.shard for b in bound if b is not None and b.shard is not None]
     on_host = sum(shard.nbytes for shard in shards if REGISTRY.host.holds(shard))
-    moved = moved_bytes(program.gm)
+    runtime, moved = program.runtime, moved_bytes(program.gm)
+    states = runtime.files.tier.cached_bytes if runtime.files else runtime.steps.host_bytes()
     return Footprint(
         life.peak_nbytes,
         step.peak_nbytes,
         predicted,
-        on_host + program.runtime.host_state_bytes(),
+        on_host + states,
         moved.staging,
         moved.activations,
     )

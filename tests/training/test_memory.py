@@ -21,11 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.covering import each_value, exhaustive, first
 from tests.kit.device_memory import Allocations
+from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.buffers import BufferPool
 from zerofx.runtime.optimizer.update import OptimizerRunner
-from zerofx.runtime.parameters.registry import REGISTRY
 
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 600.0
@@ -102,7 +102,7 @@ def hold(stage: int) -> Held:
     torch._dynamo.reset()
     x = torch.randn(2, 510)
     before = storages()
-    bound_before = REGISTRY.persistent_bytes()
+    bound_before = persistent_bytes()
     model = OneLarge()
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"stage": stage, "lowering": "eager"}
@@ -132,7 +132,7 @@ def hold(stage: int) -> Held:
     del allocations
     after = storages()
     held = {key: nbytes for key, nbytes in after.items() if before.get(key) != nbytes}
-    reported = REGISTRY.persistent_bytes([optimizer])
+    reported = persistent_bytes([optimizer])
     return Held(
         elements=sum(torch.Size(shape).numel() for shape in infos),
         tensors=len(infos),

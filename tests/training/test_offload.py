@@ -421,7 +421,7 @@ def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fail
     assert raised.value is error
     lines = [entry.name for entry in raised.traceback]
     assert "wait_update" in lines and lines[-1] == "call", "where it happened"
-    assert all(future.done() for future in copies.updates._started)
+    assert copies.updates._process == -1, "its thread has ended"
     count = len(watched.threads)
     assert run(compiled, pair, range(1, 3)) and len(watched.threads) == count
 
@@ -445,7 +445,7 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
                 with pytest.raises(Broken, match="no"):
                     run(compiled, pair, range(1))
         count = len(ended)
-        assert count and not copies.updates._started
+        assert count and copies.updates._process == -1, "its thread has ended"
         time.sleep(0.3)
         assert len(ended) == count
     assert run(compiled, pair, range(1, 3))

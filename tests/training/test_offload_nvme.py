@@ -24,6 +24,7 @@ from tests.kit.covering import first, only
 from tests.kit.device_memory import squares
 from tests.kit.files import files_of, open_in
 from tests.kit.models import features
+from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import (
     FORMS,
@@ -514,7 +515,7 @@ def test_what_is_in_files_does_not_count_as_kept(between):
     steps = sum(
         value.nbytes for s in optimizer.state.values() for value in s.values() if not value.dim()
     )
-    assert REGISTRY.persistent_bytes([optimizer])["optimizer_states"] == steps > 0
+    assert persistent_bytes([optimizer])["optimizer_states"] == steps > 0
 
 
 def adds_a_state(model, optimizer, x, y):

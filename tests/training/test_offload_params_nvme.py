@@ -18,6 +18,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.covering import first, only
 from tests.kit.files import open_in
 from tests.kit.models import features
+from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import (
     FORMS,
@@ -463,7 +464,7 @@ def test_tied_frozen_and_single_parameters_of_several_dtypes(options, ranks, tmp
 @pytest.mark.nightly
 def test_between_steps_host_memory_holds_the_caches_bound_and_no_more(tmp_path):
     gc.collect()
-    before, kept = REGISTRY.host.nbytes, REGISTRY.persistent_bytes()["parameters"]
+    before, kept = REGISTRY.host.nbytes, persistent_bytes()["parameters"]
     bound = 6 * 20 * 1024
     _, model, _, compiled = deep({"bucket_bytes": 20_000, **files(tmp_path, PARAMS, bound)})
     runtime = program_of(compiled).runtime
@@ -471,7 +472,7 @@ def test_between_steps_host_memory_holds_the_caches_bound_and_no_more(tmp_path):
     shards = sum(bucket.nbytes for bucket in set(runtime.files.buckets))
     assert shards > bound, "it cannot hold all of them"
     assert 0 < REGISTRY.host.nbytes - before <= bound + staging
-    assert REGISTRY.persistent_bytes()["parameters"] == kept, "of other tests' models"
+    assert persistent_bytes()["parameters"] == kept, "of other tests' models"
     bounds = [REGISTRY.lookup(parameter) for parameter in model.parameters()]
     assert all(
         b is not None and b.location is Location.FILE and not b.shard.numel() for b in bounds

@@ -81,9 +81,8 @@ def _leave(make_others: bool) -> None:
     parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
     kept = {LEDGER.memory_of(parameter) for parameter in parameters}
     try:
-        for storage, memory in LEDGER.storages() if make_others else ():
-            if memory not in kept:
-                LEDGER.make_storage(storage)
+        if make_others:
+            LEDGER.make_others(kept)
     finally:
         deferred = [one for one in tensors if LEDGER.memory_of(one) is not None]
         LEDGER.guard((one, deferred_class(type(one))) for one in deferred)  # type: ignore[arg-type]

@@ -18,11 +18,6 @@ from zerofx.runtime.memory.guard import Guarded
 class _Deferred(Guarded):
     """The part that the two classes share."""
 
-    def __repr__(self) -> str:
-        shape = tuple(self.shape)  # type: ignore[attr-defined]
-        dtype, device = self.dtype, self.device  # type: ignore[attr-defined]
-        return f"{type(self).__name__}(shape={shape}, dtype={dtype}, device='{device}')"
-
     def _refusal(self, touched: str) -> str:
         return (
             f"{touched!r} needs the values of a tensor of shape {tuple(self.shape)} "  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -151,22 +151,27 @@ class Ledger:
             del self._memories[_key(tensor)]
             memory.last = None
 
-    def backed(self, tensors: Iterable[Tensor]) -> _Backed:
+    @contextlib.contextmanager
+    def backed(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Have room, and no values, where these look, for as long as the context lasts."""
-        return _Backed(
-            {
-                _key(tensor): (tensor.untyped_storage(), memory)
-                for tensor in tensors
-                if (memory := self.memory_of(tensor)) is not None
-            }
-        )
+        found = [(tensor.untyped_storage(), self.memory_of(tensor)) for tensor in tensors]
+        try:
+            for storage, memory in found:
+                if memory is not None:
+                    storage.resize_(memory.nbytes)
+            yield
+        finally:
+            for storage, memory in found:
+                if memory is not None:
+                    storage.resize_(0)
 
-    def storages(self) -> list[tuple[torch.UntypedStorage, Memory]]:
-        found = ((reference(), memory) for reference, memory in list(self._memories.values()))
-        return [(storage, memory) for storage, memory in found if storage is not None]
-
-    def make_storage(self, storage: torch.UntypedStorage) -> None:
-        self.make(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,)))
+    def make_others(self, kept: Container[Memory | None]) -> None:
+        """Make all memory but these."""
+        for reference, memory in list(self._memories.values()):
+            storage = reference()
+            if storage is not None and memory not in kept:
+                whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                self.make(whole.set_(storage, 0, (0,)))
 
     # Classes
 
@@ -202,21 +207,6 @@ class Ledger:
             tensor = reference()
             if tensor is not None:
                 yield tensor, own, guarded
-
-
-class _Backed:
-    """Room where storages have none.  A context."""
-
-    def __init__(self, storages: dict[int, tuple[torch.UntypedStorage, Memory]]) -> None:
-        self.storages = storages
-
-    def __enter__(self) -> None:
-        for storage, memory in self.storages.values():
-            storage.resize_(memory.nbytes)
-
-    def __exit__(self, *_error: object) -> None:
-        for storage, _ in self.storages.values():
-            storage.resize_(0)
 
 
 @contextlib.contextmanager

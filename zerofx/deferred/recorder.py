@@ -40,7 +40,7 @@ class Recorder(compat.DispatchMode):
     def _record(self, call: _Call) -> Any:
         if not call.deferred:
             if not call.tensors:
-                return self._new(call)
+                return self._make(call)
             for tensor in call.written:
                 LEDGER.about_to_write(tensor)
             return call.run()
@@ -59,51 +59,20 @@ class Recorder(compat.DispatchMode):
             return call.run_on_values()
         if call.written:
             return self._write(call)
-        return self._compute(call)
+        return self._make(call)
 
     # New tensors
 
-    def _new(self, call: _Call) -> Any:
-        """A tensor from nothing: filled, drawn, counted."""
+    def _make(self, call: _Call) -> Any:
+        """Results in memory of their own: filled, drawn, counted, computed."""
         device = call.device
-        if not call.is_strided or device.type not in ("cpu", "cuda"):
-            return call.run()
-        try:
-            results = call.on_meta()
-        except _NO_SHAPE:
-            return call.run()
-        if not isinstance(results, Tensor) or results.numel() == 0:
-            return call.run()
-        return self._filled(call, results, device)
-
-    def _filled(self, call: _Call, shape: Tensor, device: torch.device) -> Tensor:
-        """A new tensor, with what fills it recorded as a write in place if there is such."""
-        name = call.op.overloadpacket.__name__
-        new = _like(shape, device)
-        if name in _EMPTY:
-            LEDGER.enter(new)
-            return new
-        if name in _FILLED_BY:
-            generator = call.keywords.get("generator")
-            LEDGER.enter(new)
-            fill, arguments = _FILLED_BY[name](call)
-            keywords = {"generator": generator} if generator is not None else {}
-            self._write(_Call(fill, (new, *arguments), keywords))
-            return new
-        LEDGER.enter(new)
-        self._add(call, written=(), made={0: new}, keywords={"dtype": shape.dtype})
-        return new
-
-    def _compute(self, call: _Call) -> Any:
-        """Results in memory of their own."""
-        device = call.device
-        try:
-            results = call.on_meta()
-        except _NO_SHAPE:
-            return call.run_on_values()
         if device.type == "meta":
-            return results
+            return call.on_meta()
         if not call.is_strided or device.type not in ("cpu", "cuda"):
+            return call.run_on_values()
+        try:
+            results = call.on_meta()
+        except _NO_SHAPE:
             return call.run_on_values()
         name = call.op.overloadpacket.__name__
         if (name in _EMPTY or name in _FILLED_BY) and results.numel():
@@ -117,8 +86,21 @@ class Recorder(compat.DispatchMode):
                 if new.nbytes:
                     LEDGER.enter(new)
                     made[position] = new
-        self._add(call, written=(), made=made)
+        if made:
+            self._add(call, written=(), made=made)
         return type(results)(shapes) if is_list else shapes[0]
+
+    def _filled(self, call: _Call, shape: Tensor, device: torch.device) -> Tensor:
+        """A new tensor, and what fills it recorded as a write in place."""
+        new = _like(shape, device)
+        LEDGER.enter(new)
+        fill_of = _FILLED_BY.get(call.op.overloadpacket.__name__)
+        if fill_of is not None:
+            fill, arguments = fill_of(call)
+            generator = call.keywords.get("generator")
+            keywords = {"generator": generator} if generator is not None else {}
+            self._write(_Call(fill, (new, *arguments), keywords))
+        return new
 
     # Writes in place
 
@@ -141,13 +123,7 @@ class Recorder(compat.DispatchMode):
         self._add(call, written=call.written, made={})
         return call.returned_arguments()
 
-    def _add(
-        self,
-        call: _Call,
-        written: Sequence[Tensor],
-        made: dict[int, Tensor],
-        keywords: dict[str, Any] | None = None,
-    ) -> None:
+    def _add(self, call: _Call, written: Sequence[Tensor], made: dict[int, Tensor]) -> None:
         """Record a call, after which its results are what they are."""
         fills = call.op.overloadpacket.__name__ in _OVERWRITES
         draw = self._draw(call) if torch.Tag.nondeterministic_seeded in call.op.tags else None
@@ -165,19 +141,13 @@ class Recorder(compat.DispatchMode):
                 return operand
             return Drawn() if isinstance(value, torch.Generator) else value
 
-        arguments, recorded_keywords = replaced(call.arguments, call.keywords, recorded)
+        arguments, keywords = replaced(call.arguments, call.keywords, recorded)
         operands = {
             position: Operand.of(tensor, LEDGER.memory_of(tensor))  # type: ignore[arg-type]
             for position, tensor in made.items()
         }
-        write = Write(
-            call.op,
-            arguments,
-            {**recorded_keywords, **(keywords or {})},
-            operands,
-            draw,
-            torch.get_default_dtype(),
-        )
+        default = torch.get_default_dtype()
+        write = Write(call.op, arguments, keywords, operands, draw, default)
         for tensor in (*written, *made.values()):
             memory = LEDGER.memory_of(tensor)
             if memory is not None:

@@ -38,17 +38,6 @@ class _Use:
     slot: int = -1
 
 
-@dataclass(frozen=True, eq=False)
-class _Value:
-    """An activation on its way: what stands for it, the bucket it is in, and how it is laid out."""
-
-    stands_for_it: Tensor
-    bucket: ValueBucket
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class ProgramFiles:
     """The buckets of a ``tier`` that a program uses, and those that are in memory in a call.
 
@@ -92,7 +81,8 @@ class ProgramFiles:
         )
         """The bytes that it then writes."""
         self._reading: dict[int, tuple[Tensor, _Use]] = {}  # by what stands for it
-        self._values: dict[int, _Value] = {}
+        # By the identity of what stands for an activation: that, and the bucket that it is in.
+        self._values: dict[int, tuple[Tensor, ValueBucket]] = {}
         self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
 
     def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, Bucket]:
@@ -240,7 +230,7 @@ class ProgramFiles:
     def wait(self, started: Tensor) -> Tensor:
         """Have what has been asked for in host memory.  Raises: FileTierError."""
         if id(started) in self._values:
-            return self._value_there(self._values.pop(id(started)))
+            return self._value_there(*self._values.pop(id(started)))
         for bucket in self._buckets_of(self._reading[id(started)][1]):
             bucket.acquire()
         return started
@@ -278,7 +268,7 @@ class ProgramFiles:
         bucket.acquire()
         assert bucket.memory is not None, "it has been fetched"
         host = self.copies.offload_start(value, slot, bucket.memory)
-        self._keep(host, bucket, host)
+        self._values[id(host)] = host, bucket
         return host
 
     def _grow(self, bucket: ValueBucket, nbytes: int) -> None:
@@ -287,29 +277,25 @@ class ProgramFiles:
         self._reserved_for = self._value_sizes()
 
     def _evict_value(self, value: Tensor, changed: bool) -> Tensor:
-        known = self._values.pop(id(value))
+        _, bucket = self._values.pop(id(value))
         REGISTRY.host.settle(value)  # the device has waited for the copy, and the host has not
         if not changed:
-            known.bucket.release(void=True)
+            bucket.release(void=True)
             return value
-        known.bucket.release()
-        filed = torch.empty(0, dtype=value.dtype)
-        self._keep(filed, known.bucket, value)
+        bucket.release()
+        layout = value.shape, value.stride()
+        filed = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+        self._values[id(filed)] = filed, bucket
         return filed
 
-    def _value_there(self, known: _Value) -> Tensor:
-        known.bucket.acquire()
-        memory = known.bucket.memory
+    def _value_there(self, filed: Tensor, bucket: ValueBucket) -> Tensor:
+        bucket.acquire()
+        memory = bucket.memory
         assert memory is not None, "it has been fetched"
-        length = memory.numel() // known.dtype.itemsize * known.dtype.itemsize
-        there = memory[:length].view(known.dtype).as_strided(known.shape, known.stride)
-        self._keep(there, known.bucket, there)
+        length = memory.numel() // filed.itemsize * filed.itemsize
+        there = memory[:length].view(filed.dtype).as_strided(filed.shape, filed.stride())
+        self._values[id(there)] = there, bucket
         return there
-
-    def _keep(self, stands_for_it: Tensor, bucket: ValueBucket, like: Tensor) -> None:
-        self._values[id(stands_for_it)] = _Value(
-            stands_for_it, bucket, like.shape, like.stride(), like.dtype
-        )
 
     def finish(self) -> None:
         self.tier.finish()

@@ -140,15 +140,6 @@ class StepRuntime:
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
 
-    def host_state_bytes(self) -> int:
-        """Bytes of optimizer states in host memory, of the parameters that this program updates.
-
-        Of states in files, what is cached of all.
-        """
-        if self.files is not None:
-            return self.files.tier.cached_bytes
-        return self.steps.host_bytes()
-
     def sources(self) -> dict[int, Source]:
         """Return the files of new parameters, by index, if each rank reads its own part."""
         if self.device.stage < 3:

@@ -16,6 +16,7 @@ import zerofx.runtime.parameters.buckets
 from tests.kit import models
 from tests.kit.covering import exhaustive, only
 from tests.kit.models import squared_loss
+from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.access import full_params, unshard
 from zerofx.runtime.parameters.guarded import ShardedParameter
@@ -354,10 +355,10 @@ def test_parameters_of_a_bucket_share_memory_and_are_packed_without_a_copy(world
 
 def check_persistent_bytes() -> tuple[dict[str, int], int]:
     gc.collect()  # what other tests have left is not to go in between
-    before = REGISTRY.persistent_bytes()
+    before = persistent_bytes()
     pair = Pair(3)
     pair.train(0)
-    mine = REGISTRY.persistent_bytes([pair.optimizer])
+    mine = persistent_bytes([pair.optimizer])
     elements = sum(own[0].info.place.shard_numel for own in bounds_by_bucket(pair.model))
     kept = {kind: nbytes - before[kind] for kind, nbytes in mine.items()}
     unshard(pair.model, pair.optimizer)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.kit.covering import nightly
+from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.access import full_params, unshard
@@ -566,9 +567,9 @@ def check_persistent_bytes(stage: int) -> dict[str, int]:
         gradient_for(model.weight)
     else:
         model.weight.grad = torch.ones(3, 5)
-    mine = REGISTRY.persistent_bytes([optimizer])
+    mine = persistent_bytes([optimizer])
     unshard(model, optimizer)
-    rest = REGISTRY.persistent_bytes()
+    rest = persistent_bytes()
     return {kind: nbytes - rest[kind] for kind, nbytes in mine.items()}
 
 

@@ -44,23 +44,24 @@ class GradientRegistry:
         self._is_plain = True
         for bound, parameter in self._with_stub():
             bound.stub.__class__ = torch.Tensor
-            bound.allow_accumulation(parameter)
-            bound.drop_gradient_unless_used(parameter)
+            allow_accumulation(bound, parameter)
+            _drop_unless_used(bound, parameter)
         for bound in self._averaged:
             if bound.parameter is not None:
-                bound.allow_accumulation(bound.parameter)
+                allow_accumulation(bound, bound.parameter)
         self._averaged = [bound for bound in self._averaged if _has_average(bound)]
 
     def guard_again(self) -> None:
         """Guard stubs, and let go of the gradients that nothing refers to any more."""
         self._is_plain = False
         for bound, parameter in self._with_stub():
-            bound.drop_gradient_unless_used(parameter)
-            bound.refuse_eager_accumulation(parameter)
+            _drop_unless_used(bound, parameter)
+            if bound.gradient is not None:
+                _watch_accumulation(bound)
             _guard_stub(bound)
         self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
         for bound in self._averaged:
-            bound.see_eager_accumulation()
+            _watch_accumulation(bound)
 
     def store(
         self, bound: ParameterState, gradient: torch.Tensor, *, unreduced: bool = False
@@ -160,6 +161,45 @@ class GradientRegistry:
     def _with_stub(self) -> list[tuple[ParameterState, nn.Parameter]]:
         pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
         return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
+
+
+def _drop_unless_used(bound: ParameterState, parameter: nn.Parameter) -> None:
+    if bound.gradient is not None and parameter.grad is not bound.stub:
+        bound.gradient = None
+
+
+def _watch_accumulation(bound: ParameterState) -> None:
+    """See an eager ``backward()``, which adds to ``parameter.grad`` in C++, past every guard.
+
+    It is an error where that is a stub, and takes the mark of an average off what it adds to.
+    """
+    parameter = bound.parameter
+    if parameter is None or not parameter.requires_grad or bound.accumulation_hook is not None:
+        return
+
+    def before_adding(_gradient: torch.Tensor) -> None:
+        gradient = bound.parameter.grad if bound.parameter is not None else None
+        if gradient is not None and gradient is bound.stub:
+            raise RuntimeError(
+                f"an eager backward() would add to the gradient of parameter {bound.name!r}, "
+                f"and {bound.what_is_kept} between steps. "
+                "Compile the function that calls backward() with "
+                "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
+            )
+        if gradient is not None and hasattr(gradient, "_zerofx_averaged"):
+            del gradient._zerofx_averaged
+
+    bound.accumulation_hook = parameter.register_hook(before_adding)
+
+
+def allow_accumulation(bound: ParameterState, parameter: nn.Parameter) -> None:
+    """Watch an eager ``backward()`` no longer."""
+    if bound.accumulation_hook is None:
+        return
+    bound.accumulation_hook.remove()
+    bound.accumulation_hook = None
+    if not parameter._backward_hooks:
+        parameter._backward_hooks = None  # Dynamo takes a hooked tensor for another one
 
 
 def _guard_stub(bound: ParameterState) -> None:

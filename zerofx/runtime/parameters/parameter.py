@@ -73,7 +73,7 @@ class ParameterState:
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
     _freed: torch.Tensor | None = field(default=None, repr=False)
-    _accumulation_hook: Any = field(default=None, repr=False)
+    accumulation_hook: Any = field(default=None, repr=False)  # by the gradients' registry
 
     def __post_init__(self) -> None:
         if self.stage == 3:
@@ -288,51 +288,6 @@ class ParameterState:
         self.state = State.RETIRED
         self.gradient = self._shard = self.file = None
         self.location = Location.DEVICE
-
-    def drop_gradient_unless_used(self, parameter: nn.Parameter) -> None:
-        if self.gradient is not None and parameter.grad is not self.stub:
-            self.gradient = None
-
-    def refuse_eager_accumulation(self, parameter: nn.Parameter) -> None:
-        """Make an eager ``backward()`` an error while ``parameter.grad`` has no storage.
-
-        Autograd adds to it in C++, past every guard.
-        """
-        if self.gradient is None or not parameter.requires_grad:
-            return
-
-        def refuse(_gradient: torch.Tensor) -> None:
-            current = self.parameter
-            if current is not None and current.grad is self.stub:
-                raise RuntimeError(
-                    f"an eager backward() would add to the gradient of parameter {self.name!r}, "
-                    f"and {self.what_is_kept} between steps. "
-                    "Compile the function that calls backward() with "
-                    "torch.compile(..., backend='zero'), or call optimizer.zero_grad() first."
-                )
-
-        self._accumulation_hook = parameter.register_hook(refuse)
-
-    def see_eager_accumulation(self) -> None:
-        """Take the mark of an average off ``parameter.grad`` when an eager backward adds to it."""
-        parameter = self.parameter
-        if parameter is None or not parameter.requires_grad:
-            return
-
-        def unmark(_gradient: torch.Tensor) -> None:
-            current = self.parameter
-            if current is not None and hasattr(current.grad, "_zerofx_averaged"):
-                del current.grad._zerofx_averaged
-
-        self._accumulation_hook = parameter.register_hook(unmark)
-
-    def allow_accumulation(self, parameter: nn.Parameter) -> None:
-        if self._accumulation_hook is None:
-            return
-        self._accumulation_hook.remove()
-        self._accumulation_hook = None
-        if not parameter._backward_hooks:
-            parameter._backward_hooks = None  # Dynamo takes a hooked tensor for another one
 
     def matches(self, info: ParameterInfo) -> bool:
         mine = self.info

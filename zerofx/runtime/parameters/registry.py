@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -29,8 +29,8 @@ from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.claims import Claims, check_same_options, check_same_place
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
-from zerofx.runtime.parameters.gradients import GradientRegistry
-from zerofx.runtime.parameters.guarded import GuardedState, Kept, check_guardable, guarded_class
+from zerofx.runtime.parameters.gradients import GradientRegistry, allow_accumulation
+from zerofx.runtime.parameters.guarded import Kept, check_guardable, guarded_class
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.host import HostMemory
@@ -73,6 +73,9 @@ class ParameterRegistry:
 
     def __len__(self) -> int:
         return len(self._bound)
+
+    def __iter__(self) -> Iterator[ParameterState]:
+        return iter(list(self._bound.values()))
 
     def lookup(self, parameter: Any) -> ParameterState | None:
         """The entry of ``parameter``, or None if no compiled function has seen it."""
@@ -297,7 +300,7 @@ class ParameterRegistry:
         if self._guarded is None:
             self._guarded = [
                 (bound.reference, bound.own_class, bound.guarded_class)
-                for bound in list(self._bound.values())
+                for bound in self
                 if bound.state is State.SHARDED
             ]
         return self._guarded
@@ -385,41 +388,8 @@ class ParameterRegistry:
             parameter = bound.parameter
             if parameter is not None:
                 parameter.__class__ = bound.own_class
-                bound.allow_accumulation(parameter)
+                allow_accumulation(bound, parameter)
             self._drop(bound, id(parameter))
-
-    def persistent_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
-        """Bytes this rank holds between steps, padding included, by kind.
-
-        States that are in files do not count, nor what host memory caches of them.
-        """
-        parameters = gradients = 0
-        memories: set[BucketMemory] = set()
-        for bound in list(self._bound.values()):
-            parameter = bound.parameter
-            if parameter is None:
-                continue
-            shard = bound.shard if bound.state is State.SHARDED else None
-            parameters += parameter.nbytes if shard is None else shard.nbytes
-            if bound.memory is not None:
-                memories.add(bound.memory)
-            if bound.gradient is not None and parameter.grad is bound.stub:
-                gradients += bound.gradient.nbytes
-            elif parameter.grad is not None and parameter.grad is not bound.stub:
-                gradients += parameter.grad.nbytes
-        parameters += sum(memory.padding_bytes for memory in memories)
-        states = sum(
-            value.nbytes
-            for optimizer in optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and not isinstance(value, GuardedState)
-        )
-        return {
-            "parameters": parameters,
-            "gradients": gradients,
-            "optimizer_states": states,
-        }
 
 
 REGISTRY = ParameterRegistry()

@@ -124,12 +124,10 @@ class HostMemory:
                 continue
             for dtype in dict.fromkeys(value.dtype for value in values.values()):
                 alike = {i: v for i, v in values.items() if v.dtype is dtype and v.dim()}
-                lengths = [value.numel() for value in alike.values()]
-                flat = self.empty(sum(lengths), dtype)
+                flat = [value.detach().reshape(-1) for value in alike.values()]
+                parts = self.take_in_shards(flat, pinned=False)
                 with ordinary_tensors():
-                    parts = flat.split(lengths)
                     for (index, value), part in zip(alike.items(), parts, strict=True):
-                        part.copy_(value.detach().reshape(-1))
                         states[index][name] = without_base(part.view(value.shape))
 
     def give_back(self, states: Sequence[dict[str, Any]], device: torch.device) -> None:

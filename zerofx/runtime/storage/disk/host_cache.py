@@ -76,7 +76,6 @@ class HostCache:
         self._allocate = allocate or store.empty
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
-        self._void: set[str] = set()  # buckets whose values nothing needs any more
         self._order: list[str] = []
         self._position = -1  # in no order yet
         self.begin(order)
@@ -160,10 +159,8 @@ class HostCache:
             raise ValueError(f"bucket {bucket!r} is not in use: release it once for each use")
         resident.num_uses -= 1
         resident.is_dirty |= dirty
-        if dirty:
-            self._void.discard(bucket)
         if void:
-            self._void.add(bucket)
+            self._store.forget(bucket)
             resident.is_dirty, resident.is_new = False, True
         self._read_ahead()
 
@@ -195,7 +192,6 @@ class HostCache:
 
     def drop(self, bucket: str) -> None:
         """Forget a bucket whose values nothing needs any more, before the store removes it."""
-        self._void.discard(bucket)
         resident = self._resident.pop(bucket, None)
         if resident is not None:
             self._free.append(_Free(resident.memory, resident.load))
@@ -221,7 +217,7 @@ class HostCache:
                 self._give_back(self._free.pop(0))
             memory = self._allocate(bucket)
             self.held_bytes += layout.nbytes
-        is_new = bucket in self._void or not self._store.was_written(bucket)
+        is_new = not self._store.was_written(bucket)
         if not is_new:
             last = self._store.start_read(bucket, memory, after=[last] if last else [])
         self._resident[bucket] = _Resident(memory, layout.views(memory), last, is_new)

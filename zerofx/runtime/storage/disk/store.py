@@ -103,6 +103,10 @@ class FileStore:
         """Return whether any of a bucket is in its files, or on its way there."""
         return bucket in self._written
 
+    def forget(self, bucket: str) -> None:
+        """Note that nothing needs what a bucket's files hold: it is as if never written."""
+        self._written.discard(bucket)
+
     def empty(self, bucket: str) -> torch.Tensor:
         """Memory for a whole bucket, which moves without a copy; pinned if there is CUDA.
 
