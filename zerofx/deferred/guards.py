@@ -12,7 +12,7 @@ from torch import nn
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.recorder import Recorder
-from zerofx.runtime.memory.guard import Guarded
+from zerofx.runtime.memory.guard import Guarded, is_saving
 
 
 class _Deferred(Guarded):
@@ -50,10 +50,7 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
 
     Any other caller would take the result for a live view.
     """
-    saving = frame.f_code.co_name == nn.Module._save_to_state_dict.__name__
-    if not saving or not isinstance(frame.f_locals.get("self"), nn.Module):
-        return NotImplemented
-    return LEDGER.value_of(args[0]).cpu()
+    return NotImplemented if not is_saving(frame) else LEDGER.value_of(args[0]).cpu()
 
 
 def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

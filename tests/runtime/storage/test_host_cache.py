@@ -205,7 +205,7 @@ def test_releasing_what_is_not_in_use_is_refused(open_store):
 def test_a_bucket_in_use_is_never_evicted(open_store):
     cache = HostCache(open_store([NUMEL] * 4), "0123", memory_bytes=2 * SIZE)
     zero, one = cache.use("0")["shard"], cache.use("1")["shard"]
-    with pytest.raises(ValueError, match="no room for bucket '2'.*in use are: 0, 1. Release"):
+    with pytest.raises(ValueError, match="no room for bucket '2'.*in use are: 0, 1"):
         cache.use("2")
     assert (zero == 0).all() and (one == 1).all()
     cache.release("1", dirty=False)
@@ -214,7 +214,7 @@ def test_a_bucket_in_use_is_never_evicted(open_store):
 
 def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
     store = open_store([NUMEL, 2 * NUMEL])
-    with pytest.raises(ValueError, match=f"'1' takes {2 * SIZE} bytes.*{2 * SIZE - 1}: raise"):
+    with pytest.raises(ValueError, match=f"'1' takes {2 * SIZE} bytes.*{2 * SIZE - 1}"):
         HostCache(store, "01", memory_bytes=2 * SIZE - 1)
     with pytest.raises(ValueError, match="order of uses is empty"):
         HostCache(store, "", memory_bytes=9 * SIZE)

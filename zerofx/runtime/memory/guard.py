@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from torch import nn
+
 from zerofx import compat
 
 Special = Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]
@@ -108,3 +110,13 @@ def guarded_among(value: Any) -> Iterator[Any]:
             yield from guarded_among(item)
     elif isinstance(value, dict):
         yield from guarded_among(list(value.values()))
+
+
+def is_saving(frame: FrameType) -> bool:
+    """Return whether a function is called by ``Module._save_to_state_dict``.
+
+    ``state_dict`` reaches each parameter through it and nothing else.  Looking at the caller leaves
+    the user's modules without a hook or a patched method.
+    """
+    saving = frame.f_code.co_name == nn.Module._save_to_state_dict.__name__
+    return saving and isinstance(frame.f_locals.get("self"), nn.Module)

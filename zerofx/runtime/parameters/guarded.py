@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,27 +16,21 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import FileTierError
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.memory.guard import Guarded, Special, guarded_among
+from zerofx.runtime.memory.guard import Guarded, Special, guarded_among, is_saving
 from zerofx.runtime.storage.bucket import Bucket, Key, Reader
 
-
-class Keepers(Protocol):
-    """Finds what keeps a guarded tensor's values, and reads and writes whole values there."""
-
-    def keeper(self, tensor: torch.Tensor) -> Any: ...
-
-    def write(self, bound: Any, whole: torch.Tensor) -> None: ...
-
-    def value_for_state_dict(self, bound: Any, destination: Any) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from zerofx.runtime.parameters.registry import ParameterRegistry
 
 
 class Kept(Guarded):
     """A guarded tensor whose values a ``ParameterState`` keeps, or a file.
 
-    ``_keepers`` is this process's registry, which sets it.
+    ``_keepers`` is this process's registry, which sets it: it finds what keeps a tensor's values,
+    and reads and writes whole values there.
     """
 
-    _keepers: ClassVar[Keepers]
+    _keepers: ClassVar[ParameterRegistry]
 
     def _name_in_repr(self) -> str:
         keeper = self._keepers.keeper(self)
@@ -207,19 +201,13 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """``parameter.detach()`` as ``Module.state_dict`` calls it: the whole value.
 
-    ``state_dict`` reaches each parameter through ``Module._save_to_state_dict`` and nothing
-    else.  Looking at the caller leaves the user's modules without a hook or a patched method,
-    and any other ``detach`` (whose caller would take the result for a live view) refused.
+    Any other ``detach``, whose caller would take the result for a live view, is refused.
     """
     tensor = args[0]
-    if isinstance(tensor, GuardedGradient):
-        return NotImplemented
     keeper = tensor._keepers.keeper(tensor)
-    caller = frame.f_locals
-    saving = frame.f_code.co_name == nn.Module._save_to_state_dict.__name__
-    if keeper is None or not saving or not isinstance(caller.get("self"), nn.Module):
+    if isinstance(tensor, GuardedGradient) or keeper is None or not is_saving(frame):
         return NotImplemented
-    return tensor._keepers.value_for_state_dict(keeper, caller.get("destination"))
+    return tensor._keepers.value_for_state_dict(keeper, frame.f_locals.get("destination"))
 
 
 def _zero(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -177,35 +177,30 @@ class ParameterState:
             with torch.no_grad(), ordinary_tensors():
                 self._shard.data = self._shard.new_empty(0)
 
-    def _leave_file(self) -> None:
-        """Have memory for new values of all the shard: those in the file are no longer its own."""
+    def _renewed(self) -> torch.Tensor:
+        """Return the shard to write new values of all of it to: none is in a file any more."""
+        assert self._shard is not None
         if self.location is Location.FILE:
-            assert self._shard is not None
             pinned = self.info.device.type == "cuda"
             with ordinary_tensors():
                 self._shard.data = self.host.empty(
                     self.info.shard_numel, self.info.dtype, pinned
                 ).zero_()
             self.location = Location.HOST
+        self._settle()
+        self.snapshot = None
+        return self._shard
 
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
-        assert self._shard is not None
-        self._leave_file()
-        self._settle()
         with ordinary_tensors():
-            copy_range(self._shard, whole, self.info, self.communicator.rank)
-        self.snapshot = None
+            copy_range(self._renewed(), whole, self.info, self.communicator.rank)
 
     def write_shard(self, values: torch.Tensor) -> None:
         """Keep these new values of the shard, if the parameter has not been given back."""
-        if self._shard is None:
-            return
-        self._leave_file()
-        self._settle()
-        with ordinary_tensors():
-            self._shard.copy_(values)
-        self.snapshot = None
+        if self._shard is not None:
+            with ordinary_tensors():
+                self._renewed().copy_(values)
 
     def _settle(self) -> None:
         """Wait until nothing reads the shard that may now be written to."""
@@ -242,20 +237,18 @@ class ParameterState:
         """
         parameter = self.parameter
         assert parameter is not None
-        self._leave_file()
-        self._settle()
         with ordinary_tensors():
             whole = parameter.detach()
             if self._shard is None or self._shard.dtype != self.info.dtype:
-                self.location, self.file = Location.DEVICE, None
+                self._settle()
+                self.location, self.file, self.snapshot = Location.DEVICE, None, None
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
-                copy_range(self._shard, whole, self.info, self.communicator.rank)
+                copy_range(self._renewed(), whole, self.info, self.communicator.rank)
             parameter.data = self.freed()
             # A backward pass through a graph built on the old values says so, and does not
             # read the freed storage.
             torch.autograd.graph.increment_version(parameter)
-        self.snapshot = None
 
     def read(self, source: Source) -> None:
         """Have the shard, which is new, hold what is in a file; the parameter was never made."""

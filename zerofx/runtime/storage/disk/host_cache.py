@@ -114,15 +114,14 @@ class HostCache:
         if bucket != expected:
             raise ValueError(
                 f"bucket {bucket!r} is not next in the order: {expected!r} is, at place"
-                f" {self._position} of {len(self._order)}. Use buckets in the order that the cache"
-                " was given, or give it another one (begin)"
+                f" {self._position} of {len(self._order)}"
             )
         if bucket not in self._resident and not self._load(bucket, 0):
             in_use = [name for name, held in self._resident.items() if held.num_uses]
             raise ValueError(
                 f"no room for bucket {bucket!r} ({self._store.layout(bucket).nbytes} bytes) in"
                 f" {self.memory_bytes} bytes of host memory, while in use are:"
-                f" {', '.join(in_use)}. Release them first, or raise the bound"
+                f" {', '.join(in_use)}"
             )
         resident = self._resident[bucket]
         resident.num_uses += 1
@@ -142,10 +141,13 @@ class HostCache:
 
     def views(self, bucket: str) -> dict[str, torch.Tensor]:
         """The fields of a bucket that is in use.  Raises: ValueError if it is not."""
+        return self._in_use(bucket).views
+
+    def _in_use(self, bucket: str) -> _Resident:
         resident = self._resident.get(bucket)
         if resident is None or resident.num_uses == 0:
-            raise ValueError(f"bucket {bucket!r} is not in use: use it first")
-        return resident.views
+            raise ValueError(f"bucket {bucket!r} is not in use")
+        return resident
 
     def release(self, bucket: str, *, dirty: bool, void: bool = False) -> None:
         """Let a bucket go after its use; ``dirty`` if its values were changed.
@@ -154,9 +156,7 @@ class HostCache:
 
         Raises: ValueError if it is not in use.
         """
-        resident = self._resident.get(bucket)
-        if resident is None or resident.num_uses == 0:
-            raise ValueError(f"bucket {bucket!r} is not in use: release it once for each use")
+        resident = self._in_use(bucket)
         resident.num_uses -= 1
         resident.is_dirty |= dirty
         if void:
@@ -278,12 +278,10 @@ class HostCache:
 
     def _check_order(self, order: Sequence[str]) -> None:
         if not order:
-            raise ValueError("the order of uses is empty: name the buckets as a step uses them")
-        layouts = [self._store.layout(bucket) for bucket in order]
-        largest = max(layouts, key=lambda layout: layout.nbytes)
+            raise ValueError("the order of uses is empty")
+        largest = max(map(self._store.layout, order), key=lambda layout: layout.nbytes)
         if largest.nbytes > self.memory_bytes:
             raise ValueError(
                 f"bucket {largest.bucket!r} takes {largest.nbytes} bytes, and the host may keep"
-                f" {self.memory_bytes}: raise the bound to hold two of the largest at least, so"
-                " that one is read while another is used, or make smaller buckets"
+                f" {self.memory_bytes}"
             )

@@ -37,26 +37,10 @@ class BucketLayout:
     """A bucket's tensors one after the other, each from a multiple of ``ALIGNMENT`` on.
 
     The same in the files and in memory, so that a bucket is read as it is used.
-
-    Raises: ValueError for two fields of one name, or a negative length.
     """
 
     bucket: str
     fields: tuple[Field, ...]
-
-    def __post_init__(self) -> None:
-        names = [field.name for field in self.fields]
-        if len(set(names)) != len(names):
-            raise ValueError(
-                f"bucket {self.bucket!r} has two fields of one name, of {', '.join(names)}: a"
-                " field is read and written by its name. Rename one"
-            )
-        for field in self.fields:
-            if field.numel < 0:
-                raise ValueError(
-                    f"field {field.name!r} of bucket {self.bucket!r} has {field.numel} elements:"
-                    " give 0 or more"
-                )
 
     @cached_property
     def offsets(self) -> dict[str, int]:

@@ -17,8 +17,6 @@ from zerofx.runtime.storage.disk.stripes import StripeFile, Stripes
 from zerofx.runtime.storage.disk.system import SystemCalls
 from zerofx.runtime.storage.disk.transfers import Operation, Piece, Transfers
 
-MIN_BLOCK_BYTES = 512 * 1024
-
 
 class FileStore:
     """Holds buckets in files, striped by blocks over directories.
@@ -31,12 +29,13 @@ class FileStore:
     and are gone after ``close``, or when the process ends.  A forked child may not use its
     parent's.
 
-    ``block_bytes`` is how much one call moves, ``depth`` how many calls are outstanding.
+    ``block_bytes`` is how much one call moves, a multiple of ``ALIGNMENT``, and ``depth`` how many
+    calls are outstanding.
     ``checksums`` finds a changed block when it is read, at the cost of a CRC-32 over all that
     moves.
 
-    Raises: ValueError for arguments that make no sense, FileTierError for a directory that
-    cannot be used or has no room.
+    Raises: ValueError for directories that make no sense, FileTierError for one that cannot be used
+    or has no room.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class FileStore:
         checksums: bool = False,
         system: SystemCalls | None = None,
     ) -> None:
-        _check_arguments(directories, block_bytes, depth)
+        _check_directories(directories)
         self.block_bytes = block_bytes
         self.layouts: dict[str, BucketLayout] = {}
         self._pid = os.getpid()
@@ -77,12 +76,8 @@ class FileStore:
         self._transfers.check_usable()
         layouts = list(layouts)
         names = [layout.bucket for layout in layouts]
-        for index, name in enumerate(names):
-            if name in self.layouts or name in names[:index]:
-                raise ValueError(
-                    f"the store has a bucket {name!r} already, and buckets go by their names:"
-                    " choose another name"
-                )
+        if not self.layouts.keys().isdisjoint(names) or len(set(names)) < len(names):
+            raise ValueError(f"buckets go by their names, and two have one of {', '.join(names)}")
         made = self._stripes.make([layout.nbytes for layout in layouts])
         self._files.update(zip(names, made, strict=True))
         self.layouts.update(zip(names, layouts, strict=True))
@@ -244,11 +239,7 @@ def _close_files(files: Iterable[StripeFile]) -> None:
         one.file.close()
 
 
-def _check_arguments(
-    directories: Sequence[str | os.PathLike[str]], block_bytes: int, depth: int
-) -> None:
-    if isinstance(directories, str | os.PathLike):
-        raise TypeError(f"directories is a list of them, not one: give [{str(directories)!r}]")
+def _check_directories(directories: Sequence[str | os.PathLike[str]]) -> None:
     if not directories:
         raise ValueError("the file tier needs at least one directory")
     real = [os.path.realpath(directory) for directory in directories]
@@ -257,13 +248,6 @@ def _check_arguments(
             f"one directory is named twice, of {', '.join(real)}: striping is over different"
             " disks. Name each once"
         )
-    if block_bytes < MIN_BLOCK_BYTES or block_bytes % ALIGNMENT:
-        raise ValueError(
-            f"block_bytes must be a multiple of {ALIGNMENT}, from {MIN_BLOCK_BYTES} on (smaller"
-            f" calls do not keep a disk busy), not {block_bytes}"
-        )
-    if depth < 1:
-        raise ValueError(f"depth is how many calls are outstanding, 1 or more, not {depth}")
 
 
 def _check_tensor(layout: BucketLayout, tensor: torch.Tensor) -> None:

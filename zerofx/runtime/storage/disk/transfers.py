@@ -107,13 +107,10 @@ class Transfers:
         A write before it that fails makes it fail with the same error.  A read that fails does
         not: that is for whoever waits for it.
 
-        Raises: FileTierError if the store is unusable, ValueError for another store's operation.
+        Raises: FileTierError if the store is unusable.
         """
         with self._lock:
             self.check_usable()
-            after = list(after)
-            if any(not other.is_done and other not in self._open for other in after):
-                raise ValueError("what an operation comes after must be of the same file store")
             operation._remaining = max(1, len(operation.pieces))
             self._open.add(operation)
             for other in after:
