@@ -198,14 +198,16 @@ class FileTier:
         """
         with self._lock, ordinary_tensors():
             assert self.cache is not None, "a step has begun"
-            name, views = bucket.name, self.cache.views(bucket.name)
+            views = self.cache.views(bucket.name)
             is_last = self._in_use[bucket] == 1
             left = bucket.leave(views) if is_last else Left.KNOWN
+            # Only now may something else be read into the memory that it lay in.
             if left is Left.RELAYOUT:
                 self._lay_out_anew(bucket)
-            # Only now may something else be read into the memory that it lay in.
-            is_dirty = left is Left.NEW or (left is Left.KNOWN and is_dirty)
-            self.cache.release(name, dirty=is_dirty, void=is_void)
+                self.cache.drop(bucket.name)
+            else:
+                is_dirty = left is Left.NEW or (left is Left.KNOWN and is_dirty)
+                self.cache.release(bucket.name, dirty=is_dirty, void=is_void)
             self._in_use[bucket] -= 1
             if is_last:
                 del self._in_use[bucket]
@@ -219,18 +221,14 @@ class FileTier:
         """
         with self._lock:
             assert self.cache is not None, "a step has begun"
-            words = bucket.name.rpartition(", ")[0]
-            larger = ValueBucket(self, self.name(words), num_bytes)
+            larger = ValueBucket(self, bucket.name, num_bytes)
             self._check_cache([larger], in_use_bytes)
             try:
-                self.store.add([larger.layout])
+                self.store.lay_out_anew(larger.layout)
             except FileTierError as error:
                 raise StepError(str(self._no_room([larger], error))) from error
-            self.cache.replace(bucket.name, larger.name)
-            self._gone.append(bucket.name)
-            bucket.name = larger.name
+            self.cache.drop(bucket.name)
             bucket.resize(num_bytes)
-            weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
 
     def finish(self) -> None:
         """End a step.  Raises: FileTierError if a write is known to have failed."""
@@ -279,11 +277,8 @@ class FileTier:
 
     def _lay_out_anew(self, bucket: Bucket) -> None:
         """Write values that do not fit a bucket's layout, and give it theirs from now on."""
-        self._gone.append(bucket.name)
-        bucket.name = self.name(bucket.name.rpartition(", ")[0])
         bucket.lay_out_anew()
-        weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
-        self.store.add([bucket.layout])
+        self.store.lay_out_anew(bucket.layout)
         memory = self.store.empty(bucket.name)
         bucket.leave(bucket.layout.views(memory))
         self.store.wait(self.store.start_write(bucket.name, memory))

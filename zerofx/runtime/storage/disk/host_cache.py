@@ -92,14 +92,11 @@ class HostCache:
         for resident in self._resident.values():
             resident.is_dirty |= resident.num_uses > 0
             resident.num_uses = 0
-        self._set_order(order, 0)
-        self._read_ahead()
-
-    def _set_order(self, order: Sequence[str], position: int) -> None:
-        self._order, self._position = list(order), position
+        self._order, self._position = list(order), 0
         self._places: dict[str, list[int]] = {}
         for place, bucket in enumerate(order):
             self._places.setdefault(bucket, []).append(place)
+        self._read_ahead()
 
     def use(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return the fields of the bucket that is next in the order, once they are in memory.
@@ -164,18 +161,6 @@ class HostCache:
             resident.is_dirty, resident.is_new = False, True
         self._read_ahead()
 
-    def replace(self, bucket: str, by: str) -> None:
-        """Have another bucket of the store take the place of one that is not in use, in the order.
-
-        What the other one held is forgotten.  Raises: ValueError if the bucket is in use.
-        """
-        resident = self._resident.get(bucket)
-        if resident is not None and resident.num_uses:
-            raise ValueError(f"bucket {bucket!r} is in use: release it first")
-        self.drop(bucket)
-        order, position = [by if name == bucket else name for name in self._order], self._position
-        self._set_order(order, position)
-
     def read(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return the fields of any bucket, out of turn, in memory of their own beside the bound.
 
@@ -191,7 +176,7 @@ class HostCache:
         return layout.views(memory)
 
     def drop(self, bucket: str) -> None:
-        """Forget a bucket whose values nothing needs any more, before the store removes it."""
+        """Forget what memory holds of a bucket, which nothing needs, or not in this layout."""
         resident = self._resident.pop(bucket, None)
         if resident is not None:
             self._free.append(_Free(resident.memory, resident.load))

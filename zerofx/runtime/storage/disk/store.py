@@ -82,6 +82,15 @@ class FileStore:
         self._files.update(zip(names, made, strict=True))
         self.layouts.update(zip(names, layouts, strict=True))
 
+    def lay_out_anew(self, layout: BucketLayout) -> None:
+        """Give a bucket files of another layout, in which nothing has been written.
+
+        Raises: FileTierError if there is no room, besides the files that it has; it keeps these.
+        """
+        (files,) = self._stripes.make([layout.nbytes])
+        self.remove(layout.bucket)
+        self._files[layout.bucket], self.layouts[layout.bucket] = files, layout
+
     def remove(self, bucket: str) -> None:
         """Give a bucket's room on disk back, once what is under way with it has ended.
 
