@@ -24,7 +24,7 @@ from tests.kit.device_memory import Allocations
 from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 STAGES = (0, 1, 2, 3)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from zerofx.deferred.guards import deferred_class
+from zerofx.deferred.guards import Reads, deferred_class
 from zerofx.deferred.ledger import LEDGER
-from zerofx.deferred.reads import Reads
 from zerofx.deferred.recorder import Recorder
 
 _open = threading.local()

@@ -2,8 +2,7 @@
 
 import torch
 
-from zerofx.runtime.memory.buffers import BufferPool
-from zerofx.runtime.memory.pages import HUGE_PAGE_BYTES
+from zerofx.runtime.memory.pages import HUGE_PAGE_BYTES, BufferPool
 
 LIKE = torch.empty(0)
 

@@ -30,7 +30,7 @@ from zerofx.runtime.comm.transport import (
     Started,
     is_exact,
 )
-from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import BufferPool
 
 Transport = LocalTransport | NativeTransport | GlooTransport
 

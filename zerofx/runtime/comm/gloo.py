@@ -21,7 +21,7 @@ from zerofx.runtime.comm.transport import (
     divide,
     is_exact,
 )
-from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import BufferPool
 
 
 class GlooWork(Work):

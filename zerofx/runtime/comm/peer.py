@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zerofx.runtime.comm.gloo import GlooTransport, copy_unless_there
 from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.transport import REDUCTIONS, Started, Work, divide
-from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import BufferPool
 
 
 class PeerWork(Work):

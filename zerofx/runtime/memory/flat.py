@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.parameters import ParameterInfo, storage_order
-from zerofx.runtime.memory.buffers import BufferPool
+from zerofx.runtime.memory.pages import BufferPool
 
 # Small tensors travel to the other ranks together, in messages of at most this size.
 COALESCED_BYTES = 4 * 1024 * 1024

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.runtime.memory.buffers import BufferPool
 from zerofx.runtime.memory.flat import adjoin, join
+from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage.bucket import ValueBucket
 from zerofx.runtime.storage.host import HostMemory
 
