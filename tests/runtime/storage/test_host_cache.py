@@ -217,7 +217,7 @@ def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
     with pytest.raises(ValueError, match=f"'1' takes {2 * SIZE} bytes.*{2 * SIZE - 1}"):
         HostCache(store, "01", memory_bytes=2 * SIZE - 1)
     with pytest.raises(ValueError, match="order of uses is empty"):
-        HostCache(store, "", memory_bytes=9 * SIZE)
+        HostCache(store, memory_bytes=9 * SIZE).begin("")
     with pytest.raises(ValueError, match="no bucket '7'"):
         HostCache(store, "07", memory_bytes=9 * SIZE)
 

@@ -52,16 +52,14 @@ class FileTier:
         self.host = host
         self.lost: FileTierError | None = None
         self.store = FileStore(directories, checksums=checksums, system=system)
-        self.cache: HostCache | None = None
+        self.cache = HostCache(self.store, memory_bytes=cache_bytes or 0, host=host)
         self._system = system
-        self._bound_bytes = cache_bytes
         self._by_key: weakref.WeakValueDictionary[Hashable, Bucket] = weakref.WeakValueDictionary()
         self._all: weakref.WeakSet[Bucket] = weakref.WeakSet()
         self._lost_with: list[tuple[Any, Any]] = []  # optimizers, and the states that they had
         self._numbers = itertools.count()
         self._gone: deque[str] = deque()  # names in the store that nothing needs any more
         self._in_use: dict[Bucket, int] = {}  # how often each is, in order
-        self.is_pinned = False
         # A worker may fetch and release while the thread that runs the step asks for something.
         self._lock = threading.RLock()
 
@@ -104,7 +102,8 @@ class FileTier:
             weakref.finalize(bucket, self._gone.append, bucket.name).atexit = False
             if bucket.key is not None:
                 self._by_key[bucket.key] = bucket
-            self.is_pinned |= bucket.is_copied_by_gpu and torch.cuda.is_available()
+            # States need not be pinned: updates run on the CPU, and no GPU copies these.
+            self.cache.is_pinned |= bucket.is_copied_by_gpu and torch.cuda.is_available()
 
     def cache_bytes_to_come(self, buckets: Sequence[Bucket]) -> int:
         """Host memory that the cache will take for these buckets and does not hold yet."""
@@ -114,13 +113,12 @@ class FileTier:
     @property
     def cached_bytes(self) -> int:
         """Host memory that the cache holds now."""
-        return self.cache.held_bytes if self.cache is not None else 0
+        return self.cache.held_bytes
 
     @property
     def cache_bytes(self) -> int:
-        """The bound of what host memory keeps."""
-        assert self._bound_bytes is not None, "known once buckets have been reserved"
-        return self._bound_bytes
+        """The bound of what host memory keeps; if not given, known once buckets are reserved."""
+        return self.cache.memory_bytes
 
     def _check_cache(self, buckets: Sequence[Bucket], in_use_bytes: int) -> None:
         sizes = {bucket: bucket.layout.nbytes for bucket in buckets}
@@ -130,12 +128,10 @@ class FileTier:
         least = max(2 * sizes[largest], in_use_bytes)
         smaller = "bucket_bytes" if largest.outlives_steps else "batch"
         if self.given_cache_bytes is None:
-            if self._bound_bytes is None:
+            if self.cache.memory_bytes == 0:
                 available = self.host.available_bytes() or 0
-                self._bound_bytes = int(available * DEFAULT_SHARE) // self.ranks_here
-            self._bound_bytes = max(self._bound_bytes, least)
-            if self.cache is not None:
-                self.cache.memory_bytes = self._bound_bytes
+                self.cache.memory_bytes = int(available * DEFAULT_SHARE) // self.ranks_here
+            self.cache.memory_bytes = max(self.cache.memory_bytes, least)
         elif self.given_cache_bytes < 2 * sizes[largest]:
             raise StepError(
                 f"offload_cache_bytes={self.given_cache_bytes} is less than two of the largest "
@@ -169,13 +165,7 @@ class FileTier:
             if self.lost is not None:
                 self._open_again()
             self._remove_gone()
-            order = [bucket.name for bucket in buckets]
-            if self.cache is None:
-                self.cache = HostCache(
-                    self.store, order, memory_bytes=self.cache_bytes, allocate=self._allocate
-                )
-            else:
-                self.cache.begin(order)
+            self.cache.begin([bucket.name for bucket in buckets])
 
     def fetch(self, bucket: Bucket) -> None:
         """Have a bucket in host memory, where its user finds it.
@@ -185,7 +175,6 @@ class FileTier:
         Raises: FileTierError if it cannot be read.
         """
         with self._lock, ordinary_tensors():
-            assert self.cache is not None, "a step has begun"
             views = self.cache.use(bucket.name)
             bucket.prepare()
             self._in_use[bucket] = self._in_use.get(bucket, 0) + 1  # it may be interrupted
@@ -197,7 +186,6 @@ class FileTier:
         If it ``is_void``, nothing needs what it holds.
         """
         with self._lock, ordinary_tensors():
-            assert self.cache is not None, "a step has begun"
             views = self.cache.views(bucket.name)
             is_last = self._in_use[bucket] == 1
             left = bucket.leave(views) if is_last else Left.KNOWN
@@ -220,7 +208,6 @@ class FileTier:
         Raises: StepError if there is none; nothing has changed then.
         """
         with self._lock:
-            assert self.cache is not None, "a step has begun"
             larger = ValueBucket(self, bucket.name, num_bytes)
             self._check_cache([larger], in_use_bytes)
             try:
@@ -272,7 +259,6 @@ class FileTier:
         """
         with self._lock, ordinary_tensors():
             self._check_not_lost()
-            assert self.cache is not None, "what holds something has been in a step"
             return self.cache.read(bucket.name)
 
     def _lay_out_anew(self, bucket: Bucket) -> None:
@@ -283,10 +269,6 @@ class FileTier:
         bucket.leave(bucket.layout.views(memory))
         self.store.wait(self.store.start_write(bucket.name, memory))
 
-    def _allocate(self, bucket: str) -> Tensor:
-        # States need not be pinned: updates run on the CPU, and no GPU copies these.
-        return self.host.empty(self.store.layout(bucket).nbytes, torch.uint8, self.is_pinned)
-
     def _remove_gone(self) -> None:
         for bucket in list(self._all):
             if bucket.is_gone:  # a program that outlives it has the bucket still
@@ -295,8 +277,7 @@ class FileTier:
         while self._gone:
             name = self._gone.popleft()
             if name in self.store.layouts:
-                if self.cache is not None:
-                    self.cache.drop(name)
+                self.cache.drop(name)
                 self.store.remove(name)
 
     # After a failure
@@ -335,7 +316,9 @@ class FileTier:
         self.store.close()
         self.store = FileStore(self.directories, checksums=self.checksums, system=self._system)
         self.store.add([bucket.layout for bucket in buckets])
-        self.cache = None
+        bound, is_pinned = self.cache.memory_bytes, self.cache.is_pinned
+        self.cache = HostCache(self.store, memory_bytes=bound, host=self.host)
+        self.cache.is_pinned = is_pinned
         self._gone.clear()
         for bucket in buckets:
             bucket.forget()

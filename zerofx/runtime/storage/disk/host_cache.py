@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from zerofx.errors import FileTierError
 from zerofx.runtime.memory.pages import aligned_empty
 from zerofx.runtime.storage.disk.store import FileStore
 from zerofx.runtime.storage.disk.transfers import Operation
+from zerofx.runtime.storage.host import HostMemory
 
 
 @dataclass(eq=False)
@@ -41,7 +42,8 @@ class _Free:
 class HostCache:
     """Keeps buckets of a store in at most ``memory_bytes`` of host memory.
 
-    ``order`` is the buckets as a step uses them, one entry a use, over and over.  At every
+    ``order``, or that of ``begin``, is the buckets as a step uses them, one entry a use, over and
+    over.  At every
     ``use`` and ``release`` it looks along the order: the first bucket that is not in memory is
     read if there is room, or if what makes room is used later than it (and so on, up to one round).
     What makes room is the coldest: the one whose next use is farthest.  If it is dirty it
@@ -51,8 +53,7 @@ class HostCache:
     Memory is given out again for a bucket of the same size, so buckets of one size allocate nothing
     after the first round. One of another size waits for memory to be written and freed. A bucket
     that was never written, or released as ``void``, gets memory without a read, for its user to
-    fill. ``allocate`` gives the memory for a bucket of the store; it is ``store.empty`` if not
-    given.
+    fill. Memory is taken from the ``host``'s, or is the store's if that is not given.
 
     One thread at a time may call it.
 
@@ -64,21 +65,24 @@ class HostCache:
     def __init__(
         self,
         store: FileStore,
-        order: Sequence[str],
+        order: Sequence[str] = (),
         *,
         memory_bytes: int,
-        allocate: Callable[[str], torch.Tensor] | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.memory_bytes = memory_bytes
         self.held_bytes = 0
         """The bytes allocated now; never more than ``memory_bytes``."""
         self._store = store
-        self._allocate = allocate or store.empty
+        self.is_pinned = False
+        """True if a GPU copies what is there."""
+        self._host = host
         self._resident: dict[str, _Resident] = {}
         self._free: list[_Free] = []
         self._order: list[str] = []
         self._position = -1  # in no order yet
-        self.begin(order)
+        if order:
+            self.begin(order)
 
     def begin(self, order: Sequence[str]) -> None:
         """Go by an order from its start; if its end has just been reached, as if it went on.
@@ -200,7 +204,10 @@ class HostCache:
         else:
             while self.held_bytes + layout.nbytes > self.memory_bytes:
                 self._give_back(self._free.pop(0))
-            memory = self._allocate(bucket)
+            if self._host is not None:
+                memory = self._host.empty(layout.nbytes, torch.uint8, self.is_pinned)
+            else:
+                memory = self._store.empty(bucket)
             self.held_bytes += layout.nbytes
         is_new = not self._store.was_written(bucket)
         if not is_new:
