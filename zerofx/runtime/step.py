@@ -253,20 +253,17 @@ class StepRuntime:
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
-        for on_host in (False, True):
-            bounds = [
-                (role.parameter, self.bound[role.parameter])
-                for _, role in self.inputs
-                if role.kind == "parameter" and role.on_host is on_host
-            ]
-            misplaced = [
-                bound
-                for index, bound in bounds
-                if (bound.location is Location.DEVICE) is on_host
-                or self._is_in_wrong_file(index, bound)
-            ]
-            if misplaced:
-                REGISTRY.place(misplaced, Location.HOST if on_host else Location.DEVICE)
+        misplaced: dict[Location, list[ParameterState]] = {}
+        for _, role in self.inputs:
+            if role.kind != "parameter":
+                continue
+            index, bound = role.parameter, self.bound[role.parameter]
+            is_on_device = bound.location is Location.DEVICE
+            if is_on_device is role.on_host or self._is_in_wrong_file(index, bound):
+                to = Location.HOST if role.on_host else Location.DEVICE
+                misplaced.setdefault(to, []).append(bound)
+        for location, bounds in misplaced.items():
+            REGISTRY.place(bounds, location)
 
     def _is_in_wrong_file(self, index: int, bound: ParameterState) -> bool:
         """Return whether a shard is in a file of folders that this program never reads."""
