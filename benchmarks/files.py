@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from tabulate import tabulate
 
-from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore, HostCache
+from zerofx.runtime.storage.disk import BucketLayout, FileStore, HostCache, Part
 
 NUM_BUFFERS = 4  # buckets in memory at once, as many operations are under way
 KINDS = ("read", "write")
@@ -143,7 +143,7 @@ class Updates:
         layout = store.layout(self.order[0])
         memory_bytes = cached * layout.nbytes
         self.cache = HostCache(store, self.order, memory_bytes=memory_bytes)
-        self.numel = layout.fields[0].numel
+        self.numel = layout.parts[0].nbytes // 4
         self.value = torch.nn.Parameter(torch.randn(self.numel))
         self.value.grad = torch.randn(self.numel)
         self.optimizer = torch.optim.AdamW([self.value], fused=True)
@@ -166,15 +166,16 @@ class Updates:
             self.update(self.resident)
         return time.perf_counter() - start_s
 
-    def update(self, states: dict[str, torch.Tensor]) -> None:
-        self.optimizer.state[self.value].update(states)
+    def update(self, states: dict[tuple[int, str], torch.Tensor]) -> None:
+        named = {name: state for (_, name), state in states.items()}
+        self.optimizer.state[self.value].update(named)
         self.optimizer.step()
 
 
 def measure_updates(arguments: argparse.Namespace) -> None:
     """Print what a step takes from files, and the bound: disk and update, each by itself."""
     half = arguments.bucket_mib * 2**17 // 1024 * 1024
-    fields = tuple(Field(name, torch.float32, half) for name in ("exp_avg", "exp_avg_sq"))
+    fields = tuple(Part(name, torch.float32, ((0, half),)) for name in ("exp_avg", "exp_avg_sq"))
     count = max(arguments.cached + 2, round(arguments.gib * 1024 / arguments.bucket_mib))
     layouts = [BucketLayout(f"bucket {index}", fields) for index in range(count)]
     options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}
@@ -220,7 +221,9 @@ def main() -> None:
     third = numel // 3 // 1024 * 1024
     fields = (("shard", third), ("exp_avg", third), ("exp_avg_sq", numel - 2 * third))
     layouts = [
-        BucketLayout(f"bucket {i}", tuple(Field(name, torch.float32, n) for name, n in fields))
+        BucketLayout(
+            f"bucket {i}", tuple(Part(name, torch.float32, ((0, n),)) for name, n in fields)
+        )
         for i in range(max(NUM_BUFFERS, round(arguments.gib * 1024 / arguments.bucket_mib)))
     ]
     options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zerofx.runtime.storage.disk import BucketLayout, Field, FileStore
+from zerofx.runtime.storage.disk import BucketLayout, FileStore, Part
 from zerofx.runtime.storage.disk.layout import ALIGNMENT
 from zerofx.runtime.storage.disk.system import SystemCalls
 
@@ -16,12 +16,12 @@ BLOCK = 512 * 1024
 
 
 def layout(bucket, **fields):
-    """A bucket of float32 fields of these lengths, or of (dtype, length)."""
+    """A bucket of one float32 tensor of each name, of these lengths, or of (dtype, length)."""
     typed = {
         name: field if isinstance(field, tuple) else (torch.float32, field)
         for name, field in fields.items()
     }
-    return BucketLayout(bucket, tuple(Field(name, *field) for name, field in typed.items()))
+    return BucketLayout(bucket, tuple(Part(name, d, ((0, n),)) for name, (d, n) in typed.items()))
 
 
 def random_bytes(dtype, numel, seed=0):
@@ -35,8 +35,9 @@ def random_bytes(dtype, numel, seed=0):
 
 def random_values(layout, seed=0):
     return {
-        field.name: random_bytes(field.dtype, field.numel, seed + index)
-        for index, field in enumerate(layout.fields)
+        (number, part.name): random_bytes(part.dtype, numel, seed + index)
+        for index, part in enumerate(layout.parts)
+        for number, numel in part.numels
     }
 
 
@@ -195,7 +196,7 @@ def open_store_fixture(tmp_path):
 
 
 def filled(store, bucket, values):
-    """Memory of a bucket that holds these values, by field."""
+    """Memory of a bucket that holds these values."""
     memory = store.empty(bucket)
     for name, view in store.layout(bucket).views(memory).items():
         view.view(torch.uint8).copy_(values[name].view(torch.uint8))

@@ -49,7 +49,7 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
     assert (
         store.bytes_written
         == store.bytes_read
-        == sum(field.nbytes for each in layouts for field in each.fields)
+        == sum(part.nbytes for each in layouts for part in each.parts)
     )
 
 

@@ -56,7 +56,7 @@ def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store, 
         error.path,
         f"errno {errno.EIO}",
         "dmesg",
-        "field 'shard'",
+        "'shard' (float32)",
         f"byte {error.offset}",
     ):
         assert part in str(error)

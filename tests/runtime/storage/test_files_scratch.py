@@ -63,10 +63,10 @@ def run(tmp_path_factory):
 def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
     with FileStore([tmp_path], [BUCKET]) as one:
         values = torch.arange(BLOCK, dtype=torch.float32)
-        write(one, "b", {"shard": values})
+        write(one, "b", {(0, "shard"): values})
         with FileStore([tmp_path], [BUCKET]) as two:
-            write(two, "b", {"shard": -values})
-        assert torch.equal(read(one, "b")["shard"], values)
+            write(two, "b", {(0, "shard"): -values})
+        assert torch.equal(read(one, "b")[0, "shard"], values)
 
 
 @pytest.mark.slow(reason="processes of its own start")

@@ -46,7 +46,11 @@ def open_store(tmp_path):
         store = Recorded([tmp_path], layouts, system=system, checksums=True)
         opened.append(store)
         for index, each in enumerate(layouts):
-            write(store, each.bucket, {"shard": torch.full((each.fields[0].numel,), float(index))})
+            write(
+                store,
+                each.bucket,
+                {(0, "shard"): torch.full((each.parts[0].nbytes // 4,), float(index))},
+            )
         store.log.clear()
         store.num_allocated = 0
         return store
@@ -61,7 +65,7 @@ def train(cache, order, *, steps=1, compute_s=0.0, is_dirty=lambda bucket: True)
     counts = {}
     for _ in range(steps):
         for bucket in order:
-            values = cache.use(bucket)["shard"]
+            values = cache.use(bucket)[0, "shard"]
             assert (values == int(bucket) + counts.get(bucket, 0)).all()
             assert cache.held_bytes <= cache.memory_bytes
             time.sleep(compute_s)
@@ -110,7 +114,7 @@ def test_values_survive_any_bound(open_store, order, num_held):
     cache = HostCache(store, order, memory_bytes=num_held * SIZE + 5)
     counts = train(cache, order, steps=4, is_dirty=lambda bucket: bucket != "2")
     for bucket, count in counts.items():
-        assert (cache.read(bucket)["shard"] == int(bucket) + count).all()
+        assert (cache.read(bucket)[0, "shard"] == int(bucket) + count).all()
     assert "write 2" not in store.log
 
 
@@ -119,7 +123,7 @@ def test_what_fits_is_read_once(open_store):
     cache = HostCache(store, "012", memory_bytes=3 * SIZE)
     counts = train(cache, "012", steps=5)
     assert store.log == ["read 0", "read 1", "read 2"]
-    assert (cache.read("2")["shard"] == 2 + counts["2"]).all()
+    assert (cache.read("2")[0, "shard"] == 2 + counts["2"]).all()
 
 
 def test_buckets_of_one_size_allocate_nothing_after_the_first_round(open_store):
@@ -136,7 +140,7 @@ def test_buckets_of_many_sizes_stay_within_the_bound(open_store):
     for num_held in (5, 8):
         cache = HostCache(store, order, memory_bytes=num_held * SIZE)
         for bucket in order * 3:  # held_bytes is looked at inside too, by what the store allocates
-            values = cache.use(bucket)["shard"]
+            values = cache.use(bucket)[0, "shard"]
             assert (values == int(bucket)).all()
             held = sum(each.memory.nbytes for each in cache._resident.values())
             held += sum(each.memory.nbytes for each in cache._free)
@@ -179,7 +183,7 @@ def test_an_eviction_does_not_make_the_caller_wait(open_store):
     cache.use("1")
     assert time.monotonic() - start_s < 0.5
     cache.release("1", dirty=False)
-    assert (cache.use("2")["shard"] == 2).all()
+    assert (cache.use("2")[0, "shard"] == 2).all()
     assert time.monotonic() - start_s >= 1.0
 
 
@@ -204,12 +208,12 @@ def test_releasing_what_is_not_in_use_is_refused(open_store):
 
 def test_a_bucket_in_use_is_never_evicted(open_store):
     cache = HostCache(open_store([NUMEL] * 4), "0123", memory_bytes=2 * SIZE)
-    zero, one = cache.use("0")["shard"], cache.use("1")["shard"]
+    zero, one = cache.use("0")[0, "shard"], cache.use("1")[0, "shard"]
     with pytest.raises(ValueError, match="no room for bucket '2'.*in use are: 0, 1"):
         cache.use("2")
     assert (zero == 0).all() and (one == 1).all()
     cache.release("1", dirty=False)
-    assert (cache.use("2")["shard"] == 2).all() and (zero == 0).all()
+    assert (cache.use("2")[0, "shard"] == 2).all() and (zero == 0).all()
 
 
 def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
@@ -225,16 +229,16 @@ def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
 def test_after_a_step_that_failed_the_order_begins_anew_and_changes_are_kept(open_store):
     store = open_store([NUMEL] * 4)
     cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
-    cache.use("0")["shard"].fill_(70)
+    cache.use("0")[0, "shard"].fill_(70)
     cache.release("0", dirty=True)
-    cache.use("1")["shard"].fill_(71)  # and the step ends here
+    cache.use("1")[0, "shard"].fill_(71)  # and the step ends here
     cache.begin("0123")
     for bucket, value in zip("0123", (70, 71, 2, 3), strict=True):
-        assert (cache.use(bucket)["shard"] == value).all()
+        assert (cache.use(bucket)[0, "shard"] == value).all()
         cache.release(bucket, dirty=False)
     cache.begin("31")  # another program
     for bucket, value in zip("3131", (3, 71, 3, 71), strict=True):
-        assert (cache.use(bucket)["shard"] == value).all()
+        assert (cache.use(bucket)[0, "shard"] == value).all()
         cache.release(bucket, dirty=False)
 
 
@@ -265,7 +269,7 @@ def test_what_was_never_written_gets_memory_without_a_read_and_is_kept_from_then
         order = [each.bucket for each in layouts]
         cache = HostCache(store, order, memory_bytes=2 * SIZE)
         for bucket in order:
-            cache.use(bucket)["shard"].fill_(int(bucket))
+            cache.use(bucket)[0, "shard"].fill_(int(bucket))
             cache.release(bucket, dirty=True)
         assert not any(
             entry.startswith("read") for entry in store.log[: store.log.index("write 0")]
@@ -279,11 +283,11 @@ def test_a_bucket_is_read_out_of_turn_as_it_is_now(open_store):
     counts = train(cache, list("0123"), steps=2)
     held = cache.held_bytes
     for bucket in "0123":
-        values = cache.read(bucket)["shard"]
+        values = cache.read(bucket)[0, "shard"]
         assert (values == int(bucket) + counts[bucket]).all()
         values.fill_(-1)  # nobody else's
     assert cache.held_bytes == held
-    assert (cache.use("0")["shard"] == counts["0"]).all()
+    assert (cache.use("0")[0, "shard"] == counts["0"]).all()
 
 
 def test_what_nobody_has_written_cannot_be_read_out_of_turn(tmp_path):
@@ -306,7 +310,7 @@ def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store)
         store.remove("1")
     cache.begin(list("02"))
     for bucket in "0202":
-        assert (cache.use(bucket)["shard"] == int(bucket) + 1).all()
+        assert (cache.use(bucket)[0, "shard"] == int(bucket) + 1).all()
         cache.release(bucket, dirty=False)
     assert cache.held_bytes <= 2 * SIZE
     store.add([layout("1", shard=3)])  # another one of that name, in files of its own
@@ -339,22 +343,22 @@ def test_what_is_void_is_neither_written_nor_read_until_it_is_made_anew(open_sto
     store = open_store([NUMEL] * 4)
     cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
     use_all(cache, "01")
-    cache.use("2")["shard"].fill_(12.0)
+    cache.use("2")[0, "shard"].fill_(12.0)
     cache.release("2", dirty=True, void=True)
     use_all(cache, "301")
     assert "write 2" not in store.log and store.log.count("read 2") == 1
-    cache.use("2")["shard"].fill_(20.0)
+    cache.use("2")[0, "shard"].fill_(20.0)
     cache.release("2", dirty=True)
     assert store.log.count("read 2") == 1, "what it held was nobody's any more"
     use_all(cache, "301")
-    assert (cache.use("2")["shard"] == 20).all()
+    assert (cache.use("2")[0, "shard"] == 20).all()
     assert (store.log.count("write 2"), store.log.count("read 2")) == (1, 2)
 
 
 def test_what_was_changed_and_then_is_void_is_not_written_either(open_store):
     store = open_store([NUMEL] * 3)
     cache = HostCache(store, "0012", memory_bytes=2 * SIZE)
-    cache.use("0")["shard"].fill_(5.0)
+    cache.use("0")[0, "shard"].fill_(5.0)
     cache.release("0", dirty=True)
     cache.use("0")
     cache.release("0", dirty=False, void=True)
@@ -370,13 +374,13 @@ def test_a_bucket_of_another_layout_keeps_its_place(open_store):
     store.lay_out_anew(layout("1", shard=2 * NUMEL))
     cache.drop("1")
     store.log.clear()
-    values = cache.use("1")["shard"]
+    values = cache.use("1")[0, "shard"]
     assert len(values) == 2 * NUMEL and "read 1" not in store.log
     values.fill_(8.0)
     cache.release("1", dirty=True)
     use_all(cache, "2")
     for bucket, value in (("1", 8), ("0", 0), ("1", 8), ("2", 2)):
-        assert (cache.use(bucket)["shard"] == value).all()
+        assert (cache.use(bucket)[0, "shard"] == value).all()
         assert cache.held_bytes <= 4 * SIZE
         cache.release(bucket, dirty=False)
 

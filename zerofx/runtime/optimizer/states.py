@@ -134,7 +134,7 @@ class StateBucket(Bucket):
             bring_back(states)
             self.forget()
 
-    def arrive(self, views: Mapping[str, Tensor]) -> None:
+    def arrive(self, views: Mapping[Key, Tensor]) -> None:
         """Have the optimizer hold what is in memory, with what comes from elsewhere copied there.
 
         States of another kind than were expected stay where they are.
@@ -150,7 +150,7 @@ class StateBucket(Bucket):
             self.take(states, views)
         self.give(states, views)
 
-    def leave(self, views: Mapping[str, Tensor]) -> Left:
+    def leave(self, views: Mapping[Key, Tensor]) -> Left:
         """Take the states back from the optimizer, with those that its update has made."""
         states = self.states()
         parts = parts_there(states)
@@ -162,17 +162,17 @@ class StateBucket(Bucket):
         self.take(states, views)
         return Left.NEW if is_new else Left.KNOWN
 
-    def give(self, states: States, views: Mapping[str, Tensor]) -> None:
+    def give(self, states: States, views: Mapping[Key, Tensor]) -> None:
         """Have the optimizer hold what is in memory, each parameter its part of it."""
-        for (place, name), value in self.split(views):
+        for (place, name), value in views.items():
             states[place][name] = value
 
-    def take(self, states: States, views: Mapping[str, Tensor]) -> None:
+    def take(self, states: States, views: Mapping[Key, Tensor]) -> None:
         """Copy what does not lie in the bucket's memory already there; leave stubs.
 
         What a stub of this bucket stands for lies there: ``give``, or this, was interrupted.
         """
-        for (place, name), view in self.split(views):
+        for (place, name), view in views.items():
             value = states[place][name]
             if value is self.stubs.get((place, name)):
                 continue

@@ -350,14 +350,14 @@ class ShardBucket(Bucket):
             bound is not None and bound.location is Location.FILE for bound in self._members()
         )
 
-    def arrive(self, views: Mapping[str, torch.Tensor]) -> None:
+    def arrive(self, views: Mapping[Key, torch.Tensor]) -> None:
         """Have each shard, the same tensor as ever, lie in this memory; copy what does not yet."""
-        for bound, (_, part) in zip(self._members(), self.split(views), strict=True):
+        for bound, part in zip(self._members(), views.values(), strict=True):
             if bound is not None:
                 self._has_new |= bound.location is not Location.FILE
                 bound.lie_in(part)
 
-    def leave(self, views: Mapping[str, torch.Tensor]) -> Left:
+    def leave(self, views: Mapping[Key, torch.Tensor]) -> Left:
         for bound in self._members():
             if bound is not None:
                 bound.leave_memory()

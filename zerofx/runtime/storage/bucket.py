@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofx.runtime.memory.flat import ordinary_tensors, without_base
-from zerofx.runtime.storage.disk import BucketLayout, Field
+from zerofx.runtime.storage.disk import BucketLayout, Key, Part
 
 
 class Location(Enum):
@@ -32,24 +30,6 @@ class Left(Enum):
     """Values that it did not hold before."""
     RELAYOUT = auto()
     """Values that do not fit its layout: its user still has them."""
-
-
-Key = tuple[int, str]
-"""One tensor of a bucket: its number, and the name of its part."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tensors of one name and dtype, one behind the other; ``numels`` are (number, elements)."""
-
-    name: str
-    dtype: torch.dtype
-    numels: tuple[tuple[int, int], ...]
-
-    @property
-    def field(self) -> Field:
-        kind = str(self.dtype).removeprefix("torch.")
-        return Field(f"{self.name} ({kind})", self.dtype, sum(numel for _, numel in self.numels))
 
 
 class Bucket:
@@ -85,22 +65,12 @@ class Bucket:
 
     @property
     def layout(self) -> BucketLayout:
-        return BucketLayout(self.name, tuple(part.field for part in self.parts))
+        return BucketLayout(self.name, self.parts)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all its values, without padding, also before it holds any."""
-        return sum(field.nbytes for field in self.layout.fields)
-
-    def split(self, views: Mapping[str, Tensor]) -> list[tuple[Key, Tensor]]:
-        """Cut the fields of its layout into its tensors."""
-        found = []
-        with ordinary_tensors():
-            for part in self.parts:
-                pieces = views[part.field.name].split([numel for _, numel in part.numels])
-                for (number, _), piece in zip(part.numels, pieces, strict=True):
-                    found.append(((number, part.name), without_base(piece)))
-        return found
+        return sum(part.nbytes for part in self.parts)
 
     # What each kind of bucket says of its user
 
@@ -119,11 +89,11 @@ class Bucket:
     def prepare(self) -> None:
         """Have all values at hand before there is memory for them.  It may fail."""
 
-    def arrive(self, views: Mapping[str, Tensor]) -> None:
-        """Have its user find the values in memory: ``views`` of the layout's fields."""
+    def arrive(self, views: Mapping[Key, Tensor]) -> None:
+        """Have its user find the values in memory: ``views`` by their keys."""
         raise NotImplementedError
 
-    def leave(self, views: Mapping[str, Tensor]) -> Left:
+    def leave(self, views: Mapping[Key, Tensor]) -> Left:
         """Take the values back from the user, which no longer finds them in this memory."""
         raise NotImplementedError
 
@@ -150,10 +120,10 @@ class ValueBucket(Bucket):
         self.num_bytes = num_bytes
         self.parts = (Part("value", torch.uint8, ((0, num_bytes),)),)
 
-    def arrive(self, views: Mapping[str, Tensor]) -> None:
-        ((_, self.memory),) = self.split(views)
+    def arrive(self, views: Mapping[Key, Tensor]) -> None:
+        (self.memory,) = views.values()
 
-    def leave(self, views: Mapping[str, Tensor]) -> Left:
+    def leave(self, views: Mapping[Key, Tensor]) -> Left:
         self.memory = None
         return Left.NEW
 
@@ -175,7 +145,7 @@ class Reader:
         """
         if bucket is not self._bucket:
             self._bucket, self._values = None, {}  # before there is another
-            self._values = dict(bucket.split(bucket.tier.read(bucket)))
+            self._values = bucket.tier.read(bucket)
             self._bucket = bucket
         return self._values[key]
 

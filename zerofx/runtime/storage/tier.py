@@ -17,7 +17,7 @@ from torch import Tensor
 from zerofx.errors import FileTierError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.storage.bucket import Bucket, Left, ValueBucket, words_for
-from zerofx.runtime.storage.disk import FileStore, HostCache
+from zerofx.runtime.storage.disk import FileStore, HostCache, Key
 from zerofx.runtime.storage.disk.system import SystemCalls
 from zerofx.runtime.storage.host import HostMemory
 
@@ -252,7 +252,7 @@ class FileTier:
                     (weakref.ref(one), one.state) for one in optimizers if one.state
                 ]
 
-    def read(self, bucket: Bucket) -> dict[str, Tensor]:
+    def read(self, bucket: Bucket) -> dict[Key, Tensor]:
         """All of a bucket, in memory of its own, at any time.
 
         Raises: FileTierError if it is lost, or cannot be read.

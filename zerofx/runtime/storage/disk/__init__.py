@@ -5,8 +5,8 @@ bound allows.  The files are scratch and never a checkpoint.  Linux only.
 """
 
 from zerofx.runtime.storage.disk.host_cache import HostCache
-from zerofx.runtime.storage.disk.layout import BucketLayout, Field
+from zerofx.runtime.storage.disk.layout import BucketLayout, Key, Part
 from zerofx.runtime.storage.disk.store import FileStore
 from zerofx.runtime.storage.disk.transfers import Operation
 
-__all__ = ["BucketLayout", "Field", "FileStore", "HostCache", "Operation"]
+__all__ = ["BucketLayout", "FileStore", "HostCache", "Key", "Operation", "Part"]

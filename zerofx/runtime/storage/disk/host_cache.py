@@ -10,6 +10,7 @@ import torch
 
 from zerofx.errors import FileTierError
 from zerofx.runtime.memory.pages import aligned_empty
+from zerofx.runtime.storage.disk.layout import Key
 from zerofx.runtime.storage.disk.store import FileStore
 from zerofx.runtime.storage.disk.transfers import Operation
 from zerofx.runtime.storage.host import HostMemory
@@ -24,7 +25,7 @@ class _Resident:
     """
 
     memory: torch.Tensor
-    views: dict[str, torch.Tensor]
+    views: dict[Key, torch.Tensor]
     load: Operation | None
     is_new: bool
     is_dirty: bool = False
@@ -102,13 +103,13 @@ class HostCache:
             self._places.setdefault(bucket, []).append(place)
         self._read_ahead()
 
-    def use(self, bucket: str) -> dict[str, torch.Tensor]:
-        """Return the fields of the bucket that is next in the order, once they are in memory.
+    def use(self, bucket: str) -> dict[Key, torch.Tensor]:
+        """Return the tensors of the bucket that is next in the order, once they are in memory.
 
         They stay there until ``release``.  Those of a bucket that was never written, nor released
         as dirty, hold anything.
 
-        Shapes: ``[field.numel]`` by the fields' names.
+        Shapes: ``[numel]`` by number and name.
         Raises: ValueError if another bucket is next, or there is no room besides what is in use.
         """
         expected = self._order[self._position]
@@ -140,8 +141,8 @@ class HostCache:
             raise
         return resident.views
 
-    def views(self, bucket: str) -> dict[str, torch.Tensor]:
-        """The fields of a bucket that is in use.  Raises: ValueError if it is not."""
+    def views(self, bucket: str) -> dict[Key, torch.Tensor]:
+        """The tensors of a bucket that is in use.  Raises: ValueError if it is not."""
         return self._in_use(bucket).views
 
     def _in_use(self, bucket: str) -> _Resident:
@@ -165,8 +166,8 @@ class HostCache:
             resident.is_dirty, resident.is_new = False, True
         self._read_ahead()
 
-    def read(self, bucket: str) -> dict[str, torch.Tensor]:
-        """Return the fields of any bucket, out of turn, in memory of their own beside the bound.
+    def read(self, bucket: str) -> dict[Key, torch.Tensor]:
+        """Return the tensors of any bucket, out of turn, in memory of their own beside the bound.
 
         Raises: FileTierError if it was neither written nor released as dirty.
         """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
+from zerofx.runtime.memory.flat import ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import PAGE_BYTES
 
 ALIGNMENT = PAGE_BYTES
@@ -19,59 +21,64 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+Key = tuple[int, str]
+"""One tensor of a bucket: its number, and the name of its part."""
+
+
 @dataclass(frozen=True)
-class Field:
-    """One flat tensor of a bucket: ``shard``, ``exp_avg``, ...  ``numel`` may be 0."""
+class Part:
+    """Tensors of one name and dtype, one behind the other; ``numels`` are (number, elements)."""
 
     name: str
     dtype: torch.dtype
-    numel: int
+    numels: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return sum(numel for _, numel in self.numels) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket's tensors one after the other, each from a multiple of ``ALIGNMENT`` on.
+    """A bucket's parts one after the other, each from a multiple of ``ALIGNMENT`` on.
 
     The same in the files and in memory, so that a bucket is read as it is used.
     """
 
     bucket: str
-    fields: tuple[Field, ...]
+    parts: tuple[Part, ...]
 
     @cached_property
-    def offsets(self) -> dict[str, int]:
-        """The offset of each field.  Units: bytes."""
-        offsets, end = {}, 0
-        for field in self.fields:
-            offsets[field.name] = end
-            end += round_up(field.nbytes, ALIGNMENT)
-        return offsets
+    def offsets(self) -> list[int]:
+        """The offset of each part, and the end of the last.  Units: bytes."""
+        padded = (round_up(part.nbytes, ALIGNMENT) for part in self.parts)
+        return list(accumulate(padded, initial=0))
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
-        """The whole bucket with the padding between and after its fields.  Units: bytes."""
-        return sum(round_up(field.nbytes, ALIGNMENT) for field in self.fields)
+        """The whole bucket with the padding between and after its parts.  Units: bytes."""
+        return self.offsets[-1]
 
-    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of a bucket that lies in ``memory``, by name.
+    def views(self, memory: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """The tensors of a bucket that lies in ``memory``.
 
-        Shapes: uint8[nbytes] -> ``[field.numel]`` of ``field.dtype`` each.
+        Shapes: uint8[nbytes] -> ``[numel]`` of ``part.dtype`` each.
         """
-        return {
-            field.name: memory.narrow(0, self.offsets[field.name], field.nbytes).view(field.dtype)
-            for field in self.fields
-        }
+        found = {}
+        with ordinary_tensors():
+            for part, start in zip(self.parts, self.offsets, strict=False):
+                flat = memory.narrow(0, start, part.nbytes).view(part.dtype)
+                pieces = flat.split([numel for _, numel in part.numels])
+                for (number, _), piece in zip(part.numels, pieces, strict=True):
+                    found[number, part.name] = without_base(piece)
+        return found
 
     def names_in(self, start: int, stop: int) -> str:
-        """Say which fields have bytes in a range of the bucket."""
+        """Say which parts have bytes in a range of the bucket."""
         names = [
-            f"field {field.name!r}"
-            for field in self.fields
-            if self.offsets[field.name] < stop and start < self.offsets[field.name] + field.nbytes
+            f"{part.name!r} ({str(part.dtype).removeprefix('torch.')})"
+            for part, offset in zip(self.parts, self.offsets, strict=False)
+            if offset < stop and start < offset + part.nbytes
         ]
         return " and ".join(names) or "padding"
 

@@ -211,7 +211,7 @@ class FileStore:
         self._transfers.check_usable()
         others = [one for one in self._under_way.get(bucket, ()) if not one.is_done]
         order = [one for one in others if is_write or one.is_write]
-        nbytes = sum(field.nbytes for field in layout.fields)
+        nbytes = sum(part.nbytes for part in layout.parts)
         operation = Operation(bucket, is_write, nbytes, self._cut(layout, memory), memory)
         self._transfers.start(operation, [*order, *after])
         self._under_way[bucket] = [*others, operation]

@@ -31,7 +31,7 @@ _WHERE = ("path", "bucket", "offset", "errno")
 class Piece:
     """A range of a bucket that lies in one block of one file: aligned there and in memory.
 
-    ``words`` say which fields are in it.
+    ``words`` say which parts of the bucket are in it.
     """
 
     words: str
