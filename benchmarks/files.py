@@ -60,10 +60,10 @@ class Files:
         start_s = time.perf_counter()
         for index, bucket in enumerate(self.buckets):
             if len(under_way) == NUM_BUFFERS:
-                self.store.wait(under_way.popleft())
+                under_way.popleft().wait()
             under_way.append(start(bucket, self.buffers[index % NUM_BUFFERS]))
         while under_way:
-            self.store.wait(under_way.popleft())
+            under_way.popleft().wait()
         return self.nbytes / (time.perf_counter() - start_s)
 
     def through_threads(self, kind: str) -> float:

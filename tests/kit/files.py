@@ -204,12 +204,12 @@ def filled(store, bucket, values):
 
 
 def write(store, bucket, values):
-    store.wait(store.start_write(bucket, filled(store, bucket, values)))
+    store.start_write(bucket, filled(store, bucket, values)).wait()
 
 
 def read(store, bucket):
     memory = store.empty(bucket)
-    store.wait(store.start_read(bucket, memory))
+    store.start_read(bucket, memory).wait()
     return store.layout(bucket).views(memory)
 
 

@@ -43,7 +43,7 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
     found = {each.bucket: store.empty(each.bucket) for each in layouts}
     reads = [store.start_read(bucket, each) for bucket, each in found.items()]  # none waited for
     for operation in writes + reads:
-        store.wait(operation)
+        operation.wait()
     for each in layouts:
         assert all_same_bits(values[each.bucket], each.views(found[each.bucket]))
     assert (
@@ -56,8 +56,8 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
 def test_a_bucket_of_nothing_is_read_and_written(open_store):
     store = open_store([layout("none"), layout("empty", shard=0)])
     for bucket in ("none", "empty"):
-        store.wait(store.start_write(bucket, store.empty(bucket)))
-        store.wait(store.start_read(bucket, store.empty(bucket)))
+        store.start_write(bucket, store.empty(bucket)).wait()
+        store.start_read(bucket, store.empty(bucket)).wait()
 
 
 def test_blocks_go_over_all_directories_and_small_buckets_too(open_store):
@@ -83,7 +83,7 @@ def test_memory_of_the_store_moves_without_a_copy(open_store):
     memory = store.empty("big")
     for start in (store.start_write, store.start_read):
         system.calls.clear()
-        store.wait(start("big", memory))
+        start("big", memory).wait()
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         assert len(system.calls) == 6
         assert all(begin <= address and address + n <= end for _, address, n, _ in system.calls)
@@ -102,7 +102,7 @@ def test_as_many_calls_are_outstanding_as_the_depth(open_store):
     system.move = meet
     names = [each.bucket for each in layouts]
     for operation in [store.start_write(name, store.empty(name)) for name in names]:
-        store.wait(operation)
+        operation.wait()
     assert system.most_under_way == 12
 
 
@@ -117,7 +117,7 @@ def test_operations_on_one_bucket_take_effect_in_their_order(open_store):
         store.start_read("big", second),
     ]
     for operation in reversed(operations):
-        store.wait(operation)
+        operation.wait()
     assert torch.equal(first, old) and torch.equal(second, new)
 
 
@@ -139,7 +139,7 @@ def test_a_read_after_another_buckets_write_waits_for_it(open_store):
     write(store, "two", two)
     memory = filled(store, "one", one)
     leaving = store.start_write("one", memory)
-    store.wait(store.start_read("two", memory, after=[leaving]))
+    store.start_read("two", memory, after=[leaving]).wait()
     assert leaving.is_done
     assert all_same_bits(layouts[1].views(memory), two)
     assert all_same_bits(read(store, "one"), one)
@@ -162,10 +162,10 @@ def test_buckets_are_overwritten_while_others_are_read(open_store):
                 into = store.empty(each.bucket)
                 reads.append((store.start_read(each.bucket, into), each.bucket, into))
         for operation, bucket, into in reads:
-            store.wait(operation)
+            operation.wait()
             assert all_same_bits(store.layout(bucket).views(into), now[bucket])
         for operation in writes:
-            store.wait(operation)
+            operation.wait()
 
 
 def test_several_threads_may_use_one_store(open_store):
@@ -199,8 +199,8 @@ def test_a_hundred_operations_take_no_more_memory_than_ten(open_store):
 
     def work(times):
         for _ in range(times):
-            store.wait(store.start_write("b", memory))
-            store.wait(store.start_read("b", memory))
+            store.start_write("b", memory).wait()
+            store.start_read("b", memory).wait()
         gc.collect()
         return resident_bytes()
 

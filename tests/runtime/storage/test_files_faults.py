@@ -48,7 +48,7 @@ def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store, 
     system.arm("read", errno.EIO, at=3)
     operation = store.start_read("big", store.empty("big"))
     with pytest.raises(FileTierError, match="reading bucket 'big' failed at byte") as caught:
-        store.wait(operation)
+        operation.wait()
     error = caught.value
     assert (error.errno, error.bucket, error.path) == (errno.EIO, "big", str(tmp_path / "disk0"))
     assert error.offset % BLOCK == 0
@@ -61,7 +61,7 @@ def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store, 
     ):
         assert part in str(error)
     with pytest.raises(FileTierError):
-        store.wait(operation)  # it stays failed
+        operation.wait()  # it stays failed
     system.armed = None
     assert all_same_bits(read(store, "big"), values)
 
@@ -93,7 +93,7 @@ def test_a_failed_write_that_nobody_waits_for_is_not_forgotten(open_store):
     deadline = time.monotonic() + 10
     with pytest.raises(FileTierError, match="unusable since a write failed"):
         while time.monotonic() < deadline:
-            store.wait(store.start_read("other", into))
+            store.start_read("other", into).wait()
 
 
 def test_a_read_behind_a_write_that_fails_fails_too(open_store):
@@ -107,7 +107,7 @@ def test_a_read_behind_a_write_that_fails_fails_too(open_store):
     system.gate.set()
     for operation in (dependent, behind, leaving):
         with pytest.raises(FileTierError, match="writing bucket 'big' failed"):
-            store.wait(operation)
+            operation.wait()
 
 
 def test_a_write_behind_a_read_that_fails_goes_on(open_store):
@@ -121,8 +121,8 @@ def test_a_write_behind_a_read_that_fails_goes_on(open_store):
     writing = store.start_write("big", filled(store, "big", values))
     system.gate.set()
     with pytest.raises(FileTierError, match="reading bucket 'big' failed"):
-        store.wait(reading)
-    store.wait(writing)
+        reading.wait()
+    writing.wait()
     system.armed = None
     assert all_same_bits(read(store, "big"), values)
 
@@ -336,7 +336,7 @@ def test_exactly_what_is_written_is_reserved_when_the_store_is_opened(open_store
         assert os.stat(path).st_blocks * 512 >= nbytes
         os.truncate(path, 0)
     for each in layouts:
-        store.wait(store.start_write(each.bucket, store.empty(each.bucket)))
+        store.start_write(each.bucket, store.empty(each.bucket)).wait()
     assert {path: os.path.getsize(path) for path in files_of(store)} == reserved
 
 
@@ -386,7 +386,7 @@ def test_closing_gives_up_what_is_under_way_and_removes_the_files(open_store):
     store.close()
     assert not os.path.exists(path) or os.readlink(path) != file
     with pytest.raises(FileTierError, match="the store was closed before it ended"):
-        store.wait(operation)
+        operation.wait()
     with pytest.raises(FileTierError, match="closed"):
         store.start_write("big", store.empty("big"))
     store.close()

@@ -102,7 +102,7 @@ bucket = layout("b", shard=400_000)
 def work(ready):
     with FileStore([directory], [bucket], depth=4, checksums=True) as store:
         while True:
-            store.wait(store.start_write("b", store.empty("b")))
+            store.start_write("b", store.empty("b")).wait()
             os.write(ready, b".")
 
 generator = random.Random(0)
@@ -140,7 +140,7 @@ if child == 0:
         assert "was forked from" in str(error)
         sys.exit(7)  # and its exit handlers run
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-store.wait(store.start_write("b", store.empty("b")))
+store.start_write("b", store.empty("b")).wait()
 print(len(os.listdir(sys.argv[1])))
 """
     status, stdout, stderr = run(script, str(tmp_path))

@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.files import BLOCK, Failing, Slow, Watched, layout, write
 from zerofx.errors import FileTierError
-from zerofx.runtime.storage.disk import FileStore, HostCache
+from zerofx.runtime.storage.disk import FileStore, HostCache, Operation
 
 NUMEL = BLOCK // 16
 SIZE = 4 * NUMEL
@@ -175,7 +175,7 @@ def test_an_eviction_does_not_make_the_caller_wait(open_store):
     store = open_store([NUMEL] * 4)
     cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
     cache.use("0")
-    store.wait(cache._resident["1"].load)
+    cache._resident["1"].load.wait()
     slow = Slow(1.0, kinds=["write"])
     store._transfers._system = slow
     start_s = time.monotonic()
@@ -388,13 +388,13 @@ def test_a_bucket_of_another_layout_keeps_its_place(open_store):
 def test_who_is_interrupted_while_waiting_has_changed_nothing(open_store, monkeypatch):
     store = open_store([NUMEL] * 4)
     cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
-    wait = store.wait
+    wait = Operation.wait
 
     def interrupted(operation):
-        monkeypatch.setattr(store, "wait", wait)
+        monkeypatch.setattr(Operation, "wait", wait)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "wait", interrupted)
+    monkeypatch.setattr(Operation, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.use("0")
     with pytest.raises(ValueError, match="not in use"):

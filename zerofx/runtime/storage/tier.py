@@ -267,7 +267,7 @@ class FileTier:
         self.store.lay_out_anew(bucket.layout)
         memory = self.store.empty(bucket.name)
         bucket.leave(bucket.layout.views(memory))
-        self.store.wait(self.store.start_write(bucket.name, memory))
+        self.store.start_write(bucket.name, memory).wait()
 
     def _remove_gone(self) -> None:
         for bucket in list(self._all):

@@ -177,7 +177,7 @@ class HostCache:
             return {name: view.clone() for name, view in resident.views.items()}
         layout = self._store.layout(bucket)
         memory = aligned_empty(layout.nbytes)
-        self._store.wait(self._store.start_read(bucket, memory))
+        self._store.start_read(bucket, memory).wait()
         return layout.views(memory)
 
     def drop(self, bucket: str) -> None:
@@ -220,7 +220,7 @@ class HostCache:
         if resident.load is None:
             return
         try:
-            self._store.wait(resident.load)
+            resident.load.wait()
         except FileTierError:
             if resident.is_new and not resident.load.is_write:
                 return  # a read that nothing needed in the end
@@ -256,7 +256,7 @@ class HostCache:
     def _give_back(self, free: _Free) -> None:
         """Free memory of a size that nothing asks for."""
         if free.last is not None and not free.last.is_done:
-            self._store.wait(free.last)
+            free.last.wait()
         self.held_bytes -= free.memory.nbytes
 
     def _distance_to(self, bucket: str) -> int:

@@ -23,7 +23,7 @@ class FileStore:
 
     Operations on one bucket take effect in the order they were started; those on different
     buckets overlap.  What is being read into is undefined, and what is being written must not
-    change, until ``wait`` returns.
+    change, until the operation's ``wait`` returns.
 
     Each process opens its own store; several may share the directories.  The files have no names,
     and are gone after ``close``, or when the process ends.  A forked child may not use its
@@ -158,13 +158,6 @@ class FileStore:
         operation = self._start(bucket, source, after, is_write=True)
         self._written.add(bucket)
         return operation
-
-    def wait(self, operation: Operation) -> None:
-        """Return when an operation has ended: what was read is there, or is on disk.
-
-        Raises: FileTierError with file, offset, bucket and errno if it failed.
-        """
-        operation.wait()
 
     def check_usable(self) -> None:
         """Raises: FileTierError if a write has failed, or the store is closed."""

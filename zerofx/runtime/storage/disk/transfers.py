@@ -57,7 +57,10 @@ class Operation:
     _finished: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def wait(self) -> None:
-        """Return when no byte of it moves any more.  Raises: what it failed with."""
+        """Return when it has ended: what was read is there, or is on disk.
+
+        Raises: FileTierError with directory, offset, bucket and errno if it failed.
+        """
         self.wait_for_its_end()
         if self.error is not None:
             raise self.error
