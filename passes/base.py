@@ -59,6 +59,19 @@ class PassContext:
 
 
 @dataclass(frozen=True)
+class Conflict:
+    """Options that make no sense together, if ``when`` holds of them.
+
+    ``words`` say why, and what to do; ``{stage}`` and the like in them are options.  ``is_lack``:
+    something is missing, which another source of options may add.
+    """
+
+    when: Callable[[Options], object]
+    words: str
+    is_lack: bool = False
+
+
+@dataclass(frozen=True)
 class Pass:
     """A rewrite of the program in place: ``run(gm, ctx) -> counts``.
 
@@ -68,7 +81,7 @@ class Pass:
     ``offloads`` some targets runs if the option ``offload`` names one of them, and if it is for
     some ``tiers``, with one of these.  One that ``lowers`` makes a form that only runs: costs are
     predicted, and ranks compare, the program before the first of them.  ``why_not`` gives any
-    other reason to leave the pass out.
+    other reason to leave the pass out; ``conflicts`` are about what it does.
     """
 
     name: str
@@ -83,6 +96,7 @@ class Pass:
     switch: str = ""
     lowers: bool = False
     why_not: Callable[[PassContext], str] = lambda ctx: ""
+    conflicts: tuple[Conflict, ...] = ()
 
     @property
     def option(self) -> str:

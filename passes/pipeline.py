@@ -14,7 +14,9 @@ from zerofx.passes.fuse.write_back import write_back
 from zerofx.passes.memory.recompute import recompute
 from zerofx.passes.normalize import normalize
 from zerofx.passes.offload.offload_activations import offload_activations
+from zerofx.passes.offload.place_files import CONFLICTS as FILES_CONFLICTS
 from zerofx.passes.offload.place_files import place_files
+from zerofx.passes.offload.place_offload import CONFLICTS as OFFLOAD_CONFLICTS
 from zerofx.passes.offload.place_offload import place_offload
 from zerofx.passes.schedule.prefetch import prefetch
 from zerofx.passes.schedule.update_in_backward import update_in_backward
@@ -22,6 +24,7 @@ from zerofx.passes.zero.bucket import bucket
 from zerofx.passes.zero.data_parallel import data_parallel
 from zerofx.passes.zero.hoist_casts import hoist_casts
 from zerofx.passes.zero.shard_gradients import shard_gradients
+from zerofx.passes.zero.shard_optimizer import CONFLICTS as PRECISION_CONFLICTS
 from zerofx.passes.zero.shard_optimizer import shard_optimizer
 from zerofx.passes.zero.shard_parameters import shard_parameters
 
@@ -78,6 +81,7 @@ PIPELINE = (
         provides=frozenset({"sharded_updates"}),
         preserves_numerics=False,  # norms are summed shard by shard
         smallest_stage=1,
+        conflicts=PRECISION_CONFLICTS,
     ),
     Pass(
         "shard_gradients",
@@ -106,6 +110,7 @@ PIPELINE = (
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
         offloads=frozenset({"optimizer", "params"}),
+        conflicts=OFFLOAD_CONFLICTS,
     ),
     Pass(
         "offload_activations",
@@ -126,6 +131,7 @@ PIPELINE = (
         requires=frozenset({"averaged_gradients"}),
         offloads=frozenset({"optimizer", "params", "activations"}),
         tiers=frozenset({"nvme"}),
+        conflicts=FILES_CONFLICTS,
     ),
     Pass(
         "write_back",

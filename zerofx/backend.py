@@ -25,12 +25,12 @@ from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.capture.state_reads import refuse_reads_of_states
 from zerofx.capture.step import CapturedStep, StepCapture
+from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.program import Program
-from zerofx.compiler.stop_after import stopped
 from zerofx.errors import GraphError, StepError
 from zerofx.hardware import NOMINAL, Figures
 from zerofx.ir.parameters import KeptGathered
-from zerofx.options import Options, environment, refuse_mode, resolve
+from zerofx.options import Options, environment, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
 from zerofx.runtime.comm.communication import Communicator, default_group
@@ -90,7 +90,7 @@ class CompiledFunction:
         self.number = next(_function_numbers)
         self.user_options = arguments.get("options")
         # What the user wrote is checked where it is written.
-        resolve(self.user_options, {}, is_complete=False)
+        choose(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []  # those in use, and what was dropped since the last
@@ -234,7 +234,7 @@ class CompiledFunction:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
-        self.options = stopped(resolve(self.user_options))
+        self.options = stopped(choose(self.user_options))
         is_used = self.options.stage == 3 or self.options.offload
         if self.options.memory_budget is not None and not is_used:
             logger.warning(

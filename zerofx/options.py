@@ -347,8 +347,6 @@ OPTIONAL_PASSES = tuple(name for name, each in _FIELDS.items() if "is_pass" in e
 def resolve(
     options: Mapping[str, object] | None,
     environ: Mapping[str, str] | None = None,
-    *,
-    is_complete: bool = True,
 ) -> Options:
     """Check what the user passed and what the environment says, which wins.
 
@@ -357,9 +355,8 @@ def resolve(
     ``ZEROFX_DUMP=`` turns off a dump that the code asks for.  A value that the environment
     overrides is checked all the same.
 
-    ``environ`` is ``os.environ`` unless a test gives another.  Options that are not
-    ``is_complete`` may still lack what another option of theirs needs, as the environment may add
-    that.
+    ``environ`` is ``os.environ`` unless a test gives another.  Each option is checked by itself;
+    ``compiler.choices`` checks them together.
 
     Raises: ValueError for an unknown, renamed or planned name and for a value outside what is
     allowed, TypeError for a value of the wrong type.
@@ -384,100 +381,7 @@ def resolve(
         default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
         is_unset = not text and default in (None, ()) and name != "process_group"
         values[name] = default if is_unset else kind.parse(variable, text)
-    _check_together(resolved := Options(**values))
-    if is_complete:
-        _check_files(resolved)
-        _check_delayed(resolved)
-    return resolved
-
-
-def _check_together(options: Options) -> None:
-    """Raise ValueError for values that are each allowed and make no sense together."""
-    if options.master_weights and options.stochastic_rounding:
-        raise ValueError(
-            "master_weights and stochastic_rounding exclude each other: with a master in float32"
-            " nothing of a parameter is lost to rounding. Choose one; moments that are kept in"
-            " moment_dtype are rounded stochastically in either case"
-        )
-    on_shards = {name: getattr(options, name) for name in ("master_weights", "moment_dtype")}
-    for target in ("optimizer", "auto"):
-        on_shards[f"offload {target!r}"] = target in options.offload
-    for name, value in on_shards.items():
-        if options.stage == 0 and value:
-            raise ValueError(
-                f"{name} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself."
-                f" Drop {name}, or choose another stage"
-            )
-    if "auto" in options.offload:
-        _check_auto(options)
-    if "params" in options.offload and options.stage < 3:
-        raise ValueError(
-            f"offload='params' needs stage 3: stage {options.stage} keeps whole parameters on the"
-            " device. Choose stage 3, or drop 'params'"
-        )
-
-
-def _check_auto(options: Options) -> None:
-    """Raise ValueError if what ``offload="auto"`` needs is not there, or somebody else chooses."""
-    if len(options.offload) > 1:
-        raise ValueError(
-            "offload='auto' chooses what leaves the device: drop it, or what stands beside it"
-        )
-    if options.memory_budget is None:
-        raise ValueError(
-            "offload='auto' lets leave the device what does not fit: say how much fits with"
-            " memory_budget, in bytes for parameters, optimizer states and all that a step"
-            " allocates, for example 0.9 * torch.cuda.mem_get_info()[0] before the model is there"
-        )
-
-
-def _check_delayed(options: Options) -> None:
-    """Raise ValueError for delayed_update with what updates on the host cannot be delayed with."""
-    if not options.delayed_update:
-        return
-    if "optimizer" not in options.offload:
-        raise ValueError(
-            "delayed_update is about updates that run on the host: add offload='optimizer', or"
-            " drop delayed_update"
-        )
-    if options.stage != 3:
-        raise ValueError(
-            f"delayed_update needs stage 3: stage {options.stage} keeps whole parameters, ordinary"
-            " tensors that a state_dict() or an evaluation reads without waiting for an update that"
-            " is under way. Choose stage 3, or drop delayed_update"
-        )
-    if options.offload_tier != "cpu" or "params" in options.offload:
-        raise ValueError(
-            "delayed_update needs optimizer states in host memory and parameters on the device:"
-            " drop offload_tier='nvme' and offload='params', or delayed_update"
-        )
-    if options.memory_budget is not None:
-        raise ValueError(
-            "with a memory_budget some updates stay on the device, where delayed_update does not"
-            " delay them. Choose one"
-        )
-
-
-def _check_files(options: Options) -> None:
-    """Raise ValueError for options about files without each other."""
-    if options.offload_tier != "nvme":
-        for name in ("offload_dir", "offload_cache_bytes", "offload_checksums"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"{name} is about files, and offload_tier={options.offload_tier!r} makes none."
-                    f" Add offload_tier='nvme', or drop {name}"
-                )
-        return
-    if not options.offload:
-        raise ValueError(
-            "offload_tier='nvme' says where to, and offload does not say what: add"
-            " offload='optimizer', 'params' or 'activations', or drop offload_tier"
-        )
-    if not options.offload_dir:
-        raise ValueError(
-            "offload_tier='nvme' keeps in files what offload names, and nobody has said where: add"
-            " offload_dir, a folder on a fast local disk, or several on different disks"
-        )
+    return Options(**values)
 
 
 def environment() -> Mapping[str, str]:

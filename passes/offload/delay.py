@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -11,6 +11,37 @@ from zerofx.errors import StepError
 from zerofx.ir.aliases import writers
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.parameters import ParameterTable
+from zerofx.options import Options
+from zerofx.passes.base import Conflict
+
+
+def _conflict(when: Callable[[Options], object], words: str) -> Conflict:
+    return Conflict(lambda options: options.delayed_update and when(options), words, is_lack=True)
+
+
+DELAYED_CONFLICTS = (
+    _conflict(
+        lambda options: "optimizer" not in options.offload,
+        "delayed_update is about updates that run on the host: add offload='optimizer', or"
+        " drop delayed_update",
+    ),
+    _conflict(
+        lambda options: options.stage != 3,
+        "delayed_update needs stage 3: stage {stage} keeps whole parameters, ordinary tensors"
+        " that a state_dict() or an evaluation reads without waiting for an update that is"
+        " under way. Choose stage 3, or drop delayed_update",
+    ),
+    _conflict(
+        lambda options: options.offload_tier != "cpu" or "params" in options.offload,
+        "delayed_update needs optimizer states in host memory and parameters on the device:"
+        " drop offload_tier='nvme' and offload='params', or delayed_update",
+    ),
+    _conflict(
+        lambda options: options.memory_budget is not None,
+        "with a memory_budget some updates stay on the device, where delayed_update does not"
+        " delay them. Choose one",
+    ),
+)
 
 
 def check_can_be_delayed(

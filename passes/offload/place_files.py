@@ -17,7 +17,33 @@ from zerofx.ir.offload import copies_activation, copies_to_device, released_at, 
 from zerofx.ir.parameters import ParameterInfo, shard_numel
 from zerofx.ir.roles import Role, bucket_of
 from zerofx.ir.sizes import hinted_bytes
-from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.base import Conflict, Counts, PassContext
+
+
+def _about_files(name: str) -> Conflict:
+    return Conflict(
+        lambda options: options.offload_tier != "nvme" and getattr(options, name),
+        f"{name} is about files, and offload_tier={{offload_tier!r}} makes none. Add"
+        f" offload_tier='nvme', or drop {name}",
+        is_lack=True,
+    )
+
+
+CONFLICTS = (
+    *map(_about_files, ("offload_dir", "offload_cache_bytes", "offload_checksums")),
+    Conflict(
+        lambda options: options.offload_tier == "nvme" and not options.offload,
+        "offload_tier='nvme' says where to, and offload does not say what: add"
+        " offload='optimizer', 'params' or 'activations', or drop offload_tier",
+        is_lack=True,
+    ),
+    Conflict(
+        lambda options: options.offload_tier == "nvme" and not options.offload_dir,
+        "offload_tier='nvme' keeps in files what offload names, and nobody has said where: add"
+        " offload_dir, a folder on a fast local disk, or several on different disks",
+        is_lack=True,
+    ),
+)
 
 MOMENTS = 2
 """The values that AdamW keeps of each element, beside a master."""

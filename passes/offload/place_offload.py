@@ -19,18 +19,40 @@ from zerofx.ir.interface import resident, set_resident
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.parameters import Resident
 from zerofx.ir.roles import Role
-from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.memory.budget import check_fits, with_moves
 from zerofx.passes.memory.residency import stay_on_device
-from zerofx.passes.offload.delay import check_can_be_delayed
+from zerofx.passes.offload.delay import DELAYED_CONFLICTS, check_can_be_delayed
 from zerofx.passes.offload.host_parameters import (
     keep_on_host,
     origin_of,
     place_parameters,
     take_apart,
 )
+from zerofx.passes.zero.shard_optimizer import needs_sharded_states
 
 aten = torch.ops.aten
+
+CONFLICTS = (
+    needs_sharded_states("offload 'optimizer'", lambda options: "optimizer" in options.offload),
+    needs_sharded_states("offload 'auto'", lambda options: "auto" in options.offload),
+    Conflict(
+        lambda options: "auto" in options.offload and len(options.offload) > 1,
+        "offload='auto' chooses what leaves the device: drop it, or what stands beside it",
+    ),
+    Conflict(
+        lambda options: "auto" in options.offload and options.memory_budget is None,
+        "offload='auto' lets leave the device what does not fit: say how much fits with"
+        " memory_budget, in bytes for parameters, optimizer states and all that a step"
+        " allocates, for example 0.9 * torch.cuda.mem_get_info()[0] before the model is there",
+    ),
+    Conflict(
+        lambda options: "params" in options.offload and options.stage < 3,
+        "offload='params' needs stage 3: stage {stage} keeps whole parameters on the device."
+        " Choose stage 3, or drop 'params'",
+    ),
+    *DELAYED_CONFLICTS,
+)
 
 UPDATES_UNDER_WAY = 2
 """The number of buckets' updates in flight: with two the host is never idle."""

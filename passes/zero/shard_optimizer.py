@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.roles import Role, parameter_of, role
-from zerofx.passes.base import Counts, PassContext
+from zerofx.options import Options
+from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.schedule.placement import stagger_waits
 from zerofx.passes.zero.gathers import flatten
 from zerofx.passes.zero.propagate import ShardPropagation
 
 aten = torch.ops.aten
+
+
+def needs_sharded_states(choice: str, is_made: Callable[[Options], object]) -> Conflict:
+    """Return the conflict of a choice about states with stage 0."""
+    return Conflict(
+        lambda options: options.stage == 0 and is_made(options),
+        f"{choice} needs stage 1, 2 or 3: at stage 0 the optimizer keeps its states itself. Drop"
+        f" {choice}, or choose another stage",
+    )
+
+
+CONFLICTS = (
+    Conflict(
+        lambda options: options.master_weights and options.stochastic_rounding,
+        "master_weights and stochastic_rounding exclude each other: with a master in float32"
+        " nothing of a parameter is lost to rounding. Choose one; moments that are kept in"
+        " moment_dtype are rounded stochastically in either case",
+    ),
+    needs_sharded_states("master_weights", lambda options: options.master_weights),
+    needs_sharded_states("moment_dtype", lambda options: options.moment_dtype),
+)
 
 
 def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import torch
 
+from zerofx.compiler.choices import choose
 from zerofx.hardware import Figures
 from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
 
@@ -549,7 +550,7 @@ def test_a_mode_is_refused_with_the_remedy(mode):
 )
 def test_precisions_that_make_no_sense_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        resolve(options, {})
+        choose(options, {})
 
 
 @pytest.mark.parametrize("value", [1.5, "3", True, None])

@@ -24,10 +24,10 @@ from tests.kit.fake_cuda import Cuda
 from tests.kit.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import assert_same, program_of
+from zerofx.compiler.choices import choose
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
 from zerofx.lower.regions import CompiledRegion
-from zerofx.options import resolve
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage import copies as copying
 from zerofx.runtime.storage.copies import Copies
@@ -438,17 +438,17 @@ def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
 
 
 def test_targets_may_be_named_together():
-    assert resolve(ACTIVATIONS, {}).offload == ("activations",)
+    assert choose(ACTIVATIONS, {}).offload == ("activations",)
     for given in (
         "activations,optimizer",
         ["optimizer", "activations"],
         {"activations", "optimizer"},
     ):
-        assert resolve({"offload": given}, {}).offload == ("optimizer", "activations")
-    assert resolve({}, {"ZEROFX_OFFLOAD": "activations"}).offload == ("activations",)
+        assert choose({"offload": given}, {}).offload == ("optimizer", "activations")
+    assert choose({}, {"ZEROFX_OFFLOAD": "activations"}).offload == ("activations",)
 
 
 def test_stage_0_has_activations_to_offload_and_no_states():
-    assert resolve({"stage": 0, **ACTIVATIONS}, {}).stage == 0
+    assert choose({"stage": 0, **ACTIVATIONS}, {}).stage == 0
     with pytest.raises(ValueError, match="'optimizer' needs stage 1, 2 or 3"):
-        resolve({"stage": 0, **BOTH}, {})
+        choose({"stage": 0, **BOTH}, {})

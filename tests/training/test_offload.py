@@ -44,10 +44,10 @@ from tests.kit.trainings import (
 )
 from zerofx.codegen.rewrite.storage import MASTER
 from zerofx.codegen.trace.trace import Update
+from zerofx.compiler.choices import choose
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
-from zerofx.options import resolve
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -464,13 +464,13 @@ def test_a_step_that_fails_leaves_the_next_one_alone():
 
 
 def test_the_options_are_read_from_the_code_and_the_environment():
-    assert resolve({}, {}).offload == ()
+    assert choose({}, {}).offload == ()
     for given in ("optimizer", ["optimizer"], ("optimizer",), {"optimizer"}):
-        assert resolve({"offload": given}, {}).offload == ("optimizer",)
-    assert resolve({}, {"ZEROFX_OFFLOAD": "optimizer"}).offload == ("optimizer",)
-    assert resolve(OFFLOAD, {"ZEROFX_OFFLOAD": ""}).offload == ()
-    assert resolve({"offload": None}, {}).offload == resolve({"offload": []}, {}).offload == ()
-    assert resolve({"offload_tier": "cpu"}, {}).offload_tier == "cpu"
+        assert choose({"offload": given}, {}).offload == ("optimizer",)
+    assert choose({}, {"ZEROFX_OFFLOAD": "optimizer"}).offload == ("optimizer",)
+    assert choose(OFFLOAD, {"ZEROFX_OFFLOAD": ""}).offload == ()
+    assert choose({"offload": None}, {}).offload == choose({"offload": []}, {}).offload == ()
+    assert choose({"offload_tier": "cpu"}, {}).offload_tier == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -516,19 +516,19 @@ def test_the_options_are_read_from_the_code_and_the_environment():
 )
 def test_bad_options_are_refused_with_words(options, error, words):
     with pytest.raises(error, match=words):
-        resolve(options, {})
+        choose(options, {})
 
 
 def test_folders_are_one_or_several_and_may_come_from_the_environment():
     files = {"offload": "optimizer", "offload_tier": "nvme"}
     two = os.pathsep.join(("a", "b"))
     for given in (two, ["a", "b"], ("a", pathlib.Path("b"))):
-        assert resolve({**files, "offload_dir": given}, {}).offload_dir == ("a", "b")
-    assert resolve({**files, "offload_dir": pathlib.Path("a")}, {}).offload_dir == ("a",)
-    options = resolve(files, {"ZEROFX_OFFLOAD_DIR": two, "ZEROFX_OFFLOAD_CACHE_BYTES": "1e6"})
+        assert choose({**files, "offload_dir": given}, {}).offload_dir == ("a", "b")
+    assert choose({**files, "offload_dir": pathlib.Path("a")}, {}).offload_dir == ("a",)
+    options = choose(files, {"ZEROFX_OFFLOAD_DIR": two, "ZEROFX_OFFLOAD_CACHE_BYTES": "1e6"})
     assert (options.offload_dir, options.offload_cache_bytes) == (("a", "b"), 10**6)
     # What the environment may add is not missed where the code is checked alone.
-    assert resolve(files, {}, is_complete=False).offload_dir == ()
+    assert choose(files, {}, is_complete=False).offload_dir == ()
 
 
 # Streams: what is asked of CUDA, in which order.  No GPU has run it.

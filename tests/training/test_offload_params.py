@@ -37,10 +37,10 @@ from tests.kit.trainings import (
     write_between,
     zero,
 )
+from zerofx.compiler.choices import choose
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
-from zerofx.options import resolve
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage import copies as copying
 from zerofx.runtime.storage.copies import Copies
@@ -437,10 +437,10 @@ def test_ranks_that_disagree_hear_of_it(ranks):
 
 
 def test_the_options_are_read_from_the_code_and_the_environment():
-    assert resolve(PARAMS, {}).offload == ("params",)
+    assert choose(PARAMS, {}).offload == ("params",)
     for given in ("optimizer,params", "params, optimizer", ["params", "optimizer"]):
-        assert resolve({"offload": given}, {}).offload == ("optimizer", "params")
-    assert resolve({}, {"ZEROFX_OFFLOAD": "params"}).offload == ("params",)
+        assert choose({"offload": given}, {}).offload == ("optimizer", "params")
+    assert choose({}, {"ZEROFX_OFFLOAD": "params"}).offload == ("params",)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_the_options_are_read_from_the_code_and_the_environment():
 )
 def test_what_makes_no_sense_with_it_is_refused_with_words(options, words):
     with pytest.raises(ValueError, match=words):
-        resolve(options, {})
+        choose(options, {})
 
 
 @pytest.mark.nightly

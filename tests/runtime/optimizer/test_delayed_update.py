@@ -33,8 +33,8 @@ from tests.kit.trainings import (
     stepped_twice,
     zero,
 )
+from zerofx.compiler.choices import choose
 from zerofx.errors import StepError
-from zerofx.options import resolve
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.optimizer.update import ReadyUpdate
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -566,7 +566,7 @@ def test_accumulation_across_calls_is_refused():
 )
 def test_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        resolve({**DELAYED, **options}, {})
+        choose({**DELAYED, **options}, {})
     twin = {"ZEROFX_DELAYED_UPDATE": "1"}
-    assert resolve({"offload": "optimizer"}, twin).delayed_update
-    assert not resolve({}, {}).delayed_update
+    assert choose({"offload": "optimizer"}, twin).delayed_update
+    assert not choose({}, {}).delayed_update

@@ -7,8 +7,8 @@ import torch
 
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import built, plain, program_of, run, zero
-from zerofx.compiler.stop_after import stopped
-from zerofx.options import STOPS, resolve
+from zerofx.compiler.choices import choose, stopped
+from zerofx.options import STOPS
 from zerofx.passes.pipeline import PIPELINE, rewrites
 
 EVERYTHING = {
@@ -19,7 +19,7 @@ EVERYTHING = {
 
 
 def of(name, **options):
-    return stopped(resolve({**options, "stop_after": name}, {}))
+    return stopped(choose({**options, "stop_after": name}, {}))
 
 
 def test_there_is_a_stop_behind_every_pass_but_the_first_and_the_last():
@@ -62,10 +62,10 @@ def test_updates_are_not_delayed_that_run_on_the_device():
 
 
 def test_without_a_stop_nothing_changes():
-    options = resolve(EVERYTHING, {})
+    options = choose(EVERYTHING, {})
     assert stopped(options) is options
     last = dataclasses.replace(of("prefetch"), stop_after=None)
-    assert last == resolve({}, {})
+    assert last == choose({}, {})
 
 
 @pytest.mark.parametrize("option", ({"master_weights": True}, {"moment_dtype": "bfloat16"}))

@@ -1,12 +1,33 @@
-"""The option ``stop_after``: the step behind one pass, without the passes that come later."""
+"""Options that suit each other: conflicts, and those of a step that ``stop_after`` cuts short."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zerofx.options import Options
+from zerofx.options import Options, resolve
 from zerofx.passes.pipeline import PIPELINE, rewrites
+
+
+def choose(
+    options: Mapping[str, object] | None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    is_complete: bool = True,
+) -> Options:
+    """Resolve options, and check them together, by what each pass says.
+
+    Options that are not ``is_complete`` may lack what the environment may still add.
+
+    Raises: ValueError for values that are each allowed and make no sense together; what
+    ``resolve`` does.
+    """
+    chosen = resolve(options, environ)
+    for conflict in (each for step in PIPELINE for each in step.conflicts):
+        if (is_complete or not conflict.is_lack) and conflict.when(chosen):
+            raise ValueError(conflict.words.format(**vars(chosen)))
+    return chosen
 
 
 def stopped(options: Options) -> Options:
