@@ -45,7 +45,6 @@ from zerofx.compat.scalars import (
     ScalarEnvironment,
     expression,
     guard_sources,
-    outside_of_modes,
     python_source,
     record_scalar_call,
     set_source_line,

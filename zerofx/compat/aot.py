@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch._dynamo.callback
-import torch._dynamo.config
-import torch._dynamo.exc
 import torch._functorch.config
-import torch.fx.traceback
 import torch.utils.checkpoint
 from torch._functorch.aot_autograd import aot_module_simplified
 

@@ -6,15 +6,12 @@ import contextlib
 import sys
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
-import torch._dynamo.callback
 import torch._dynamo.config
 import torch._dynamo.exc
-import torch._functorch.config
-import torch.fx.traceback
-import torch.utils.checkpoint
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -127,12 +124,8 @@ def owners_looked_into(attribute: str) -> list[Any]:
 
 def _ID_MATCH(builder: GuardBuilder, guard: Any) -> None:  # noqa: N802 - guards go by this name
     """``GuardBuilder.ID_MATCH``, which on 2.11 prints the object: freed memory would be read."""
-    printed = torch.nn.Parameter.__repr__
-    torch.nn.Parameter.__repr__ = object.__repr__
-    try:
+    with mock.patch.object(torch.nn.Parameter, "__repr__", object.__repr__):
         builder.ID_MATCH(guard)
-    finally:
-        torch.nn.Parameter.__repr__ = printed
 
 
 def guard_identity(placeholder: torch.fx.Node) -> None:
@@ -162,9 +155,6 @@ def gradient_assignments() -> dict[str, str]:
         except (AttributeError, NotImplementedError):
             continue  # p.grad = None, or not a tensor's attribute
     return found
-
-
-# For errors on their way to the user: backend.py.
 
 
 def pass_through_dynamo(error: Exception) -> Exception:

@@ -11,23 +11,14 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch._dynamo.callback
-import torch._dynamo.config
-import torch._dynamo.exc
 import torch._functorch.config
-import torch.fx.traceback
-import torch.utils.checkpoint
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
 )
-
-# For lowering: lower.py, regions.py.
 
 
 def is_higher_order(target: Any) -> bool:

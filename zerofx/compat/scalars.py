@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -11,12 +10,7 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo
-import torch._dynamo.callback
-import torch._dynamo.config
-import torch._dynamo.exc
-import torch._functorch.config
 import torch.fx.traceback
-import torch.utils.checkpoint
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import (
@@ -30,16 +24,9 @@ from torch.fx.experimental.proxy_tensor import (
     handle_sym_dispatch,
     make_fx,
 )
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
-
-# For updates traced from optimizers: codegen/.
-
 
 DATA_DEPENDENT_ERRORS = (
     GuardOnDataDependentSymNode,
@@ -139,14 +126,6 @@ def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> tor
     with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
         with torch.fx.traceback.preserve_node_meta():
             return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-
-
-def outside_of_modes() -> contextlib.AbstractContextManager:
-    """Hide what runs inside from dispatch modes, AOTAutograd's watch of a first call included.
-
-    ``_disable_current_modes`` is for 2.11 to 2.15; can go if torch exports it.
-    """
-    return _disable_current_modes()
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:

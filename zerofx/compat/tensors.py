@@ -6,17 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
-import torch._dynamo.callback
-import torch._dynamo.config
-import torch._dynamo.exc
-import torch._functorch.config
-import torch.fx.traceback
-import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,22 +29,17 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-# For tensors that guard themselves: runtime/guarded.py.  The context is documented under this name
-# in 2.11 to 2.15; can go when torch exports it.
+# Documented under this name in 2.11 to 2.15; can go when torch exports it.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
-
-# For tensors whose making is deferred: deferred/.
 
 # Also without modes, which a recorder must not call for what it does itself.  For 2.11 to 2.15; can
 # go when torch exports it.
 without_function_modes = torch._C.DisableTorchFunction
 
-# Where a recorder is active and something has to be done at once.  For 2.11 to 2.15, as above.
+# Where something has to be done at once, past a recorder or AOTAutograd's watch of a first call.  For
+# 2.11 to 2.15, as above.
 without_dispatch_modes = _disable_current_modes
-
-
-# For agreement between ranks: backend.py and runtime/whole.py.
 
 
 def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
@@ -84,18 +69,12 @@ def timeout_s(group: torch.distributed.ProcessGroup) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-# For optimizers' hooks: runtime/whole.py.
-
-
 def has_global_optimizer_hooks() -> bool:
     """Return whether hooks are registered around every optimizer's step of the process.
 
     For 2.11 to 2.15; can go when torch can be asked.
     """
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
-# For tensors that gloo's threads read and write: runtime/communication.py.
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
@@ -106,18 +85,12 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1
 
 
-# For buffers used again: runtime/buffers.py.
-
-
 def is_storage_held(storage: torch.UntypedStorage) -> bool:
     """Return whether a tensor, or C++ besides its one Python object, holds this memory.
 
     ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
     """
     return torch._C._storage_Use_Count(storage._cdata) > 1
-
-
-# For parameters that move into their bucket's memory: runtime/bucket_memory.py.
 
 
 def is_memory_shared(tensor: torch.Tensor) -> bool:
@@ -134,9 +107,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
     """
     return tensor.untyped_storage()._cdata
-
-
-# For tensors that stand for others: checkpoint/pieces.py.
 
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)

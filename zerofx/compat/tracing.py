@@ -9,15 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
 import torch._dynamo.callback
 import torch._dynamo.config
-import torch._dynamo.exc
-import torch._functorch.config
-import torch.fx.traceback
-import torch.utils.checkpoint
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
@@ -75,6 +72,9 @@ def backend_in_use(translator: Any) -> Any:
 Substitutes = Mapping[type | str, Mapping[str, Callable[..., Any]]]
 
 
+Patch = contextlib.AbstractContextManager[Any]
+
+
 @contextlib.contextmanager
 def whole_step_tracing(
     backend: Any, substitutes: Substitutes, met: Callable[[Any], None] = lambda value: None
@@ -107,13 +107,16 @@ def whole_step_tracing(
                 ignore_logging_functions=_logging_functions(),
             )
         )
-        for variable_class in (OptimizerVariable, UserDefinedObjectVariable):
-            stack.enter_context(_substituting(variable_class, backend, substitutes, met))
-        stack.enter_context(_seeing_modules(backend, met))
-        stack.enter_context(_undetached_outputs(backend))
-        stack.enter_context(_own_none())
-        stack.enter_context(_own_augmented_assignment())
-        stack.enter_context(_backward_past_modes())
+        for patch in (
+            _substituting(OptimizerVariable, backend, substitutes, met),
+            _substituting(UserDefinedObjectVariable, backend, substitutes, met),
+            _seeing_modules(backend, met),
+            _undetached_outputs(backend),
+            _own_none(),
+            _own_augmented_assignment(),
+            _backward_past_modes(),
+        ):
+            stack.enter_context(patch)
         undo.append(stack)
 
     def on_end(_args: Any) -> None:
@@ -151,10 +154,9 @@ def _logging_functions() -> set[Callable[..., Any]]:
     }
 
 
-@contextlib.contextmanager
 def _substituting(
     variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], None]
-) -> Iterator[None]:
+) -> Patch:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
     ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15; can go when Dynamo lets a backend
@@ -165,7 +167,6 @@ def _substituting(
     effects (2.11 to 2.15; can go when its builder does that, as for other objects).
     """
     name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
-    inherited = name not in variable_class.__dict__
     original = getattr(variable_class, name)
 
     def look_up(self, tx, attribute):
@@ -193,14 +194,7 @@ def _substituting(
                     return UserMethodVariable(function, self)
         return original(self, tx, attribute)
 
-    setattr(variable_class, name, look_up)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(variable_class, name)
-        else:
-            setattr(variable_class, name, original)
+    return mock.patch.object(variable_class, name, look_up)
 
 
 def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
@@ -242,8 +236,7 @@ def _telling(met: Callable[[Any], None], value: Any) -> None:
         raise pass_through_dynamo(error) from None
 
 
-@contextlib.contextmanager
-def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Iterator[None]:
+def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Patch:
     """Call ``met`` with each module that is called, for ``backend``.
 
     For 2.11 to 2.15; can go when Dynamo tells a backend which modules a function calls.
@@ -255,15 +248,10 @@ def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Iterator[None]:
             _telling(met, self.value)
         return original(self, tx, args, kwargs)
 
-    UnspecializedNNModuleVariable.call_function = call_function
-    try:
-        yield
-    finally:
-        UnspecializedNNModuleVariable.call_function = original
+    return mock.patch.object(UnspecializedNNModuleVariable, "call_function", call_function)
 
 
-@contextlib.contextmanager
-def _own_none() -> Iterator[None]:
+def _own_none() -> Patch:
     """Give each ``p.grad`` that is None a constant of its own.
 
     Dynamo writes where ``p.grad`` came from onto the one None that all share; the end of the
@@ -272,8 +260,7 @@ def _own_none() -> Iterator[None]:
     """
     original = TensorVariable.__dict__.get("var_getattr")
     if original is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def var_getattr(self, tx, name):
         result = original(self, tx, name)
@@ -282,11 +269,7 @@ def _own_none() -> Iterator[None]:
             return ConstantVariable(None, source=source)
         return result
 
-    TensorVariable.var_getattr = var_getattr
-    try:
-        yield
-    finally:
-        TensorVariable.var_getattr = original
+    return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
 
 
 _AUGMENTED_ASSIGNMENTS = {
@@ -295,8 +278,7 @@ _AUGMENTED_ASSIGNMENTS = {
 }
 
 
-@contextlib.contextmanager
-def _own_augmented_assignment() -> Iterator[None]:
+def _own_augmented_assignment() -> Patch:
     """Let ``p -= x`` leave ``p`` the input that it is.
 
     Dynamo takes its result for another tensor, and loses what is then stored as its ``grad``.
@@ -316,15 +298,10 @@ def _own_augmented_assignment() -> Iterator[None]:
                 return target
         return result
 
-    BuiltinVariable.call_function = call_function
-    try:
-        yield
-    finally:
-        BuiltinVariable.call_function = original
+    return mock.patch.object(BuiltinVariable, "call_function", call_function)
 
 
-@contextlib.contextmanager
-def _backward_past_modes() -> Iterator[None]:
+def _backward_past_modes() -> Patch:
     """Trace ``loss.backward()`` though a torch-function mode is on, as for a default device.
 
     Dynamo then traces Python's ``Tensor.backward``, which it refuses, and forgets its own rule.
@@ -342,15 +319,10 @@ def _backward_past_modes() -> Iterator[None]:
         finally:
             modes.torch_function_mode_enabled = enabled
 
-    TensorVariable.call_method = call_method
-    try:
-        yield
-    finally:
-        TensorVariable.call_method = original
+    return mock.patch.object(TensorVariable, "call_method", call_method)
 
 
-@contextlib.contextmanager
-def _undetached_outputs(backend: Any) -> Iterator[None]:
+def _undetached_outputs(backend: Any) -> Patch:
     """Allow ``return loss``: capture detaches the outputs.
 
     For 2.11 to 2.15; can go when Dynamo lets such a graph out.
@@ -363,8 +335,4 @@ def _undetached_outputs(backend: Any) -> Iterator[None]:
             return original(self, rv, tx)
         return None
 
-    setattr(OutputGraph, name, validate)
-    try:
-        yield
-    finally:
-        setattr(OutputGraph, name, original)
+    return mock.patch.object(OutputGraph, name, validate)

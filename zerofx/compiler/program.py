@@ -223,7 +223,7 @@ class Program:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
             return self._run(self.runtime, inputs)
-        with compat.outside_of_modes():  # updates are traced as they will be in later calls
+        with compat.without_dispatch_modes():  # updates are traced as they will be in later calls
             self.runtime = self._make_ready()
         return_freed_memory()
         with progress(self.runtime.program, self.function.name, self.function.communicator.rank):
