@@ -37,8 +37,8 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 # go when torch exports it.
 without_function_modes = torch._C.DisableTorchFunction
 
-# Where something has to be done at once, past a recorder or AOTAutograd's watch of a first call.  For
-# 2.11 to 2.15, as above.
+# Where something must be done at once, past a recorder or AOTAutograd's watch of a first call.
+# For 2.11 to 2.15, as above.
 without_dispatch_modes = _disable_current_modes
 
 
