@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tests.kit.programs import Captured, clone, optimizer_over, run_passes
+from tests.kit.programs import Captured, clone, context_of, optimizer_over, run_passes
 from zerofx.capture import substitutes
 from zerofx.ir.graph import copied
 from zerofx.ir.parameters import ParameterTable
@@ -46,6 +46,7 @@ def write_dump(
     function: str = "step0_0",
     watched: list[Watched] | None = None,
     stage: int = 3,
+    until: str | None = None,
     **options: object,
 ) -> Path:
     """Dump every program of a captured step; return the folder they are in.
@@ -54,15 +55,9 @@ def write_dump(
     """
     program = clone(captured)
     names = {id(t): info.name for t, info in zip(captured.tensors, program.table, strict=True)}
-    writer = ProgramDump(
-        DumpFolder(folder),
-        rank,
-        function,
-        program.table,
-        world_size=captured.world_size,
-        stage=stage,
-        optimizers={h: describe(substitutes.optimizer_of(h), names) for h in captured.optimizers},
-    )
+    described = {h: describe(substitutes.optimizer_of(h), names) for h in captured.optimizers}
+    ctx = context_of(program, rank, stage, **options)
+    writer = ProgramDump(DumpFolder(folder), function, ctx, described)
 
     def on_program(name: str, gm: fx.GraphModule, report: Any) -> None:
         writer.write(name, gm, report)
@@ -71,7 +66,8 @@ def write_dump(
             copy_of = fx.GraphModule(gm, copied(gm.graph))
             watched.append(Watched(name, copy_of, table, captured))
 
-    reports = run_passes(program, rank=rank, stage=stage, on_program=on_program, **options)
+    passes = {"rank": rank, "stage": stage, "until": until, **options}
+    reports = run_passes(program, on_program=on_program, **passes)
     writer.write_summary(list(reports.values()))
     return Path(folder) / f"rank{rank}" / function
 

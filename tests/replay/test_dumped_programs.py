@@ -16,7 +16,15 @@ from torch.nn.utils import clip_grad_norm_
 import zerofx.__main__ as command_line
 from tests.kit import models
 from tests.kit.dumps import programs_in, write_dump
-from tests.kit.programs import assert_bitwise, capture, clone, evaluation, mlp_step, smallest_step
+from tests.kit.programs import (
+    assert_bitwise,
+    capture,
+    clone,
+    context_of,
+    evaluation,
+    mlp_step,
+    smallest_step,
+)
 from zerofx.cli import run
 from zerofx.errors import CommandError
 from zerofx.options import OPTIONAL_PASSES
@@ -282,7 +290,7 @@ def test_a_program_that_a_file_cannot_hold_is_written_and_says_why_it_cannot_run
     program = clone(mlp_step())
     (addmm,) = [node for node in program.graph.nodes if node.name == "addmm"]
     addmm.kwargs = {"beta": object()}
-    writer = ProgramDump(DumpFolder(tmp_path), 0, "step0_0", program.table, world_size=2)
+    writer = ProgramDump(DumpFolder(tmp_path), "step0_0", context_of(program), {})
     writer.write("captured", program.gm, None)
     path = tmp_path / "rank0" / "step0_0" / "00_captured.py"
     assert "object object" in path.read_text() and " at 0x" not in path.read_text()

@@ -13,7 +13,8 @@ from tests.kit.records import empty, small
 from zerofx.ir.graph import updates
 from zerofx.report import picture
 from zerofx.report.folder import MARKER, DumpFolder
-from zerofx.report.timeline import TimelineDump, read, span_event, text_of
+from zerofx.report.timeline import read, span_event, text_of
+from zerofx.report.write import ProgramDump
 
 
 @pytest.fixture
@@ -24,16 +25,21 @@ def dumped(tmp_path):
         program = clone(mlp_step())
         ctx = context_of(program, rank, dump=str(folder), **options)
         kept = dict.fromkeys(updates(program.graph), 8.0)
-        timelines = TimelineDump(DumpFolder(folder), f"rank{rank}/step0_0", ctx, kept)
-        run_passes(program, rank=rank, on_program=lambda name, gm, _: timelines.write(name, gm),
-                   **options)  # fmt: skip
+        dump = ProgramDump(DumpFolder(folder), "step0_0", ctx, {})
+
+        def on_program(name, gm, report):
+            dump.write(name, gm, report)
+            dump.write_timeline(gm, kept)
+
+        run_passes(program, rank=rank, on_program=on_program, **options)
         return folder / f"rank{rank}" / "step0_0"
 
     return dump
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+    kept = (path.name for path in folder.iterdir() if path.suffix != ".py")
+    return sorted(name for name in kept if name != MARKER)
 
 
 def test_every_program_has_a_trace(dumped):
@@ -80,7 +86,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(dumped, tmp_path, cap
     with caplog.at_level(logging.WARNING, logger="zerofx"):
         dumped()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "zerofx"]
-    assert "cannot write" in message and "00_captured.trace.json" in message
+    assert "cannot write" in message and "00_captured.py" in message
 
 
 def train(**options):

@@ -139,16 +139,8 @@ class Program:
         if folder is None and not compat.is_traced():
             return None
         (step,) = self.captured
-        return ProgramDump(
-            folder,
-            ctx.rank,
-            f"{self.function.name}_{self.number}",
-            ctx.table,
-            world_size=ctx.world_size,
-            stage=ctx.options.stage,
-            optimizers=described_optimizers(step),
-            figures=f"hardware: {ctx.figures} ({ctx.figures.source})",
-        )
+        function = f"{self.function.name}_{self.number}"
+        return ProgramDump(folder, function, ctx, described_optimizers(step))
 
     def _make_ready(self) -> StepRuntime:
         """Agree with the other ranks, take charge of the parameters, lower.

@@ -27,7 +27,6 @@ from zerofx.passes.manager import Established, PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
 from zerofx.replay.validate import Validator
 from zerofx.report.optimizers import describe
-from zerofx.report.timeline import TimelineDump
 from zerofx.report.write import ProgramDump
 
 logger = logging.getLogger("zerofx")
@@ -90,7 +89,7 @@ def rewrite(
     gm = fx.GraphModule(step.gm, copied(step.gm.graph))
     reports = run_pipeline(gm, ctx, rewrites(PIPELINE), *hooks, established)
     rewritten = Rewritten(gm, ctx, tuple(reports), observers.captured_peak)
-    observers.timelines = None  # times are not predicted behind it
+    observers.kept = None  # times are not predicted behind it
     gm = fx.GraphModule(gm, copied(gm.graph))
     lowered = Lowered(gm, tuple(run_pipeline(gm, ctx, lowerings(PIPELINE), *hooks, established)))
     if dump:
@@ -105,10 +104,8 @@ class _Observers:
     def __init__(self, step: CapturedStep, ctx: PassContext, dump: ProgramDump | None):
         self.ctx, self.dump = ctx, dump
         self.captured_peak: int | None = None
-        self.timelines = None
-        if dump and dump.folder is not None:
-            kept = bytes_kept(step, ctx.options)
-            self.timelines = TimelineDump(dump.folder, dump.name, ctx, kept)
+        has_timelines = dump is not None and dump.folder is not None
+        self.kept = bytes_kept(step, ctx.options) if has_timelines else None
         self.validator = None
         if ctx.options.validate:
             write_minimal = dump.write_minimal if dump else None
@@ -119,8 +116,8 @@ class _Observers:
         if report is None and logger.isEnabledFor(logging.INFO):
             self.captured_peak = _peak_bytes(gm, self.ctx)
         path = self.dump.write(name, gm, report) if self.dump else None
-        if self.timelines:
-            self.timelines.write(name, gm)
+        if self.dump and self.kept is not None:
+            self.dump.write_timeline(gm, self.kept)
         if self.validator:  # which may reject what has been written
             self.validator(name, gm, report, path)
 

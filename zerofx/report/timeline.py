@@ -25,8 +25,6 @@ from zerofx.ir import ops
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, provenance, role
 from zerofx.ir.source import source_of
-from zerofx.passes.base import PassContext
-from zerofx.report.folder import DumpFolder
 from zerofx.report.memory import Piece, alive, parameters_of, phases_of, pieces_of
 from zerofx.report.python_text import value_text
 
@@ -58,39 +56,8 @@ LOWERED_BY = {
 """Advice on lowering each kind of memory."""
 
 
-class TimelineDump:
-    """Writes the trace of every program of one function to its folder in a dump.
-
-    ``name`` is that folder (``rank0/step0_0``); ``state_bytes`` is as in ``trace_of``.
-    """
-
-    def __init__(
-        self,
-        folder: DumpFolder,
-        name: str,
-        ctx: PassContext,
-        state_bytes: Mapping[tuple[int, int], float],
-    ):
-        self.folder, self.name, self.ctx, self.state_bytes = folder, name, ctx, state_bytes
-        self.number = 0
-
-    def write(self, name: str, gm: fx.GraphModule) -> None:
-        """Write the trace of one more program."""
-        if not self.folder.works:
-            return
-        ctx = self.ctx
-        program = f"{self.number:02d}_{name}"
-        self.number += 1
-        trace = trace_of(
-            gm.graph,
-            ctx.table,
-            ctx.figures,
-            ctx.world_size,
-            title=f"{self.name.rpartition('/')[2]}: {program}, rank {ctx.rank} of {ctx.world_size}",
-            sockets=not ctx.options.peer_memory,
-            state_bytes=self.state_bytes,
-        )
-        self.folder.write(f"{self.name}/{program}{SUFFIX}", text_of(trace))
+StateBytes = Mapping[tuple[int, int], float]
+"""The bytes per element that optimizers keep, by (optimizer, parameter)."""
 
 
 def trace_of(
@@ -101,7 +68,7 @@ def trace_of(
     *,
     title: str = "step",
     sockets: bool = False,
-    state_bytes: Mapping[tuple[int, int], float] | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> dict[str, Any]:
     """Predict one step of a program; return it as a Chrome trace.
 
@@ -141,7 +108,7 @@ def text_of(trace: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a trace that ``TimelineDump`` has written.
+    """Read a dumped trace.
 
     Raises: CommandError if it is none, or of another version; OSError.
     """

@@ -16,10 +16,11 @@ from torch import fx
 from zerofx import compat
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes, size_text, wire_bytes
-from zerofx.ir.parameters import ParameterTable
+from zerofx.passes.base import PassContext
 from zerofx.report.folder import DumpFolder
 from zerofx.report.python_text import one_line
 from zerofx.report.text import CONSTANTS_FILE, FORMAT, program_text
+from zerofx.report.timeline import SUFFIX, StateBytes, text_of, trace_of
 from zerofx.versions import __version__
 
 EXPLANATION = "explain.txt"
@@ -46,7 +47,6 @@ class Costs:
 class ProgramDump:
     """Writes ``<folder>/rank<r>/<function>/00_captured.py`` and so on.
 
-    ``figures`` is a line for every program's header: the hardware that its plan was made with.
     ``optimizers`` are described by handle.  Programs also go to torch's structured trace, if there
     is one; without a ``folder`` they go there alone.  Only ``summary.txt`` has seconds: the same
     step gives the same files again, on every rank.
@@ -55,21 +55,13 @@ class ProgramDump:
     def __init__(
         self,
         folder: DumpFolder | None,
-        rank: int,
         function: str,
-        table: ParameterTable,
-        *,
-        world_size: int,
-        stage: int = 0,
-        optimizers: Mapping[int, Mapping[str, Any]] | None = None,
-        figures: str = "",
+        ctx: PassContext,
+        optimizers: Mapping[int, Mapping[str, Any]],
     ):
-        self.folder = folder
-        self.name = f"rank{rank}/{file_name(function)}"
-        self.rank, self.world_size, self.stage = rank, world_size, stage
-        self.table = table
-        self.optimizers = optimizers or {}
-        self.figures = figures
+        self.folder, self.ctx, self.optimizers = folder, ctx, optimizers
+        self.name = f"rank{ctx.rank}/{file_name(function)}"
+        self.hardware = f"hardware: {ctx.figures} ({ctx.figures.source})"
         self.constants: dict[str, torch.Tensor] = {}
         self._num_saved = 0  # of them
         self.costs: list[tuple[str, Costs]] = []
@@ -110,13 +102,14 @@ class ProgramDump:
         return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
 
     def _text(self, gm: fx.GraphModule) -> str:
-        return program_text(gm, self.table, self.optimizers, self.constants)
+        return program_text(gm, self.ctx.table, self.optimizers, self.constants)
 
     def _write_program(self, stem: str, lines: Sequence[str], text: str) -> Path | None:
         """Write a program below its first lines and the facts that running it needs."""
-        facts = (("RANK", self.rank), ("WORLD_SIZE", self.world_size), ("STAGE", self.stage))
+        ctx = self.ctx
+        facts = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
         comments = (f"# {line}".rstrip() for line in lines)
-        head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts)]
+        head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts.items())]
         content = "\n".join([*head, "", text])
         path = self._write(f"{stem}.py", content)
         if len(self.constants) > self._num_saved:
@@ -124,6 +117,27 @@ class ProgramDump:
             self._num_saved = len(self.constants)
         compat.trace_program(f"zerofx_{stem}", lambda: content)
         return path
+
+    def write_timeline(self, gm: fx.GraphModule, state_bytes: StateBytes) -> None:
+        """Write the predicted step of the program that was written last, as a trace.
+
+        ``state_bytes`` is as in ``trace_of``.
+        """
+        if self.folder is None or not self.folder.works:
+            return
+        ctx = self.ctx
+        program = f"{len(self.costs) - 1:02d}_{self.costs[-1][0]}"
+        function = self.name.rpartition("/")[2]
+        trace = trace_of(
+            gm.graph,
+            ctx.table,
+            ctx.figures,
+            ctx.world_size,
+            title=f"{function}: {program}, rank {ctx.rank} of {ctx.world_size}",
+            sockets=not ctx.options.peer_memory,
+            state_bytes=state_bytes,
+        )
+        self._write(f"{program}{SUFFIX}", text_of(trace))
 
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program."""
@@ -152,15 +166,15 @@ class ProgramDump:
         headers = ("", "pass", "collectives", "sent", "peak before", "after", "seconds", "")
         lines = [tabulate(rows, headers=headers, disable_numparse=True)]
         lines += ["", f"{'sent':12} per rank and step", f"{'peak':12} {_PEAK}"]
-        lines += [self.figures] if self.figures else []
+        lines += [self.hardware]
         lines += [f"predicted: {predicted}"] if predicted else []
         text = "\n".join(lines) + "\n"
         self._write("summary.txt", text)
         compat.trace_program("zerofx_summary", lambda: text)
 
     def _costs_of(self, gm: fx.GraphModule) -> Costs:
-        wire, moved = wire_bytes(gm, self.world_size), moved_bytes(gm)
-        alive = live_bytes(gm.graph, self.world_size, table=self.table, hinted=True)
+        wire, moved = wire_bytes(gm, self.ctx.world_size), moved_bytes(gm)
+        alive = live_bytes(gm.graph, self.ctx.world_size, table=self.ctx.table, hinted=True)
         return Costs(
             peak=max(alive, default=0),
             sent=wire.gathers + wire.reductions + wire.scalars + wire.exchanges,
@@ -184,13 +198,14 @@ class ProgramDump:
         headers = ("per rank and step", "before", "after") if before else ("per rank and step", "")
         table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
         lines += ["", *table.splitlines(), ""]
-        lines += [self.figures] if self.figures else []
+        lines.append(self.hardware)
         return [*lines, f"Run it again: python -m zerofx run {number:02d}_{name}.py --random"]
 
     def _first_lines(self, number: int, name: str) -> list[str]:
+        ctx = self.ctx
         return [
             f"zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {__version__}",
-            f"{number:02d} {name}, rank {self.rank} of {self.world_size}, stage {self.stage}",
+            f"{number:02d} {name}, rank {ctx.rank} of {ctx.world_size}, stage {ctx.options.stage}",
         ]
 
     def _write(self, name: str, content: str | bytes) -> Path | None:
