@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ def add_to(subparsers: Any) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Draw each trace, with what was measured in it, and print where it is and its words."""
     from zerofx.report import timeline
+    from zerofx.report.folder import written_anew
     from zerofx.report.measured import PROFILE, add_measured
     from zerofx.report.picture import MISSING, draw
 
@@ -55,7 +55,8 @@ def run(chosen: argparse.Namespace) -> int:
         profile = chosen.measured or (beside if is_last and beside.exists() else None)
         if profile is not None:
             add_measured(trace, profile)
-            _replace(path, timeline.text_of(trace))
+            with written_anew(path) as part:
+                part.write_text(timeline.text_of(trace), "utf-8", "backslashreplace")
         print(path)
         picture = path.with_name(path.name.removesuffix(timeline.SUFFIX) + ".png")
         try:
@@ -95,13 +96,3 @@ def _traces(folder: Path) -> list[Path]:
         f"there is no dumped timeline (*{SUFFIX}) in {folder}: run the training with "
         "ZEROFX_DUMP set to a folder, and give that."
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file anew: it is there whole, as it was or as it is to be."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
         ("sent per rank and step: norms and flags", size_text(wire.scalars)),
         ("collectives per step", str(wire.num_collectives)),
-        *_offload(program),
+        *_offload(program, timeline),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
         ("bucket_bytes", size_text(program.rewritten.ctx.bucket_bytes)),
         ("predicted for a step", str(timeline)),
@@ -127,7 +127,7 @@ def _lanes(timeline: Timeline) -> str:
     return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busy if seconds)
 
 
-def _offload(program: Program) -> list[tuple[str, str]]:
+def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
     """Return rows on host memory and the moves there and back; none without offload."""
     moved = moved_bytes(program.gm)
     if not (program.options.offload or moved.to_device):
@@ -156,17 +156,10 @@ def _offload(program: Program) -> list[tuple[str, str]]:
     if "activations" in program.options.offload:
         number, nbytes = moved.num_activations, size_text(moved.activations)
         rows.append(("activations away from the device", f"{number}, {nbytes}"))
-        rows.append(("predicted for their ways there and back", _ways(program)))
+        ways = [way for start, way in timeline.transfers.items() if copies_activation(start)]
+        together = Transfer(sum(way.seconds for way in ways), sum(way.exposed_s for way in ways))
+        rows.append(("predicted for their ways there and back", str(together)))
     return rows
-
-
-def _ways(program: Program) -> str:
-    """Return how long activations travel in a step, and how long compute waits for them."""
-    ranks = program.function.communicator.world_size
-    transfers = predict(program.gm.graph, program.figures, program.table, ranks).transfers
-    ways = [way for start, way in transfers.items() if copies_activation(start)]
-    exposed_s = sum(way.exposed_s for way in ways)
-    return str(Transfer(sum(way.seconds for way in ways), exposed_s))
 
 
 def _files(program: Program) -> list[tuple[str, str]]:

@@ -91,6 +91,17 @@ def claim(path: str | Path, run: str) -> DumpFolder:
     return claimed
 
 
+@contextlib.contextmanager
+def written_anew(path: Path) -> Iterator[Path]:
+    """Give a path to write to: the file is there whole then, as it was or as it is to be."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def run_of_this_process() -> str:
     """Return the name of the run that this process is a rank of; other runs have other names.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -87,19 +87,14 @@ REMEDY = "--sgd updates with plain SGD instead, --fake runs the program on shape
 
 
 def _imported(name: str) -> Callable[..., torch.optim.Optimizer]:
-    module, _, kind = name.rpartition(".")
-    parts: Sequence[str] = kind.split(".")
     try:
-        found: Any = importlib.import_module(module)
-        for part in parts:
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise CommandError(
             f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
             f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
             f"{REMEDY}"
         ) from error
-    return found
 
 
 def _value(described: Any) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zerofx.cost.traffic import size_text
+from zerofx.report.folder import written_anew
 from zerofx.report.memory import KINDS
 from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration
 
@@ -70,12 +70,8 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
     figure.suptitle(trace["zerofx"]["title"], fontsize=11)
     figure.supxlabel("\n".join(_subtitle(trace["zerofx"])), fontsize=8)
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with written_anew(path) as part:
         figure.savefig(part, format="png", dpi=100)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _counted(events: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:

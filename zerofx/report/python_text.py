@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterable
@@ -78,10 +78,8 @@ def target_text(target: Any) -> str | None:
     if module != "operator" and module.split(".")[0] != "torch":
         return None
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        found = pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError):
         return None
     return f"{module}.{name}" if found is target else None
 
