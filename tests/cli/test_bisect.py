@@ -19,7 +19,7 @@ import zerofx.__main__ as command_line
 from tests.kit.ranks import Ranks
 from zerofx.cli.bisect import NEEDED
 from zerofx.cli.training_runs import SWITCHED, Command, Level, furthest
-from zerofx.compiler import program
+from zerofx.compiler import rewrite
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
 
@@ -307,7 +307,7 @@ def plant(how):
         node.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
         return counts
 
-    program.PIPELINE = tuple(
+    rewrite.PIPELINE = tuple(
         replace(step, run=lambda gm, ctx, run=step.run: faulty(gm, ctx, run))
         if step.name == "update_in_backward"
         else step

@@ -8,7 +8,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401
 import zerofx.__main__ as command_line
-from zerofx.compiler import program
+from zerofx.compiler import rewrite
 from zerofx.errors import GraphError, ValidationError
 from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import PIPELINE
@@ -53,7 +53,7 @@ def train(tmp_path, planted, **options):
 
     pipeline = (*PIPELINE[:3], Pass("planted", planted), *PIPELINE[3:])
     options = {"stage": 1, "lowering": "eager", "dump": str(tmp_path), **options}
-    with mock.patch.object(program, "PIPELINE", pipeline):
+    with mock.patch.object(rewrite, "PIPELINE", pipeline):
         torch.compile(step, backend="zero", options=options)(torch.ones(2, 4))
 
 

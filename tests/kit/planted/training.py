@@ -19,7 +19,7 @@ from tests.kit import models
 from tests.kit.planted.bugs import bugs
 from tests.kit.planted.steps import SLOW
 from tests.kit.ranks import Ranks
-from zerofx.compiler import program
+from zerofx.compiler import rewrite
 from zerofx.passes.offload import offload_activations
 from zerofx.passes.pipeline import PIPELINE
 
@@ -46,7 +46,7 @@ def plant(inserted_by: str, kind: str, number: int) -> None:
         found[number % len(found)].plant(gm.graph)
         return counts
 
-    program.PIPELINE = tuple(
+    rewrite.PIPELINE = tuple(
         replace(step, run=lambda gm, ctx, run=step.run: faulty(gm, ctx, run))
         if step.name == inserted_by
         else step
