@@ -20,7 +20,7 @@ from tests.kit.device_memory import Allocations
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.codegen import kernel
-from zerofx.compiler import program as compiler
+from zerofx.compiler import rewrite as compiler
 from zerofx.ir import ops
 from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.ir.lowered import gradient_work

@@ -35,10 +35,10 @@ def forget_compiled_code():
 def predicted(monkeypatch, optimizer, precision):
     """What is predicted while a step over the optimizer compiles, by parameter."""
     from zerofx.capture import substitutes
-    from zerofx.compiler import program
+    from zerofx.compiler import facts
 
     found = {}
-    original = program.whole_updates
+    original = facts.whole_updates
 
     def look(step):
         infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
@@ -47,7 +47,7 @@ def predicted(monkeypatch, optimizer, precision):
         found.update(bytes_of_states(optimizer, infos, Precision(**precision)))
         return original(step)
 
-    monkeypatch.setattr(program, "whole_updates", look)
+    monkeypatch.setattr(facts, "whole_updates", look)
     return found
 
 
