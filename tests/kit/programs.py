@@ -35,6 +35,7 @@ from zerofx.ir.interface import gradient_outputs, input_role, placeholders, shar
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance
+from zerofx.ir.sizes import value_bytes
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
@@ -368,15 +369,11 @@ def gathered_bytes(captured: Captured) -> list[int]:
     alive, timeline = 0, []
     for node in captured.graph.nodes:
         if ops.rules(node).gathers:
-            alive += _bytes_of(node)
+            alive += value_bytes(node)
         elif node.target is ops.free:
-            alive -= _bytes_of(node.args[0])
+            alive -= value_bytes(node.args[0])
         timeline.append(alive)
     return timeline
-
-
-def _bytes_of(node: fx.Node) -> int:
-    return node.meta["val"].numel() * node.meta["val"].element_size()
 
 
 # Running

@@ -26,6 +26,10 @@ _ORIGIN = re.compile(
 )
 _SOURCE = re.compile(r"from (?P<place>.*?:\d+)(?: \((?P<module>[^:]*)\))?: (?P<text>.*)$")
 _GRADIENT = "this rank's gradient of "
+_FACTS = {"RANK", "WORLD_SIZE", "STAGE", "PARAMETERS", "OPTIMIZERS", "INPUTS", "GRADIENTS"}
+_FACTS |= {"SHARDED_RESULTS", "OBSTACLES"}
+"""The facts that every dump has."""
+
 WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=])")
 """A name in a call that may be a statement's: no attribute, and no keyword."""
 
@@ -113,9 +117,18 @@ def read(path: str | Path) -> DumpedProgram:
             f"reads format {FORMAT}. Use that zerofx, or dump the step again."
         )
     title = _TITLE.match(lines[1]) if len(lines) > 1 else None
-    if title is None:
+    try:
+        start = lines.index("def program(")
+        facts = _literals("\n".join(lines[:start]))
+    except (ValueError, SyntaxError):
+        start, facts = 0, {}
+    is_whole = facts.keys() >= _FACTS and any(
+        line.startswith("    return") for line in lines[start:]
+    )
+    if title is None or not is_whole:
         raise CommandError(f"{path} is not whole: dump the step again")
-    return parsed(path, text, versions[2], f"{title[1]} {title[2]}")
+    name = f"{title[1]} {title[2]}"
+    return DumpedProgram(facts, path, versions[2], name, text, tuple(lines[start:]))
 
 
 def function_folders(folder: Path, rank: int, function: str | None = None) -> list[Path]:
@@ -148,25 +161,6 @@ def _order(folder: Path) -> tuple[int, int, str]:
     numbers = re.search(r"(\d+)_(\d+)$", folder.name)
     function, program = map(int, numbers.groups()) if numbers else (0, 0)
     return function, program, folder.name
-
-
-def parsed(path: Path, text: str, torch_version: str, title: str) -> DumpedProgram:
-    """Parse the text of a program.  Raises: CommandError if it is not whole."""
-    lines = text.splitlines()
-    try:
-        start = lines.index("def program(")
-        facts = _literals("\n".join(lines[:start]))
-    except (ValueError, SyntaxError):
-        start, facts = 0, {}
-    if missing(facts) or not any(line.startswith("    return") for line in lines[start:]):
-        raise CommandError(f"{path} is not whole: dump the step again")
-    return DumpedProgram(facts, path, torch_version, title, text, tuple(lines[start:]))
-
-
-def missing(facts: Mapping[str, Any]) -> set[str]:
-    """Return the facts that every dump has and this one lacks."""
-    needed = {"RANK", "WORLD_SIZE", "STAGE", "PARAMETERS", "OPTIMIZERS", "INPUTS", "GRADIENTS"}
-    return (needed | {"SHARDED_RESULTS", "OBSTACLES"}) - facts.keys()
 
 
 def _literals(text: str) -> dict[str, Any]:
