@@ -23,7 +23,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.capture import substitutes
-from zerofx.capture.state_reads import refuse_reads_of_states
+from zerofx.capture.checks import refuse_reads_of_states
 from zerofx.capture.step import CapturedStep, StepCapture
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.program import Program

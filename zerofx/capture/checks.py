@@ -1,0 +1,234 @@
+"""Refuses steps that cannot be compiled as they are written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.capture import substitutes
+from zerofx.errors import StepError
+from zerofx.ir import ops
+from zerofx.ir.source import source_line
+
+if TYPE_CHECKING:
+    from zerofx.capture.step import StepCapture
+
+REMEDY = "Read optimizer.state_dict() after the call, which has whole states."
+
+
+def check_step(step: StepCapture) -> None:
+    """Refuse what cannot be compiled as written, with the remedy.
+
+    Raises: StepError.
+    """
+    devices: dict[torch.device, str] = {}
+    for info in step.table:
+        devices.setdefault(info.device, info.name)
+    if len(devices) > 1:
+        (first, first_name), (second, second_name) = list(devices.items())[:2]
+        raise StepError(
+            f"parameter {second_name!r} is on {second} and {first_name!r} on {first}: all "
+            "parameters of a step must be on one device. Move the model with "
+            f"model.to({str(first)!r}) before building the optimizer."
+        )
+    for info, parameter in zip(step.table, step.tensors, strict=True):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StepError(
+                f"parameter {info.name!r} has gradient hooks, which would not run inside the "
+                "compiled step. Remove them, and do their work on p.grad after backward()."
+            )
+    _check_memory_is_own(step)
+    written = [readable(name) for name in compat.modified_sources()]
+    if any("param_groups" in name and ".params[" not in name for name in written):
+        raise StepError(
+            "the step sets a hyperparameter in optimizer.param_groups, but Python's writes "
+            "happen after the compiled program, which has updated with the old value by then. "
+            "Set it before the call, or call a learning-rate scheduler after it."
+        )
+    for node in step.gm.graph.nodes:
+        if node.target == torch.lstm and any(d.type == "cpu" for d in devices):
+            raise StepError(
+                "nn.LSTM on a CPU cannot be traced by torch: its kernel returns a workspace "
+                f"that tracing does not know. Use nn.GRU, or a GPU.{_location(node)}"
+            )
+        if "_get_data_attr" in str(node.target) and node.args[0] in step.index_of_input:
+            _check_data(step, node)
+        if _makes_sparse_gradients(node):
+            raise StepError(
+                "an embedding with sparse=True makes sparse gradients, which cannot be "
+                f"averaged or sharded. Use sparse=False.{_location(node)}"
+            )
+        if node.target is ops.optimizer_step.overloadpacket or node.target is ops.optimizer_step:
+            _check_optimizer(step, node)
+    _check_results(step)
+
+
+def _check_data(step: StepCapture, node: fx.Node) -> None:
+    """Refuse writing through ``p.data``: the write would reach freed memory."""
+    for user in node.users:
+        in_place = user.op == "call_method" and str(user.target).endswith("_")
+        if in_place or user.target is operator.setitem:
+            name = step.table[step.index_of_input[node.args[0]]].name
+            raise StepError(
+                f"the step writes to parameter {name!r} through .data, which tracing cannot "
+                "see as a write to the parameter. Write to the parameter itself under "
+                f"torch.no_grad().{_location(user)}"
+            )
+
+
+def _check_results(step: StepCapture) -> None:
+    """Refuse a result that shares memory with a parameter, which may be freed between steps."""
+    owners = {
+        node.meta["example_value"].untyped_storage()._cdata: node for node in step.index_of_input
+    }
+    (results,) = step.gm.graph.output_node().args
+    for result in results:
+        value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or result in step.index_of_input:
+            continue
+        if step.num_backwards == 0 and value.grad_fn is not None:
+            raise StepError(
+                "the function returns a value to differentiate, and has no backward(): the "
+                "whole step is one program, and its parameters' values are gone when it "
+                "returns. Call loss.backward() and optimizer.step() inside the compiled "
+                f"function; for evaluation, call it under torch.no_grad().{_location(result)}"
+            )
+        owner = owners.get(value.untyped_storage()._cdata)
+        if owner is not None:
+            name = step.table[step.index_of_input[owner]].name
+            raise StepError(
+                f"the step returns a view of parameter {name!r}, whose memory belongs to the "
+                f"compiled step. Return a copy: .clone().{_location(result)}"
+            )
+
+
+def _check_memory_is_own(step: StepCapture) -> None:
+    """Refuse an input that looks into a parameter's memory: it would not see it sharded."""
+    owners = {
+        _address(parameter): info for info, parameter in zip(step.table, step.tensors, strict=True)
+    }
+    for node, role, value in zip(step.placeholders, step.roles, step.inputs, strict=True):
+        if role.kind not in ("buffer", "other") or not isinstance(value, torch.Tensor):
+            continue
+        info = owners.get(_address(value)) if value.numel() else None
+        if info is not None:
+            raise StepError(
+                f"{readable(compat.source_name(node))!r} shares memory with parameter "
+                f"{info.name!r}, which will be sharded or updated on its own. Give it memory "
+                "of its own with clone(), or use the parameter itstep."
+            )
+
+
+def _check_optimizer(step: StepCapture, node: fx.Node) -> None:
+    parameters = node.args[0]
+    if not parameters and step.num_backwards == 0:
+        raise StepError(
+            "optimizer.step() runs, but no parameter has a gradient and the step has no "
+            "backward(). Call loss.backward() before optimizer.step(), in the same step or in "
+            f"one that ran before.{_location(node)}"
+        )
+    if not parameters:
+        raise StepError(
+            "optimizer.step() runs, but none of the optimizer's parameters got a gradient from "
+            "backward(): they are not the parameters the loss depends on. Build the optimizer "
+            "from this model's parameters(), after any .to(), copy or replacement of them."
+            f"{_location(node)}"
+        )
+    for parameter in parameters:
+        if parameter not in step.index_of_input:
+            raise StepError(
+                f"the optimizer updates {parameter.name!r}, which is not an nn.Parameter made "
+                "outside the step: only those can be sharded. Wrap the tensor in nn.Parameter."
+                f"{_location(node)}"
+            )
+    found_inf = argument(node, 3, "found_inf")
+    indices = [step.index_of_input[parameter] for parameter in parameters]
+    node.args, node.kwargs = (*node.args[:3], found_inf, indices), {}
+
+
+def refuse_reads_of_states(gm: fx.GraphModule, inputs: Sequence[Any], stage: int) -> None:
+    """Check Dynamo's graph of a step and what its path depends on.
+
+    From stage 1 on, states are this rank's shards, and a step's own update replaces what it finds
+    whole.  At every stage, a step is traced once, before its first update has made any state.
+
+    Raises: StepError.
+    """
+    if stage > 0:
+        _refuse_values(inputs)
+    steps = (ops.optimizer_step, ops.optimizer_step.overloadpacket)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(placeholders, inputs, strict=True))
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in steps:
+            parameters = [given[operand] for operand in node.args[0] if operand in given]
+            _refuse_looks(substitutes.optimizer_of(node.args[2]), parameters)
+
+
+def _refuse_values(inputs: Sequence[Any]) -> None:
+    given = {id(value) for value in inputs if isinstance(value, torch.Tensor)}
+    for optimizer in substitutes.known_optimizers():
+        for state in list(optimizer.state.values()):
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if id(value) in given and not (name == "step" and value.dim() == 0):
+                    raise StepError(
+                        f"the step reads optimizer.state[...][{name!r}] of "
+                        f"{type(optimizer).__name__}, of which every rank keeps its shard alone, "
+                        f"flat and as its last update has left it. {REMEDY}"
+                    )
+
+
+def _refuse_looks(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
+    if all(parameter in optimizer.state for parameter in parameters):
+        return
+    if any(owner is optimizer for owner in compat.owners_looked_into("state")):
+        raise StepError(
+            f"the step looks into the state of {type(optimizer).__name__}, which its own "
+            "optimizer.step() is the first to fill: a step is traced before it runs, and has "
+            f"seen nothing there. {REMEDY}"
+        )
+
+
+def readable(source: str) -> str:
+    """``L['self'].model._modules['head']._parameters['weight']`` -> ``self.model.head.weight``."""
+    for noise in ("._modules", "._parameters", "._buffers", ".__dict__"):
+        source = source.replace(noise, "")
+    if source.startswith(("L['", "G['")):
+        source = source[3:].replace("']", "", 1)
+    return source.replace("['", ".").replace("']", "")
+
+
+def _address(tensor: torch.Tensor) -> int | tuple[str, int]:
+    """Return the address of a tensor's memory; of one without, the identity of its storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else ("no memory", storage._cdata)
+
+
+def is_backward_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.autograd.grad
+
+
+def argument(node: fx.Node, position: int, name: str) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name)
+
+
+def _makes_sparse_gradients(node: fx.Node) -> bool:
+    functional = torch.nn.functional
+    return bool(
+        (node.target is functional.embedding and argument(node, 6, "sparse"))
+        or (node.target is functional.embedding_bag and argument(node, 7, "sparse"))
+        or (node.target is torch.embedding_bag and argument(node, 5, "sparse"))
+    )
+
+
+def _location(node: fx.Node) -> str:
+    """The user's line a Dynamo node comes from, on a line of its own."""
+    line = source_line(node)
+    return f"\n  at {line}" if line else ""
