@@ -19,7 +19,8 @@ import torch
 from sympy.printing.str import StrPrinter
 from torch import fx
 
-from zerofx.codegen.rewrite.elementwise import mutated_operands, operator_names
+from zerofx.codegen.rewrite.elementwise import operator_names
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 
 aten = torch.ops.aten
 
@@ -67,16 +68,16 @@ class NumberGraph:
         self._taken: set[str] = set(names.values())
         self._needed: dict[Any, tuple[Number, fx.Node]] = {}
         roots = roots_of(gm.graph)
-        self._changes = {root for node, root in roots.items() if is_write(node)}
+        self._changes = {roots[target] for node in roots for target in mutated_inputs(node)}
 
     def add(self, node: fx.Node) -> None:
         """Take over a node that reads no elements."""
         if node.op == "placeholder":
             self._inputs.append(self._placeholders.index(node))
         self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
-        source = _memory_of(node)
-        self._root[node] = root = self._root.get(source, source) if source is not node else node
-        if is_write(node):
+        sources = aliased_inputs(node)
+        self._root[node] = root = self._root[sources[0]] if sources else node
+        if mutated_inputs(node):
             self._version[root] = self._version.get(root, 0) + 1
         self._expressions[node] = self._expression(node)
 
@@ -113,7 +114,7 @@ class NumberGraph:
         kept = [self._copies[node] for node in results]
         self._graph.output([*kept, *(copy for _, copy in self._needed.values())])
         for node in reversed(list(self._graph.nodes)):
-            if node.op == "call_function" and not node.users and not is_write(node):
+            if node.op == "call_function" and not node.users and not mutated_inputs(node):
                 self._graph.erase_node(node)
         needed = tuple(number for number, _ in self._needed.values())
         gm = fx.GraphModule(self._owner, self._graph)
@@ -237,45 +238,23 @@ def _constant(node: fx.Node) -> int | float | bool | None:
         return None
     if not isinstance(value, (int, float)):
         return None
-    written = any(is_write(user) and _memory_of(user) is node for user in node.users)
+    written = any(node in mutated_inputs(user) for user in node.users)
     is_exact = torch.tensor(value, dtype=node.meta["val"].dtype).item() == value
     return value if is_exact and not written else None
-
-
-def is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_written_after(node: fx.Node) -> bool:
     """Return whether a graph writes to the memory of a node's result after computing it."""
     roots = roots_of(node.graph)
-    place = {other: i for i, other in enumerate(node.graph.nodes)}
-    return any(
-        is_write(other) and roots[other] is roots[node] and place[other] > place[node]
-        for other in roots
-    )
+    order = list(node.graph.nodes)
+    later = order[order.index(node) + 1 :]
+    return any(roots[node] is roots[target] for other in later for target in mutated_inputs(other))
 
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Whose memory each node's result lies in."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "output":
-            source = _memory_of(node)
-            roots[node] = roots.get(source, source)
+        sources = aliased_inputs(node)
+        roots[node] = roots[sources[0]] if sources else node
     return roots
-
-
-_VIEWS = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
-
-
-def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one's result lies in."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node
-    written = next(mutated_operands(node.target, node.args, node.kwargs), None)
-    if isinstance(written, fx.Node):
-        return written
-    if operator_names(node.target)[0] in _VIEWS and isinstance(node.args[0], fx.Node):
-        return node.args[0]
-    return node

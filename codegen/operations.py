@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -19,6 +19,9 @@ from torch import fx
 from zerofx.codegen.numbers import Number
 from zerofx.codegen.rewrite.elementwise import operator_names
 from zerofx.codegen.trace.functions import IN_BLOCKS, PER_BLOCK, Shape
+
+if TYPE_CHECKING:
+    from zerofx.codegen.pointwise import Builder
 
 aten = torch.ops.aten
 
@@ -56,30 +59,8 @@ class Value:
 Operand = Value | NumberOperand | int | float | bool
 
 
-class Builder(Protocol):
-    """The interface that a rule writes with; ``codegen/pointwise.py`` implements it."""
-
-    def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
-        """The value of one operation, which serves ``node``."""
-
-    def operand(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> Operand:
-        """An argument of ``node``, in the dtype that it is computed in."""
-
-    def signed(self, argument: Any, dtype: torch.dtype, node: fx.Node) -> tuple[Operand, bool]:
-        """The same without its sign if it is a number, and whether it had one."""
-
-    def cast(self, value: Value, dtype: torch.dtype, node: fx.Node) -> Value:
-        """A value in another dtype."""
-
-    def is_element(self, argument: Any) -> bool:
-        """Return whether an argument has a value per element, and is not a number."""
-
-    def refusal(self, node: fx.Node, reason: str) -> Exception:
-        """The error that says why the update has no kernel."""
-
-
 # None: memory that nothing was written to.
-Rule = Callable[[Builder, fx.Node], Value | None]
+Rule = Callable[["Builder", fx.Node], Value | None]
 
 
 def register_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,49 +112,23 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
-def _function(operation: str, *names: str, floats: bool = False) -> Rule:
-    """One operation of the named arguments, in their common dtype."""
+def _function(
+    operation: str,
+    *names: str,
+    floats: bool = False,
+    takes: torch.dtype | None = None,
+    gives: torch.dtype | None = None,
+) -> Rule:
+    """One operation of the named arguments, in their common dtype if not otherwise said."""
 
     def rule(build: Builder, node: fx.Node) -> Value:
         given = [_arguments(node)[name] for name in names]
-        dtype = _common_dtype(build, node, *given)
+        dtype = takes or _common_dtype(build, node, *given)
         dtype = _floating(dtype) if floats else dtype
         operands = [build.operand(item, dtype, node) for item in given]
-        return build.emit(operation, *operands, dtype=dtype, node=node)
+        return build.emit(operation, *operands, dtype=gives or dtype, node=node)
 
     return rule
-
-
-def _comparison(operation: str) -> Rule:
-    def rule(build: Builder, node: fx.Node) -> Value:
-        given = [_arguments(node)[name] for name in ("self", "other")]
-        dtype = _common_dtype(build, node, *given)
-        operands = [build.operand(item, dtype, node) for item in given]
-        return build.emit(operation, *operands, dtype=torch.bool, node=node)
-
-    return rule
-
-
-def _test(operation: str) -> Rule:
-    def rule(build: Builder, node: fx.Node) -> Value:
-        (dtype, value) = _self(build, node)
-        return build.emit(operation, value, dtype=torch.bool, node=node)
-
-    return rule
-
-
-def _logical(operation: str, *names: str) -> Rule:
-    def rule(build: Builder, node: fx.Node) -> Value:
-        operands = [build.operand(_arguments(node)[name], torch.bool, node) for name in names]
-        return build.emit(operation, *operands, dtype=torch.bool, node=node)
-
-    return rule
-
-
-def _self(build: Builder, node: fx.Node) -> tuple[torch.dtype, Operand]:
-    argument = _arguments(node)["self"]
-    dtype = register_dtype(argument.meta["val"].dtype)
-    return dtype, build.operand(argument, dtype, node)
 
 
 def _sum(build: Builder, node: fx.Node) -> Value:
@@ -207,11 +162,8 @@ def _product(build: Builder, node: fx.Node) -> Value:
     first, minus = build.signed(given["self"], dtype, node)
     second, other_minus = build.signed(given["other"], dtype, node)
     value = build.emit(operation, first, second, dtype=dtype, node=node)
-    return _negated(build, value, minus ^ other_minus, node)
-
-
-def _negated(build: Builder, value: Value, negative: bool, node: fx.Node) -> Value:
-    return build.emit("neg", value, dtype=value.dtype, node=node) if negative else value
+    is_negative = minus ^ other_minus
+    return build.emit("neg", value, dtype=dtype, node=node) if is_negative else value
 
 
 def _sum_of_products(combine: str) -> Rule:
@@ -238,21 +190,22 @@ def _sum_of_products(combine: str) -> Rule:
     return rule
 
 
-def _power(build: Builder, node: fx.Node) -> Value:
-    given = _arguments(node)
-    exponent = given["exponent"]
-    if not isinstance(exponent, (int, float)) or exponent not in _POWERS:
-        raise build.refusal(node, f"has an exponent other than {sorted(_POWERS)}")
-    dtype = _common_dtype(build, node, given["self"], exponent)
-    value = build.operand(given["self"], dtype, node)
+def _power(of: float | None = None) -> Rule:
+    """``self ** exponent``; the exponent is an argument if it is not given here."""
 
-    def emit(operation: str, *operands: Operand) -> Value:
-        return build.emit(operation, *operands, dtype=dtype, node=node)
+    def rule(build: Builder, node: fx.Node) -> Value:
+        exponent = _arguments(node)["exponent"] if of is None else of
+        if not isinstance(exponent, (int, float)) or exponent not in _POWERS:
+            raise build.refusal(node, f"has an exponent other than {sorted(_POWERS)}")
+        base = _arguments(node)["self"]
+        dtype = _common_dtype(build, node, base, exponent)
+        value = result = build.operand(base, dtype, node)
+        for operation in _POWERS[exponent]:
+            operands = (result, value) if operation == "mul" else (result,)
+            result = build.emit(operation, *operands, dtype=dtype, node=node)
+        return result  # type: ignore[return-value]
 
-    result = value
-    for operation in _POWERS[exponent]:
-        result = emit("mul", result, value) if operation == "mul" else emit(operation, result)
-    return result  # type: ignore[return-value]
+    return rule
 
 
 _POWERS: dict[int | float, tuple[str, ...]] = {
@@ -264,17 +217,6 @@ _POWERS: dict[int | float, tuple[str, ...]] = {
     -1: ("reciprocal",),
     -2: ("mul", "reciprocal"),
 }
-
-
-def _square(build: Builder, node: fx.Node) -> Value:
-    dtype, value = _self(build, node)
-    return build.emit("mul", value, value, dtype=dtype, node=node)
-
-
-def _rsqrt(build: Builder, node: fx.Node) -> Value:
-    dtype, value = _self(build, node)
-    root = build.emit("sqrt", value, dtype=_floating(dtype), node=node)
-    return build.emit("reciprocal", root, dtype=_floating(dtype), node=node)
 
 
 def _clamp(build: Builder, node: fx.Node) -> Value:
@@ -318,7 +260,7 @@ def _nothing(build: Builder, node: fx.Node) -> None:
 
 def _cast(build: Builder, node: fx.Node) -> Value:
     """To another dtype, rounding; to its own, the value itself."""
-    (argument,) = (_arguments(node)[name] for name in ("self",))
+    argument = _arguments(node)["self"]
     before, after = argument.meta["val"].dtype, node.meta["val"].dtype
     value = build.operand(argument, register_dtype(before), node)
     if before == after or not isinstance(value, Value):
@@ -357,11 +299,11 @@ def _to_shape(operation: str, before: Shape, after: Shape) -> Rule:
     """An operation between elements in blocks and what each block has one of."""
 
     def rule(build: Builder, node: fx.Node) -> Value:
-        shapes = (_arguments(node)["self"].meta["val"].shape, node.meta["val"].shape)
-        if shapes != (before, after):
+        argument = _arguments(node)["self"]
+        if (argument.meta["val"].shape, node.meta["val"].shape) != (before, after):
             raise build.refusal(node, "is not between a block's elements and one number of it")
-        dtype, value = _self(build, node)
-        return build.emit(operation, value, dtype=dtype, node=node)
+        dtype = register_dtype(argument.meta["val"].dtype)
+        return build.emit(operation, build.operand(argument, dtype, node), dtype=dtype, node=node)
 
     return rule
 
@@ -374,9 +316,9 @@ _RULES: dict[str, Rule] = {
     "addcmul": _sum_of_products("mul"),
     "addcdiv": _sum_of_products("div"),
     "lerp": _function("lerp", "self", "end", "weight"),
-    "pow": _power,
-    "square": _square,
-    "rsqrt": _rsqrt,
+    "pow": _power(),
+    "square": _power(2),
+    "rsqrt": _power(-0.5),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
     **{name: _function(name, *_PAIR) for name in ("maximum", "minimum")},
     **{name: _function(name, "self") for name in ("neg", "abs", "floor", "ceil")},
@@ -385,10 +327,16 @@ _RULES: dict[str, Rule] = {
         name: _function(name, "self", floats=True)
         for name in ("sqrt", "reciprocal", "exp", "log", "sigmoid", "sin", "cos", "erf")
     },
-    **{name: _comparison(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
-    **{name: _test(name) for name in ("isnan", "isinf", "isfinite")},
-    **{f"logical_{name}": _logical(name, *_PAIR) for name in ("and", "or", "xor")},
-    "logical_not": _logical("not", "self"),
+    **{
+        name: _function(name, *_PAIR, gives=torch.bool)
+        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+    },
+    **{name: _function(name, "self", gives=torch.bool) for name in ("isnan", "isinf", "isfinite")},
+    **{
+        f"logical_{name}": _function(name, *_PAIR, takes=torch.bool)
+        for name in ("and", "or", "xor")
+    },
+    "logical_not": _function("not", "self", takes=torch.bool),
     **{f"bitwise_{name}": _function(name, *_PAIR) for name in ("and", "or", "xor")},
     **{f"__{name}__": _function(name, *_PAIR) for name in ("and", "or", "xor")},
     "bitwise_not": _function("not", "self"),

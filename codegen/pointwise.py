@@ -7,7 +7,6 @@ worth to a kernel is said outright: the streams it reads and writes, and their b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,11 +24,17 @@ from zerofx.codegen.operations import (
     rule_of,
 )
 from zerofx.codegen.program import Kind, Program, Result, Stream, without_dead_values
-from zerofx.codegen.rewrite.elementwise import UpdateError, mutated_operands, operator_names
+from zerofx.codegen.rewrite.elementwise import (
+    UpdateError,
+    operation_line,
+    operator_names,
+    source_line,
+)
 from zerofx.codegen.rewrite.gradient_norm import sum_of_squares
 from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
 from zerofx.codegen.trace.trace import Update
+from zerofx.ir.aliases import mutated_inputs
 
 aten = torch.ops.aten
 
@@ -44,10 +49,12 @@ def pointwise_program(update: Update, *, gradient_dtype: torch.dtype | None = No
     """
     if gradient_dtype is not None:
         update = replace(update, gradient_dtype=gradient_dtype)
-    return _Normaliser(update).run()
+    return Builder(update).run()
 
 
-class _Normaliser:
+class Builder:
+    """Takes over a traced update node by node; rules write with it."""
+
     def __init__(self, update: Update) -> None:
         self.update = update
         self.graph = update.graph_module.graph
@@ -150,10 +157,9 @@ class _Normaliser:
         return isinstance(argument, fx.Node) and argument in self.root
 
     def refusal(self, node: fx.Node, reason: str) -> UpdateError:
-        line = source_line(node)
         return UpdateError(
             f"{self.update.optimizer} has no kernel of its own: `{node.target}`"
-            f"{f' at {line}' if line else ''} {reason}. Write it with the operations that "
+            f"{operation_line(node)} {reason}. Write it with the operations that "
             "docs/codegen.md lists."
         )
 
@@ -183,8 +189,8 @@ class _Normaliser:
         if rule is None or not _is_tensor(node):
             raise self.refusal(node, "is not known to the kernel")
         value = rule(self, node)
-        written = next(mutated_operands(node.target, node.args, node.kwargs), None)
-        root = self.root[node] = self.root[written] if isinstance(written, fx.Node) else node
+        written = mutated_inputs(node)
+        root = self.root[node] = self.root[written[0]] if written else node
         if value is not None and root is not node:
             value = self.cast(value, register_dtype(node.meta["val"].dtype), node)
         self.current[root] = self._named(value, node, root) if value is not None else None
@@ -346,9 +352,3 @@ def _last_name(path: str) -> str:
         is_place = part.isdigit()
         name = f"{name.removesuffix('s')}{int(part) + 1}" if is_place else f"{name}_{part}"
     return identifier(name)
-
-
-def source_line(node: fx.Node) -> str:
-    """``file:line`` of the optimizer's source that a node was traced from, or nothing."""
-    found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{found[1]}:{found[2]}" if found else ""

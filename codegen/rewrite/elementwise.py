@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from zerofx.errors import StepError
+from zerofx.ir.aliases import mutated_inputs
 
 aten = torch.ops.aten
 
@@ -103,15 +103,6 @@ def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Nod
             node.update_arg(position, [length])
 
 
-def mutated_operands(node_target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator:
-    """The arguments that an operator writes to, lists flattened."""
-    for position, argument in enumerate(node_target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
 def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
     """Return the reason why an operation may not run on shards, or None."""
     target = node.target
@@ -131,9 +122,8 @@ def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str
         if operand not in whole and any(tensor.ndim > 0 for tensor in _tensors(operand)):
             sizes = [tuple(tensor.shape) for tensor in _tensors(operand)]
             return f"combines the parameter's elements with another tensor, of shape {sizes[0]}"
-    for written in mutated_operands(target, node.args, node.kwargs):
-        if isinstance(written, fx.Node) and written not in whole:
-            return "writes the parameter's elements into a scalar"
+    if any(written not in whole for written in mutated_inputs(node)):
+        return "writes the parameter's elements into a scalar"
     for result in _tensors(node):
         if tuple(result.shape) != shape:
             return f"gives shape {tuple(result.shape)} where the parameter's is {shape}"
@@ -188,5 +178,11 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def operation_line(node: fx.Node) -> str:
     """Return the line of the optimizer that calls the operation, as `` at file:line``."""
+    line = source_line(node)
+    return f" at {line}" if line else ""
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line`` of the optimizer's source that a node was traced from, or nothing."""
     found = re.search(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f" at {found[1]}:{found[2]}" if found else ""
+    return f"{found[1]}:{found[2]}" if found else ""

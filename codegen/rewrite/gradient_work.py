@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from zerofx.codegen.operations import rule_of
 from zerofx.codegen.rewrite.elementwise import operator_names
 from zerofx.codegen.rewrite.rounding import round_to
-from zerofx.codegen.trace.functions import example
+from zerofx.codegen.trace.functions import add_call, example
 from zerofx.codegen.trace.trace import Update
 
 aten = torch.ops.aten
@@ -170,10 +170,8 @@ class GradientWork:
         """Write the work into a graph; bfloat16 and float16 are computed, and held, in float32."""
 
         def call(like: fx.Node, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-            node = graph.call_function(target, args, kwargs)
-            examples = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
-            value = target(*examples[0], **examples[1])
-            node.meta = like.meta | {"val": value, "source_name": "grad"}
+            node = add_call(graph, like, target, *args, **kwargs)
+            node.meta["source_name"] = "grad"
             return node
 
         def cast(like: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from zerofx.codegen.numbers import is_write, roots_of
+from zerofx.codegen.numbers import roots_of
 from zerofx.codegen.rewrite.rounding import round_to
-from zerofx.codegen.trace.functions import example
+from zerofx.codegen.trace.functions import add_call
 from zerofx.codegen.trace.trace import Update
+from zerofx.ir.aliases import mutated_inputs
 
 aten = torch.ops.aten
 
@@ -38,7 +39,9 @@ def round_what_is_read_again(update: Update) -> Update:
     if not isinstance(parameter, Tensor) or parameter.dtype not in (torch.bfloat16, torch.float16):
         return update
     root = roots_of(update.graph_module.graph)
-    written = [node for node in nodes if is_write(node) and root[node] is nodes[0]]
+    written = [
+        node for node in nodes if any(root[item] is nodes[0] for item in mutated_inputs(node))
+    ]
     if not written:
         return update
     last = written[-1]
@@ -55,11 +58,10 @@ def round_what_is_read_again(update: Update) -> Update:
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
         if node is rounded:
-            env[node] = _round(graph, env[node], parameter)
+            env[node] = _round(graph, env[node], parameter.dtype)
         elif node is last and rounded is None:
-            made = _round(graph, env[nodes[0]], parameter)
-            copied = graph.call_function(aten.copy_.default, (env[nodes[0]], made))
-            copied.meta = dict(made.meta)
+            made = _round(graph, env[nodes[0]], parameter.dtype)
+            add_call(graph, made, aten.copy_.default, env[nodes[0]], made)
     return replace(update, graph_module=fx.GraphModule(update.graph_module, graph))
 
 
@@ -70,13 +72,7 @@ def _is_another(source: fx.Node, dtype: torch.dtype, copy: fx.Node) -> bool:
     return is_result and any(user is not copy for user in source.users)
 
 
-def _round(graph: fx.Graph, value: fx.Node, like: Tensor) -> fx.Node:
-    trace = value.meta.get("stack_trace")
-    for target, args, kwargs, result in (
-        (aten._to_copy.default, (), {"dtype": torch.float32}, torch.float32),
-        (round_to, (like.dtype,), {}, torch.float32),
-        (aten._to_copy.default, (), {"dtype": like.dtype}, like.dtype),
-    ):
-        value = graph.call_function(target, (value, *args), kwargs)
-        value.meta = {"val": example(like.dim(), result), "stack_trace": trace}
-    return value
+def _round(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    wide = add_call(graph, value, aten._to_copy.default, value, dtype=torch.float32)
+    rounded = add_call(graph, value, round_to, wide, dtype)
+    return add_call(graph, value, aten._to_copy.default, rounded, dtype=dtype)

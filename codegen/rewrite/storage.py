@@ -24,8 +24,9 @@ from zerofx.codegen.rewrite.rounding import (
     round_stochastically,
     scale_of,
 )
-from zerofx.codegen.trace.functions import example
-from zerofx.codegen.trace.trace import Slot, Update
+from zerofx.codegen.trace.functions import add_call, example
+from zerofx.codegen.trace.nested import Slot
+from zerofx.codegen.trace.trace import Update
 
 aten = torch.ops.aten
 
@@ -158,18 +159,34 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     ``positions`` says which of the graph's inputs a state is.  In blocks (int8) every tensor is
     [blocks, block] and a scale [blocks].  States that the update makes are left as it makes them.
     """
-    graph, env = fx.Graph(), {}
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     old = list(update.graph_module.graph.nodes)
-    inputs = [node for node in old if node.op == "placeholder"]
+    inputs = update.graph_module.graph.find_nodes(op="placeholder")
+    num_dims = 2 if stored.in_blocks else 1
+
+    def copy(node: fx.Node) -> None:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        value = node.meta.get("val")
+        if torch.is_tensor(value):
+            env[node].meta["val"] = example(num_dims if value.dim() else 0, value.dtype)
+
     for node in inputs:
-        env[node] = graph.node_copy(node)
+        copy(node)
     extras = {name: graph.placeholder(_identifier(name)) for name in stored.extras}
+    numbers = {"offset": example(0, torch.int64), "key": example(0, torch.int32)}
+    for name, node in extras.items():
+        dims = 1 if name.endswith(SCALE) else num_dims
+        node.meta["val"] = numbers.get(name, example(dims, torch.float32))
     parameter, gradient, *_ = inputs
     kept = {node: env[node] for node in inputs}
     moments = {name: inputs[positions[name]] for name, _ in stored.moments}
+    kept_in = {parameter: stored.parameter, gradient: stored.gradient}
+    kept_in |= {moments[name]: dtype for name, dtype in stored.moments}
+    for node, dtype in kept_in.items():
+        kept[node].meta["val"] = example(num_dims, dtype)
 
     def call(function: Any, *args: Any) -> fx.Node:
-        return graph.call_function(function, args)
+        return add_call(graph, None, function, *args)
 
     if stored.has_master:
         env[parameter] = call(resume_master, extras[MASTER], kept[parameter])
@@ -194,7 +211,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         if node.target is aten.sym_size.int and node.args[0] is parameter:
             env[node] = length = call(aten.sym_numel.default, kept[parameter])
             continue
-        env[node] = graph.node_copy(node, env.__getitem__)
+        copy(node)
         if length is not None and length in env[node].all_input_nodes:
             env[node] = call(shaped_like, env[node], kept[parameter])
 
@@ -205,7 +222,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     def narrowed(value: fx.Node, name: str) -> fx.Node:
         return call(round_stochastically, call(cast, value, torch.float32), bits(name))
 
-    (output,) = (node for node in old if node.op == "output")
+    output = update.graph_module.graph.output_node()
     results = [env[value] if isinstance(value, fx.Node) else value for value in output.args[0]]
     state, templates = dict(update.state), {}
     if stored.has_master:
@@ -240,11 +257,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     for target, value in writes:
         call(aten.copy_.default, target, value)
     graph.output(results)
-    kept_in = {kept[parameter]: stored.parameter, kept[gradient]: stored.gradient}
-    kept_in |= {kept[moments[name]]: dtype for name, dtype in stored.moments}
-    _give_examples(graph, kept_in, extras, num_dims=2 if stored.in_blocks else 1)
     gm = fx.GraphModule(update.graph_module, graph)
-    gm.recompile()
     shards = [*update.shards, *(False for _ in inputs[len(update.shards) :])]
     shards += [name not in ("offset", "key") for name in stored.extras]
     where = {name: len(inputs) + index for index, name in enumerate(stored.extras)}
@@ -258,34 +271,6 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         state=tuple((state | templates).items()),
         clones_gradient=update.clones_gradient and not copies_gradient,
     )
-
-
-def _give_examples(
-    graph: fx.Graph,
-    kept_in: Mapping[fx.Node, torch.dtype],
-    extras: Mapping[str, fx.Node],
-    num_dims: int,
-) -> None:
-    """Say in ``meta["val"]`` which dtype each new or changed node has: kernels go by it.
-
-    ``num_dims`` are those of tensors with an entry for each element.
-    """
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if torch.is_tensor(value):
-            node.meta["val"] = example(num_dims if value.dim() else 0, value.dtype)
-    for node, dtype in kept_in.items():
-        node.meta["val"] = example(num_dims, dtype)
-    numbers = {"offset": example(0, torch.int64), "key": example(0, torch.int32)}
-    for name, node in extras.items():
-        dims = 1 if name.endswith(SCALE) else num_dims
-        node.meta["val"] = numbers.get(name, example(dims, torch.float32))
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = fx.node.map_arg(
-                (node.args, node.kwargs), lambda operand: operand.meta["val"]
-            )
-            node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _identifier(name: str) -> str:

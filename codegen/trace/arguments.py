@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerofx import compat
+from zerofx.codegen.trace.nested import map_leaves
 
 # What tells the single-tensor form of torch's optimizers from the others.
 _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
@@ -21,49 +22,25 @@ _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
 class Arguments:
     """The values that a parameter group, or a parameter's state, gives to one run of the update.
 
-    ``key`` is all of it that a trace depends on, in the order of its values; what changes
-    freely between runs is in ``tensors`` and ``scalars``.  ``shards`` says which tensors stand
-    for whole ones, of the parameter's shape.
+    ``key`` is all of it that a trace depends on, in the order of its values, and ``kinds`` that of
+    each value in it; what changes freely between runs is in ``tensors`` and ``scalars``.
+    ``shards`` says which tensors stand for whole ones, of the parameter's shape.  Paths are as
+    ``betas.0``; a 0-dim tensor and its number are found in one place.
     """
 
     values: Mapping[str, Any]
     key: tuple
-    tensors: tuple[Tensor, ...]
-    shards: tuple[bool, ...]
-    scalars: tuple[float | int, ...]
+    kinds: list[Any]
+    tensors: list[Tensor]
+    tensor_paths: list[str]
+    shards: list[bool]
+    scalars: list[float | int]
+    scalar_paths: list[str]
 
     @property
     def constants(self) -> set[str]:
         """The names of the values that a trace takes as they are."""
         return {name for name, kind in self.key if isinstance(kind, _Constant)}
-
-    def paths(self, owner: str) -> tuple[list[str], list[str]]:
-        """Return the paths of the tensors and the scalars, as ``owner.betas.0``.
-
-        A 0-dim tensor and its number are found in one place.
-        """
-        tensors: list[str] = []
-        scalars: list[str] = []
-
-        def walk(value: Any, kind: Any, path: str) -> None:
-            if isinstance(kind, _Constant):
-                return
-            if kind == "number":
-                scalars.append(path)
-            elif kind[0] is dict:
-                for key, item in kind[1:]:
-                    walk(value[key], item, f"{path}.{key}")
-            elif kind[0] in (list, tuple):
-                for i, (item, k) in enumerate(zip(value, kind[1:], strict=True)):
-                    walk(item, k, f"{path}.{i}")
-            else:
-                tensors.append(path)
-                if kind[0] == "scalar tensor":
-                    scalars.append(path)
-
-        for name, kind in self.key:
-            walk(self.values[name], kind, f"{owner}.{name}")
-        return tensors, scalars
 
     def rebuild(
         self, tensors: Iterator[Any], scalars: Iterator[Any], know: Callable[..., None]
@@ -73,22 +50,20 @@ class Arguments:
         ``know(tensor, scalar, counts=...)`` is called for each 0-dim tensor whose number is an
         input too; ``counts``: adding integers to the tensor does not round.
         """
+        kinds = iter(self.kinds)
 
-        def rebuild(value: Any, kind: Any) -> Any:
+        def rebuilt(value: Any) -> Any:
+            kind = next(kinds)
             if isinstance(kind, _Constant):
                 return value
             if kind == "number":
                 return next(scalars)
-            if kind[0] is dict:
-                return {name: rebuild(value[name], item) for name, item in kind[1:]}
-            if kind[0] in (list, tuple):
-                return kind[0](rebuild(item, k) for item, k in zip(value, kind[1:], strict=True))
             tensor = next(tensors)
             if kind[0] == "scalar tensor":
                 know(tensor, next(scalars), counts=kind[2])
             return tensor
 
-        return {name: rebuild(self.values[name], kind) for name, kind in self.key}
+        return {name: map_leaves(rebuilt, value) for name, value in self.values.items()}
 
 
 def read_arguments(
@@ -101,35 +76,43 @@ def read_arguments(
     CPU tensor is an input next to the tensor: reading it costs no synchronisation, and branches
     on it can then be guarded.
     """
-    tensors: list[Tensor] = []
-    shards: list[bool] = []
-    scalars: list[float | int] = []
+    found = Arguments(values, (), [], [], [], [], [], [])
 
-    def describe(value: Any, is_input: bool) -> Hashable:
+    def kind_of(value: Any, is_input: bool, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors.append(value)
-            shards.append(False)
-            if value.ndim == 0 and value.device.type == "cpu" and _has_number(value):
-                scalars.append(value.item())
+            found.tensors.append(value)
+            found.tensor_paths.append(path)
+            is_shard = value.shape == shard_shape
+            is_number = value.ndim == 0 and value.device.type == "cpu" and _has_number(value)
+            found.shards.append(is_shard and not is_number)
+            if is_number:
+                found.scalars.append(value.item())
+                found.scalar_paths.append(path)
                 return ("scalar tensor", value.dtype, is_input and _counts_exactly(value))
-            if value.shape == shard_shape:
-                shards[-1] = True
+            if is_shard:
                 return ("shard", value.dtype, value.device)
             return ("tensor", value.dtype, value.device, tuple(value.shape), value.stride())
-        if isinstance(value, float) and math.isfinite(value):
-            scalars.append(float(value))
+        is_float = isinstance(value, float) and math.isfinite(value)
+        if is_float or (is_input and isinstance(value, int) and not isinstance(value, bool)):
+            found.scalars.append(float(value) if is_float else int(value))
+            found.scalar_paths.append(path)
             return "number"
-        if isinstance(value, int) and not isinstance(value, bool) and is_input:
-            scalars.append(int(value))
-            return "number"
-        if type(value) in (list, tuple):
-            return (type(value), *(describe(item, is_input) for item in value))
-        if type(value) is dict:
-            return (dict, *((name, describe(item, is_input)) for name, item in value.items()))
         return _Constant(value)
 
-    key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
-    return Arguments(values, key, tuple(tensors), tuple(shards), tuple(scalars))
+    def describe(value: Any, is_input: bool, path: str) -> Hashable:
+        if type(value) in (list, tuple):
+            items = (describe(item, is_input, f"{path}.{i}") for i, item in enumerate(value))
+            return (type(value), *items)
+        if type(value) is dict:
+            entries = value.items()
+            return (dict, *((k, describe(item, is_input, f"{path}.{k}")) for k, item in entries))
+        found.kinds.append(kind_of(value, is_input, path))
+        return found.kinds[-1]
+
+    key = tuple(
+        (name, describe(value, name in inputs, str(name))) for name, value in values.items()
+    )
+    return replace(found, key=key)
 
 
 def not_carried(state: Any) -> tuple[str, str] | None:

@@ -91,6 +91,20 @@ def example(num_dims: int, dtype: torch.dtype) -> Tensor:
     return torch.empty((2,) * num_dims, dtype=dtype, device="meta")
 
 
+def add_call(
+    graph: fx.Graph, like: fx.Node | None, target: Callable, *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Add a call to a graph whose nodes all have examples, and give it one.
+
+    The rest of what it says of itself is what ``like`` says.
+    """
+    node = graph.call_function(target, args, kwargs)
+    examples = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+    meta = like.meta if like is not None else {}
+    node.meta = {**meta, "val": target(*examples[0], **examples[1])}
+    return node
+
+
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 

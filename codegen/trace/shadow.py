@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,7 @@ def shadow_of(
     Numbers of a group that are its own are kept; learning rates that are floats are made to
     differ, so that a step which reads another group's shows itself.
     """
-    shadow: Any = object.__new__(type(optimizer))
-    for name, value in optimizer.__dict__.items():
-        if name in ("state", "param_groups", "step"):
-            continue
-        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-        shadow.__dict__[name] = {} if is_hooks else own_copy(value)
-    shadow.state = defaultdict(dict)
+    shadow = copy_of(optimizer, type(optimizer), lambda _name, value: own_copy(value))
     shadow.param_groups = []
     for number, group in enumerate(optimizer.param_groups):
         members = [p for (owner, _), p in parameters.items() if owner == number]
@@ -39,6 +33,22 @@ def shadow_of(
                 values["lr"] *= 1 + number / 8
             shadow.param_groups.append({"params": members, **values})
     return shadow
+
+
+def copy_of(
+    optimizer: torch.optim.Optimizer, kind: type, attribute: Callable[[str, Any], Any]
+) -> Any:
+    """An object of a class with an optimizer's attributes, each as ``attribute`` gives it.
+
+    Without states, groups, hooks, and the ``step`` that LR schedulers wrap on the instance.
+    """
+    result: Any = object.__new__(kind)
+    for name, value in optimizer.__dict__.items():
+        if name not in ("state", "param_groups", "step"):
+            is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+            result.__dict__[name] = {} if is_hooks else attribute(name, value)
+    result.state = defaultdict(dict)
+    return result
 
 
 def own_copy(value: Any) -> Any:

@@ -11,14 +11,13 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerofx import compat
-from zerofx.codegen.rewrite.elementwise import mutated_operands
 
 aten = torch.ops.aten
 
@@ -68,7 +67,7 @@ class Follower(compat.DispatchMode):
             return result
         known = self._known_result(func, args, kwargs)
         result = func(*args, **kwargs)
-        for written in mutated_operands(func, args, kwargs):
+        for written in _written(func, args, kwargs):
             self.mutated.add(compat.storage_key(written))
             self.values.pop(compat.storage_key(written), None)
         if isinstance(result, Tensor) and result.numel() == 1:
@@ -115,6 +114,14 @@ class Follower(compat.DispatchMode):
         if func in (aten.sub_.Tensor, aten.sub.Tensor):
             return value - args[1], True
         return None
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)

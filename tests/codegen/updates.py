@@ -12,7 +12,8 @@ from zerofx.codegen.rewrite.gradient_norm import with_squares
 from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.rewrite.storage import rewritten
 from zerofx.codegen.trace.arguments import group_values, read_arguments
-from zerofx.codegen.trace.trace import ChangingIntegers, trace_update
+from zerofx.codegen.trace.step import ChangingIntegers
+from zerofx.codegen.trace.trace import trace_update
 from zerofx.ir.parameters import ParameterInfo
 
 SINGLE = {"foreach": False}

@@ -7,7 +7,7 @@ then all of the next one's, so that one kernel takes them as they lie in memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from zerofx import compat
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.shadow import shadow_of
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors
@@ -29,11 +28,13 @@ from zerofx.runtime.storage.tier import FileTier
 States = Sequence[dict[str, Any]]
 """The entries of ``optimizer.state`` for a bucket's parameters, in the bucket's order."""
 
-
 Parts = tuple[Part, ...]
 
+Kept = Mapping[str, tuple[torch.dtype, int]]
+"""What is kept of one parameter per element, by name: dtype and length."""
 
-def parts_of(kept: Sequence[Mapping[str, tuple[torch.dtype, int]]]) -> Parts:
+
+def parts_of(kept: Sequence[Kept]) -> Parts:
     """Lay out what is kept per element, by each parameter's states' names: dtype and length."""
     found: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
     for place, states in enumerate(kept):
@@ -55,11 +56,9 @@ def parts_there(states: States) -> Parts:
     )
 
 
-def per_element(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def per_element(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The states that are there per element: not the count of steps."""
-    for name, value in list(state.items()):
-        if isinstance(value, Tensor) and value.dim():
-            yield name, value
+    return [item for item in state.items() if isinstance(item[1], Tensor) and item[1].dim()]
 
 
 class StateBucket(Bucket):
@@ -142,9 +141,7 @@ class StateBucket(Bucket):
         states = self.states()
         if not self.stubs:
             for state in states:
-                state.update(
-                    (name, value.cpu()) for name, value in state.items() if _is_elsewhere(value)
-                )
+                state.update((name, value.cpu()) for name, value in per_element(state))
             if parts_there(states) != self.parts:
                 return
             self.take(states, views)
@@ -244,10 +241,6 @@ def bring_back(states: States) -> None:
         state.update(with_values(state, reader))
 
 
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.device.type != "cpu"
-
-
 def _without_memory(dtype: torch.dtype, numel: int) -> GuardedState:
     tensor = torch.empty(numel, dtype=dtype)
     tensor.untyped_storage().resize_(0)
@@ -272,10 +265,9 @@ class StatePlaces:
         for parameter, kept in self._kept(parameters):
             reference, info = self._context.parameters[parameter]
             state = optimizer.state.get(reference()) or {}
-            there = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
             if not state:
                 total += sum(dtype.itemsize * numel for dtype, numel in kept.values())
-            for value in there:
+            for _, value in per_element(state):
                 if not self._host.holds(value):
                     is_whole = value.shape == info.shape
                     numel = info.shard_numel if is_whole else value.numel()
@@ -286,31 +278,13 @@ class StatePlaces:
         """Return the layout in files of these parameters' states, after their next update."""
         return parts_of([kept for _, kept in self._kept(parameters)])
 
-    def _kept(
-        self, parameters: Iterable[int]
-    ) -> list[tuple[int, dict[str, tuple[torch.dtype, int]]]]:
-        """Return the states of each parameter's shard per element, to come.  Outside of a step."""
-        optimizer, traces = self._context.live_optimizer(), self._context.traces
-        storage = self._context.storage
-        found = []
-        nothing = read_arguments({}, shard_shape=None, inputs=())
-        with self._context.outside_of_a_step():
-            for parameter in parameters:
-                reference, info = self._context.parameters[parameter]
-                group = self._context.group_of(parameter)
-                few = torch.zeros(2, dtype=storage.precision.compute_dtype(info.dtype))
-                made = optimizer.state.get(reference()) or {}
-                if made:
-                    shapes = (info.shape, (info.shard_numel,))
-                    made = {
-                        name: few.to(value.dtype) if _has_shape(value, shapes) else value
-                        for name, value in made.items()
-                    }
-                elif group is not None:
-                    update, arguments = traces.find(optimizer, parameter, group, nothing)
-                    made, _ = update(few, few.clone(), arguments.tensors, arguments.scalars)
-                found.append((parameter, storage.kept(made, few, info.shard_numel, info)))
-        return found
+    def _kept(self, parameters: Iterable[int]) -> list[tuple[int, Kept]]:
+        """Return the states of each parameter's shard per element, to come."""
+        context, mine = self._context, list(parameters)
+        infos = {id(context.parameters[i][0]()): context.parameters[i][1] for i in mine}
+        numels = {key: info.shard_numel for key, info in infos.items()}
+        found = states_to_come(context.live_optimizer(), infos, numels, context.settings.precision)
+        return [(i, found.get(key, {})) for i, key in zip(mine, infos, strict=True)]
 
     def group_of(self, parameters: Sequence[int]) -> Group:
         """Return the argument of ``state_buckets`` for the states of these parameters."""
@@ -330,9 +304,8 @@ class StatePlaces:
         if self._host is None or optimizer is None:
             return 0
         users = [reference() for reference, _ in self._context.parameters.values()]
-        values = [v for user in users for v in optimizer.state.get(user, {}).values()]
-        tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
-        return sum(value.nbytes for value in tensors if self._host.holds(value))
+        there = (item for user in users for item in per_element(optimizer.state.get(user, {})))
+        return sum(value.nbytes for _, value in there if self._host.holds(value))
 
     def place(self, parameters: Sequence[int], memory: HostMemory) -> None:
         """Have these parameters' states in host memory, side by side, or on the device.
@@ -349,19 +322,16 @@ class StatePlaces:
             memory.give_back(states, self._context.parameters[parameters[0]][1].device)
 
 
-def _has_shape(value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
-
-
 _SHAPE = (4, 4)
 
 
-def bytes_of_states(
+def states_to_come(
     optimizer: torch.optim.Optimizer,
     infos: Mapping[int, ParameterInfo],
+    numels: Mapping[int, int],
     precision: Precision,
-) -> dict[int, float]:
-    """Return the bytes that the optimizer keeps per element, by the ``id`` of the parameter.
+) -> dict[int, Kept]:
+    """Return what the optimizer keeps of so many elements, by the ``id`` of the parameter.
 
     ``infos`` are the parameters that count, by ``id`` too.  States that there are decide; else the
     optimizer's own step runs once on a copy with one small tensor for each group and dtype.
@@ -369,7 +339,7 @@ def bytes_of_states(
     """
     storage = StateStorage(precision, type(optimizer).__name__)
     made: dict[tuple[int, torch.dtype], Mapping[str, Any] | None] = {}
-    found = {}
+    found: dict[int, Kept] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             info = infos.get(id(parameter))
@@ -387,10 +357,21 @@ def bytes_of_states(
                 if states is None:
                     continue
                 kept, like = states, torch.empty(_SHAPE, device="meta")
-            parts = storage.kept(kept, like, info.numel, info).values()
-            nbytes = sum(dtype.itemsize * numel for dtype, numel in parts)
-            found[id(parameter)] = nbytes / max(info.numel, 1)
+            found[id(parameter)] = storage.kept(kept, like, numels[id(parameter)], info)
     return found
+
+
+def bytes_of_states(
+    optimizer: torch.optim.Optimizer,
+    infos: Mapping[int, ParameterInfo],
+    precision: Precision,
+) -> dict[int, float]:
+    """Return the bytes that the optimizer keeps per element, as ``states_to_come`` finds them."""
+    numels = {key: info.numel for key, info in infos.items()}
+    return {
+        key: sum(dtype.itemsize * numel for dtype, numel in kept.values()) / max(numels[key], 1)
+        for key, kept in states_to_come(optimizer, infos, numels, precision).items()
+    }
 
 
 def states_after_a_step(

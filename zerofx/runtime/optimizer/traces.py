@@ -19,7 +19,8 @@ from zerofx.codegen.trace.arguments import (
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
-from zerofx.codegen.trace.trace import ChangingIntegers, Update, is_usual, trace_update
+from zerofx.codegen.trace.step import ChangingIntegers
+from zerofx.codegen.trace.trace import Update, is_usual, trace_update
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.optimizer.setup import UpdateSettings
 

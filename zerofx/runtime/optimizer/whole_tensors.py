@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.whole_tensors import DividedUpdate, divide
@@ -64,8 +65,9 @@ def compute_on_owners(
     )
     pieces = {owner: iter(found) for owner, found in enumerate(returned)}
     return [
-        _padded(next(pieces[owner]), shard.numel())
+        pad(piece, (0, shard.numel() - len(piece)))
         for shard, owner in zip(shards, owners, strict=True)
+        for piece in [next(pieces[owner])]
     ]
 
 
@@ -103,14 +105,6 @@ def _of_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
-
-
-def _padded(data: Tensor, length: int) -> Tensor:
-    if len(data) == length:
-        return data
-    padded = data.new_zeros(length)
-    padded[: len(data)] = data
-    return padded
 
 
 class OwnedUpdates:

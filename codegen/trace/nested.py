@@ -1,0 +1,71 @@
+"""Lists, tuples and dictionaries of an optimizer's values, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx import compat
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All values in nested lists, tuples and dictionaries that are none of these."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists, tuples and dictionaries anew, with ``function`` of each value in them."""
+    if type(value) is dict:
+        return {name: map_leaves(function, item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([map_leaves(function, item) for item in value])
+    return function(value)
+
+
+def copied(value: Any) -> Any:
+    """A copy that later changes of lists and dictionaries do not reach."""
+    return map_leaves(lambda leaf: leaf, value)
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Return whether two values are one object, or hold the same ones in the same places."""
+    if type(before) in (list, tuple, dict) and type(before) is type(after):
+        if isinstance(before, dict) and list(before) != list(after):
+            return False
+        left, right = list(leaves(before)), list(leaves(after))
+        return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+    return before is after
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for one result of the graph in a new state or group entry."""
+
+    index: int
+
+
+def store(value: Any, results: list[Any]) -> Any:
+    """Move a value's tensors and symbolic numbers to ``results``; return what is left."""
+
+    def stored(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymBool):
+            return bool(leaf)  # guarded: another outcome is another trace
+        if not isinstance(leaf, (Tensor, *compat.SYMBOLIC_SCALARS)):
+            return leaf
+        results.append(leaf)
+        return Slot(len(results) - 1)
+
+    return map_leaves(stored, value)
+
+
+def fill(template: Any, results: Sequence[Any]) -> Any:
+    """What ``store`` has left, with these results in it."""
+    return map_leaves(lambda leaf: results[leaf.index] if type(leaf) is Slot else leaf, template)
