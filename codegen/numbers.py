@@ -194,7 +194,9 @@ class _Printer(StrPrinter):
 def identifier(text: str) -> str:
     """A Python name made of any text."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    return f"{name}_" if keyword.iskeyword(name) or name in ("tl", "triton") else _lettered(name)
+    if keyword.iskeyword(name) or name in ("tl", "triton"):
+        return f"{name}_"
+    return f"_{name}" if name[0].isdigit() else name
 
 
 def unique(name: str, taken: Iterable[str]) -> str:
@@ -202,10 +204,6 @@ def unique(name: str, taken: Iterable[str]) -> str:
     if name not in taken:
         return name
     return next(candidate for i in range(1, 10**6) if (candidate := f"{name}_{i}") not in taken)
-
-
-def _lettered(name: str) -> str:
-    return f"_{name}" if name[0].isdigit() else name
 
 
 def _in_words(expression: Any) -> str | None:

@@ -47,7 +47,7 @@ def with_squares(update: Update) -> Update:
     squares.meta["val"] = torch.empty((), dtype=torch.float32, device="meta")
     graph.output([*results, squares])
     graph_module = fx.GraphModule(update.graph_module, graph)
-    return replace(update, graph_module=graph_module, gives_squares=True)
+    return replace(update, graph_module=graph_module)
 
 
 def squares_of(gradient: Tensor) -> Tensor:

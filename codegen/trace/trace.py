@@ -43,8 +43,7 @@ class Update:
     may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
     number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
     ``zerofx.codegen.rewrite.gradient_work`` adds: 0-dim tensors, which stay where they are.
-    ``gives_squares`` says that the graph's last result is what ``codegen.rewrite.gradient_norm``
-    adds.  ``of_any_sizes``: traced for another parameter whose memory ``is_usual``, on shards, it
+    ``of_any_sizes``: traced for another parameter whose memory ``is_usual``, on shards, it
     would be the same.
     """
 
@@ -62,7 +61,6 @@ class Update:
     offset: int | None = None
     scales: tuple[int, ...] = ()
     coefficients: tuple[int, ...] = ()
-    gives_squares: bool = False
     of_any_sizes: bool = False
 
     def __call__(

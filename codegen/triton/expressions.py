@@ -83,7 +83,7 @@ _BINARY = {
     "add": ("+", _ADDED),
     "sub": ("-", _ADDED),
     "mul": ("*", _MULTIPLIED),
-    **dict.fromkeys(("gt",), (">", _COMPARED)),
+    "gt": (">", _COMPARED),
     "ge": (">=", _COMPARED),
     "lt": ("<", _COMPARED),
     "le": ("<=", _COMPARED),
@@ -96,12 +96,34 @@ _BINARY = {
     "shift_right": (">>", _SHIFTED),
 }
 
-_CALLS = {
-    **{name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil", "sigmoid")},
-    **{name: f"tl.{name}" for name in ("sin", "cos", "erf", "where")},
-    **{name: name for name in ("lerp", "maximum", "minimum")},
-    "sign": "sign_of",
-    "of_block": "of_part",
+# The text, how tightly that holds, and how tightly the operand in it has to hold.
+_TEMPLATES = {
+    "neg": ("-{0}", _NEGATED, _NEGATED),
+    "index": ("begin + lane", _ADDED, _LOOSE),
+    "bitcast": ("{0}.to({dtype}, bitcast=True)", _CALL, _CALL),
+    "full": ("tl.full(lane.shape, {0}, {dtype})", _CALL, _LOOSE),
+    "isnan": ("{0} != {0}", _COMPARED, _COMPARED + 1),
+    "isinf": ('tl.abs({0}) == float("inf")', _COMPARED, _LOOSE),
+    "isfinite": ('tl.abs({0}) < float("inf")', _COMPARED, _LOOSE),
+    "largest_of_block": ("largest_of_part({0}, mask)", _CALL, _LOOSE),
+    "sum_of_squares": ("sum_of_squares({0}, mask)", _CALL, _LOOSE),
+    "lerp": ("lerp({0}, {1}, {2})", _CALL, _LOOSE),
+    "where": ("tl.where({0}, {1}, {2})", _CALL, _LOOSE),
+    "sign": ("sign_of({0})", _CALL, _LOOSE),
+    "of_block": ("of_part({0})", _CALL, _LOOSE),
+    **{name: (f"{name}({{0}}, {{1}})", _CALL, _LOOSE) for name in ("maximum", "minimum")},
+    **{
+        name: (f"tl.{name}({{0}})", _CALL, _LOOSE)
+        for name in ("abs", "exp", "log", "floor", "ceil", "sigmoid", "sin", "cos", "erf")
+    },
+}
+
+# The functions of the module that these operations are written with.
+_USES = {
+    "sign": ("sign_of",),
+    "of_block": ("of_part",),
+    "largest_of_block": ("maximum", "largest_of_part"),
+    **{name: (name,) for name in ("lerp", "maximum", "minimum", "sum_of_squares")},
 }
 
 
@@ -139,39 +161,17 @@ class Expressions:
             left = self.text(operands[0], hold if is_plain else _NEGATED)
             right = self.text(operands[1], hold + 1 if is_plain else _NEGATED)
             return f"{left} {sign} {right}", hold
-        if operation == "neg":
-            return f"-{self.text(operands[0], _NEGATED)}", _NEGATED
         if operation == "not":
             operand = self.text(operands[0], _NEGATED)
             return (f"{operand} == 0", _COMPARED) if is_bool(value) else (f"~{operand}", _NEGATED)
-        if operation == "index":
-            return "begin + lane", _ADDED
-        texts = [self.text(operand) for operand in operands]
-        if operation == "largest_of_block":
-            self.functions |= dict.fromkeys(("maximum", "largest_of_part"))
-            return f"largest_of_part({texts[0]}, mask)", _CALL
-        if operation == "sum_of_squares":
-            self.functions["sum_of_squares"] = None
-            return f"sum_of_squares({texts[0]}, mask)", _CALL
         if operation in ("div", "sqrt", "reciprocal"):
             return self._rounded(operation, operands, value.dtype)
         if operation == "cast":
             return self._cast(operands[0], value.dtype)
-        if operation == "bitcast":
-            held = self.text(operands[0], _CALL)
-            return f"{held}.to({DTYPES[value.dtype]}, bitcast=True)", _CALL
-        if operation == "full":
-            return f"tl.full(lane.shape, {texts[0]}, {DTYPES[value.dtype]})", _CALL
-        if operation == "isnan":
-            held = self.text(operands[0], _COMPARED + 1)
-            return f"{held} != {held}", _COMPARED
-        if operation in ("isinf", "isfinite"):
-            sign = "==" if operation == "isinf" else "<"
-            return f'tl.abs({texts[0]}) {sign} float("inf")', _COMPARED
-        function = _CALLS[operation]
-        if function in FUNCTIONS:
-            self.functions[function] = None
-        return f"{function}({', '.join(texts)})", _CALL
+        template, hold, inner = _TEMPLATES[operation]
+        texts = [self.text(operand, inner) for operand in operands]
+        self.functions |= dict.fromkeys(_USES.get(operation, ()))
+        return template.format(*texts, dtype=DTYPES[value.dtype]), hold
 
     def _rounded(
         self, operation: str, operands: Sequence[Operand], dtype: torch.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,6 @@ class TritonKernel:
         self.source = triton_source(program)
         self.function = load_kernel(self.source, kernel_name(program))
         self._tuned: dict[torch.device, Callable[..., int]] = {}
-        self._chunks: dict[tuple, Tensor] = {}
         self._partials: dict[torch.device, Tensor] = {}
 
     def launch(
@@ -97,7 +97,7 @@ class TritonKernel:
         table, numbers = self._tables(segments, chunks, chunk)
         elements = sum(chunks[:-1]) * chunk + lengths[-1]
         partials = self._room_for_partials(elements, device)
-        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials)
         blocks = self._run(device)((*places, *device_numbers), elements, alignment)
         return partials[0][:blocks].sum() if partials else None
 
@@ -115,50 +115,25 @@ class TritonKernel:
     ) -> tuple[Tensor, Tensor]:
         """The rows of the segments and of their numbers, on the device."""
         device = segments[0].streams[0].device
-        starts = [0]
-        for count in chunks:
-            starts.append(starts[-1] + count * chunk)
+        starts = itertools.accumulate((count * chunk for count in chunks), initial=0)
         rows = [
             (start, segment.streams[0].numel(), *(stream.data_ptr() for stream in segment.streams))
             for start, segment in zip(starts, segments, strict=False)
         ]
         size = len(rows) * len(rows[0])
         size += size % 2  # the numbers start at a multiple of 16 bytes, as Triton likes pointers
-        count = len(self.program.numbers)
-        host = torch.empty(size + len(rows) * count, dtype=torch.int64, pin_memory=_on_gpu(device))
+        count = len(rows) * len(self.program.numbers)
+        host = torch.empty(size + count, dtype=torch.int64, pin_memory=_on_gpu(device))
         host[: len(rows) * len(rows[0])] = torch.tensor(rows).view(-1)
-        there = [
-            (place, index, number)
-            for place, segment in enumerate(segments)
-            for index, number in enumerate(segment.numbers)
-            if isinstance(number, Tensor) and number.device.type != "cpu"
-        ]
-        elsewhere = {(place, index) for place, index, _ in there}
-        host[size:].view(torch.float64).copy_(
-            torch.tensor(
-                [
-                    0.0 if (place, index) in elsewhere else float(number)
-                    for place, segment in enumerate(segments)
-                    for index, number in enumerate(segment.numbers)
-                ],
-                dtype=torch.float64,
-            )
-        )
+        given = [number for segment in segments for number in segment.numbers]
+        on_device = {place: number for place, number in enumerate(given) if _is_on_device(number)}
+        known = [0.0 if place in on_device else float(x) for place, x in enumerate(given)]
+        host[size:].view(torch.float64).copy_(torch.tensor(known, dtype=torch.float64))
         both = host.to(device, non_blocking=True)
         table, numbers = both[:size], both[size:].view(torch.float64)
-        for place, index, number in there:
-            numbers[place * count + index].copy_(number)
+        for place, number in on_device.items():
+            numbers[place].copy_(number)
         return table, numbers
-
-    def _segment_of_chunk(self, chunks: Sequence[int], device: torch.device) -> Tensor:
-        key = (*chunks, device)
-        if key not in self._chunks:
-            if len(self._chunks) >= 64:
-                self._chunks.clear()  # lengths that change at every step; not worth keeping
-            counts = torch.tensor(chunks)
-            owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
-            self._chunks[key] = owners.to(device)
-        return self._chunks[key]
 
     def _check(self, segment: Segment) -> None:
         first = segment.streams[0]
@@ -219,7 +194,7 @@ class TritonKernel:
         table, numbers = self._tables([scratch], chunks, CHUNK)
         device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
         partials = self._room_for_partials(_TUNED_ON_ELEMENTS, device)
-        places = (table, self._segment_of_chunk(chunks, device), numbers, *partials)
+        places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials)
         arguments = (*places, *device_numbers)
         run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
         return run
@@ -284,6 +259,13 @@ class Launches:
         return [squares for squares in sums if squares is not None]
 
 
+@functools.lru_cache(maxsize=64)
+def _segment_of_chunk(chunks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which segment each chunk belongs to, on the device."""
+    owners = torch.arange(len(chunks), dtype=torch.int32)
+    return owners.repeat_interleave(torch.tensor(chunks)).to(device)
+
+
 @functools.cache
 def load_kernel(source: str, name: str) -> Any:
     """The kernel of a generated module.
@@ -317,6 +299,10 @@ def _by_alignment(
         is_aligned = all(segment.streams[i].data_ptr() % ALIGNMENT == 0 for i in places)
         groups[not is_aligned].append(segment)
     return groups
+
+
+def _is_on_device(number: Any) -> bool:
+    return isinstance(number, Tensor) and number.device.type != "cpu"
 
 
 def _on_gpu(device: torch.device) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -63,15 +62,6 @@ def kernel_arguments(program: Program) -> tuple[str, ...]:
     return ("segments", "segment_of_chunk", "numbers", *partials, *device)
 
 
-@dataclass
-class _Statement:
-    """An assignment of one value, with those written inside of it."""
-
-    value: Value
-    name: str = ""
-    reads: list[Value] = field(default_factory=list)
-
-
 class _Writer:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -85,7 +75,11 @@ class _Writer:
         }
         self.written = Expressions(self.numbers, self._inlined())
         self.names = self.written.names
-        self.statements = self._statements()
+        self.statements = [
+            value
+            for value in program.values
+            if value.operation != "load" and value not in self.written.inlined
+        ]
         self._name_values(taken | set(self.pointers.values()))
         self.places = ["lane", "mask"]
         if any(stream.is_per_block for stream in program.streams):
@@ -119,17 +113,11 @@ class _Writer:
                 inlined.add(value)
         return inlined
 
-    def _statements(self) -> list[_Statement]:
-        return [
-            _Statement(value, reads=list(self._leaves(value)))
-            for value in self.program.values
-            if value.operation != "load" and value not in self.written.inlined
-        ]
-
-    def _leaves(self, value: Value) -> Iterable[Value]:
+    def _reads(self, value: Value) -> Iterable[Value]:
+        """The values that a statement reads by name."""
         for operand in value.values:
             if operand in self.written.inlined:
-                yield from self._leaves(operand)
+                yield from self._reads(operand)
             else:
                 yield operand
 
@@ -137,8 +125,7 @@ class _Writer:
         """Give values the optimizer's names; a name goes on to the next value when it is free."""
         last_use: dict[Value, int] = {}
         for position, statement in enumerate(self.statements):
-            for value in statement.reads:
-                last_use[value] = position
+            last_use |= dict.fromkeys(self._reads(statement), position)
         end = len(self.statements)
         for stream in self.stores:
             assert stream.store is not None
@@ -152,15 +139,13 @@ class _Writer:
         # The result of a function goes by its name, but what is stored by that of its memory.
         results = [s for s in self.stores if s.store and s.store.note]
         stored = {stream.store: stream.name for stream in results}
-        for position, statement in enumerate(self.statements):
-            value = statement.value
+        for position, value in enumerate(self.statements):
             busy = {
                 name for other, name in self.names.items() if last_use.get(other, -1) > position
             }
             ended = set(self.names.values()) - busy
             wanted = stored.get(value) or value.name or "value"
-            name = unique(wanted, (taken - ended) | busy)
-            statement.name = self.names[value] = name
+            self.names[value] = unique(wanted, (taken - ended) | busy)
 
     # The module's parts.
 
@@ -214,13 +199,13 @@ class _Writer:
             lines.append(f"    {self.names[stream.load]} = {text}")
         lines.append("")
         said = ""
-        for statement in self.statements:
-            comment = _comment(statement.value.line) or statement.value.note
+        for value in self.statements:
+            comment = _comment(value.line) or value.note
             if comment and comment != said:
                 lines.append(f"    # {comment}")
             said = comment
-            text, _ = self.written.operation(statement.value)
-            lines.append(f"    {statement.name} = {text}")
+            text, _ = self.written.operation(value)
+            lines.append(f"    {self.names[value]} = {text}")
         lines.append("")
         for stream in self.stores:
             lines.append(f"    {self._store(stream)}")

@@ -16,6 +16,7 @@ from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.registry import REGISTRY
 
 WORLD_SIZE = 3
 
@@ -163,6 +164,14 @@ def bound(p, info, rank):
     return ParameterState(weakref.ref(p), info, 1, communicator, type(p), type(p))
 
 
+def attach(optimizer, owners):
+    """Shard an optimizer's states as those of these, of which there may be several in a process."""
+    attach_optimizer(optimizer)
+    attachment = REGISTRY.attached[optimizer]
+    attachment.lookup = lambda parameter: owners.get(id(parameter))
+    attachment.shard_states(optimizer)
+
+
 class Ranks:
     """The runners of all ranks, each with an optimizer and parameters of its own."""
 
@@ -176,7 +185,7 @@ class Ranks:
             self.own.append(own)
             if sharded:
                 owners = {id(p): bound(p, i, rank) for p, i in zip(own, self.infos, strict=True)}
-                attach_optimizer(self.optimizers[-1], owners)
+                attach(self.optimizers[-1], owners)
             table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
             self.runners.append(
                 OptimizerRunner(

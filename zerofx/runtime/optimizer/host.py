@@ -85,10 +85,8 @@ class HostUpdates:
         is_skipped = self.steps.is_skipped(found_inf)
         if self.delayed is not None:
             self._asked[id(values)] = _Asked(values, grads, optimizer, parameters, is_skipped)
-        elif is_skipped:
-            self._updating[id(values)] = HostUpdate(values, None)
         else:
-            data = self._parts(values, parameters)
+            data = None if is_skipped else self._parts(values, parameters)
             self._start(values, data, [values, grads], optimizer, parameters)
         return values
 
@@ -102,11 +100,9 @@ class HostUpdates:
     ) -> list[torch.Tensor]:
         for shard in shards:
             REGISTRY.host.settle(shard)  # it has left for the device
-        if self.steps.is_skipped(found_inf):
-            self._updating[id(shards)] = HostUpdate(shards, None)
-        else:
-            data = [shard.detach() for shard in shards]
-            self._start(shards, data, [grads], optimizer, parameters)
+        is_skipped = self.steps.is_skipped(found_inf)
+        data = None if is_skipped else [shard.detach() for shard in shards]
+        self._start(shards, data, [grads], optimizer, parameters)
         return shards
 
     def wait_update(self, started: Any) -> Any:
@@ -151,19 +147,20 @@ class HostUpdates:
     def _start(
         self,
         written: Any,
-        data: Sequence[torch.Tensor],
+        data: Sequence[torch.Tensor] | None,
         arriving: Sequence[torch.Tensor],
         optimizer: int,
         parameters: list[int],
     ) -> None:
-        """Start the updates of ``data``, which is ``written``.
+        """Start the updates of ``data``, which is ``written``; with None there is nothing to do.
 
         They begin when what is ``arriving`` is there, the last of which are the gradients.
         """
-        arrivals = [self.copies.arrival(move) for move in arriving]
-        self._updating[id(written)] = self._started(
-            written, data, arriving[-1], arrivals, optimizer, parameters
-        )
+        update = HostUpdate(written, None)
+        if data is not None:
+            arrivals = [self.copies.arrival(move) for move in arriving]
+            update = self._started(written, data, arriving[-1], arrivals, optimizer, parameters)
+        self._updating[id(written)] = update
 
     def _started(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +28,15 @@ from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.traces import Parameters
 
 
-class Draw:
+class Draw(NamedTuple):
     """The inputs of one update's random numbers, as a kernel takes them: 0-dim tensors.
 
     ``step`` is how many updates were before it.
     """
 
-    def __init__(self, first_element: int, seed: int, step: int) -> None:
-        self.step = step
-        self.offset = torch.tensor(first_element, dtype=torch.int64)
-        self.key = torch.tensor(step_key(seed, step), dtype=torch.int32)
+    step: int
+    offset: Tensor
+    key: Tensor
 
 
 class Draws:
@@ -73,7 +72,9 @@ class Draws:
         if not self._precision.draws_for(info.dtype, info.numel):
             return None
         step = int(values.get("step", values.get(UPDATES, 0)))
-        return Draw(self.number_of_first(parameter), self._precision.rounding_seed, step)
+        key = step_key(self._precision.rounding_seed, step)
+        first = torch.tensor(self.number_of_first(parameter), dtype=torch.int64)
+        return Draw(step, first, torch.tensor(key, dtype=torch.int32))
 
 
 class StateStorage:

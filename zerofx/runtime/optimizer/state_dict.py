@@ -21,14 +21,8 @@ from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Reader
 
-Lookup = Callable[[torch.Tensor], ParameterState | None]
 
-
-def attach_optimizer(
-    optimizer: Optimizer,
-    owners: Lookup | Mapping[int, ParameterState] = REGISTRY.lookup,
-    keeps_loaded_dtypes: bool = False,
-) -> None:
+def attach_optimizer(optimizer: Optimizer, keeps_loaded_dtypes: bool = False) -> None:
     """Take charge of an optimizer's states: flat shards inside, whole values in state dicts.
 
     Call it whenever parameters have been bound, and before creating states.  From then on, at
@@ -41,21 +35,11 @@ def attach_optimizer(
 
     Raises: ValueError if a state is neither a number nor of its parameter's shape.
     """
-    lookup = owners if callable(owners) else _lookup_in(owners)
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
         attachment = REGISTRY.attached[optimizer] = OptimizerAttachment(optimizer)
-    attachment.lookup = lookup
     attachment.keeps_loaded_dtypes |= keeps_loaded_dtypes
     attachment.shard_states(optimizer)
-
-
-def _lookup_in(owners: Mapping[int, ParameterState]) -> Lookup:
-    def lookup(parameter: torch.Tensor) -> ParameterState | None:
-        bound = owners.get(id(parameter))
-        return bound if bound is not None and bound.parameter is parameter else None
-
-    return lookup
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -72,7 +56,7 @@ class OptimizerAttachment:
     """The hooks on one optimizer, and the parameters whose states in it are shards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.lookup: Lookup = REGISTRY.lookup
+        self.lookup: Callable[[torch.Tensor], ParameterState | None] = REGISTRY.lookup
         self.sharded: weakref.WeakSet[ParameterState] = weakref.WeakSet()
         self.before_load: dict[str, Any] = {}
         self.loading: dict[str, Any] = {}

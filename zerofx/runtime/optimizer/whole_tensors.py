@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,14 +89,8 @@ def _exchanged(
     received = communicator.all_to_all(
         flat, [sum(map(len, part)) for part in pieces], [sum(part) for part in sizes]
     )
-    starts = accumulate((size for part in sizes for size in part), initial=0)
-    return [
-        [
-            _of_dtype(received[start : start + numel * dtype.itemsize], dtype)
-            for (numel, dtype), start in zip(part, starts, strict=False)
-        ]
-        for part in expected
-    ]
+    parts = iter(received.split([size for part in sizes for size in part]))
+    return [[_of_dtype(next(parts), dtype) for _, dtype in part] for part in expected]
 
 
 def _of_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
