@@ -16,7 +16,7 @@ from zerofx.codegen.pointwise import pointwise_program
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.read_again import round_what_is_read_again
 from zerofx.codegen.trace.trace import Update
-from zerofx.codegen.triton.launch import TritonKernel, TritonUpdate
+from zerofx.codegen.triton.launch import TritonKernel
 
 logger = logging.getLogger("zerofx")
 
@@ -37,7 +37,7 @@ class OperatorByOperator:
         return partial(self._update.run, *values)
 
 
-Kernel = UpdateKernel | TritonUpdate | OperatorByOperator
+Kernel = UpdateKernel | TritonKernel | OperatorByOperator
 """``ready``, given the update's inputs, returns what runs it and returns its results.
 
 The gradient is in ``gradient_dtype``.  One that ``may_wait`` takes ``launches=`` besides, and then
@@ -50,11 +50,11 @@ class Kernels:
 
     def __init__(self, keep: Keep | None = None) -> None:
         self._keep = keep
-        self._known: dict[Hashable, UpdateKernel | TritonUpdate | None] = {}
+        self._known: dict[Hashable, UpdateKernel | TritonKernel | None] = {}
 
     def find(
         self, update: Update, data: Tensor, gradient: Tensor
-    ) -> UpdateKernel | TritonUpdate | None:
+    ) -> UpdateKernel | TritonKernel | None:
         """The kernel for shards like ``data``; None if no kernel can run the update."""
         key = (update.computation, gradient.dtype, data.dtype, data.device.type)
         if key not in self._known:
@@ -63,10 +63,10 @@ class Kernels:
 
     def _make(
         self, update: Update, data: Tensor, gradient: Tensor
-    ) -> UpdateKernel | TritonUpdate | None:
+    ) -> UpdateKernel | TritonKernel | None:
         triton = self._triton(update, gradient.dtype) if runs_triton(data.device) else None
         if triton is not None:
-            self._write(update, triton.kernel.source)
+            self._write(update, triton.source)
             return triton
         kernel = UpdateKernel.of(update)
         if kernel is not None:
@@ -93,10 +93,10 @@ class Kernels:
             )
         return kernel
 
-    def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonUpdate | None:
+    def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonKernel | None:
         try:
             program = pointwise_program(update, gradient_dtype=gradient_dtype)
-            return TritonUpdate(TritonKernel(program))
+            return TritonKernel(program)
         except UpdateError as error:
             logger.warning("%s It runs as torch.compile makes it.", error)
         except ImportError as error:

@@ -7,7 +7,6 @@ worth to a kernel is said outright: the streams it reads and writes, and their b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +32,7 @@ from zerofx.codegen.rewrite.elementwise import (
 from zerofx.codegen.rewrite.gradient_norm import sum_of_squares
 from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
+from zerofx.codegen.trace.nested import Slot, named_leaves
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.aliases import mutated_inputs
 
@@ -304,18 +304,11 @@ class Builder:
     def _name_of_result(self, position: int) -> str:
         """The name of the state, or of the part of one, that a result becomes."""
 
-        def find(value: Any, name: str) -> Iterator[str]:
-            if getattr(value, "index", None) == position and not isinstance(value, (list, tuple)):
-                yield name
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    yield from find(item, f"{name}_{key}")
-            elif isinstance(value, (list, tuple)):
-                for i, item in enumerate(value, 1):
-                    yield from find(item, f"{name}_{i}")
-
-        entries = (*self.update.state, *self.update.group)
-        return next((found for name, item in entries for found in find(item, str(name))), "state")
+        for owner in (self.update.state, self.update.group):
+            for path, leaf in named_leaves(dict(owner)):
+                if leaf == Slot(position):
+                    return "_".join(str(k + 1 if type(k) is int else k) for k in path)
+        return "state"
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerofx import compat
-from zerofx.codegen.trace.nested import map_leaves
+from zerofx.codegen.trace.nested import map_leaves, named_leaves
 
 # What tells the single-tensor form of torch's optimizers from the others.
 _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
@@ -24,23 +24,36 @@ class Arguments:
 
     ``key`` is all of it that a trace depends on, in the order of its values, and ``kinds`` that of
     each value in it; what changes freely between runs is in ``tensors`` and ``scalars``.
-    ``shards`` says which tensors stand for whole ones, of the parameter's shape.  Paths are as
-    ``betas.0``; a 0-dim tensor and its number are found in one place.
+    ``shards`` says which tensors stand for whole ones, of the parameter's shape.
     """
 
     values: Mapping[str, Any]
     key: tuple
     kinds: list[Any]
     tensors: list[Tensor]
-    tensor_paths: list[str]
     shards: list[bool]
     scalars: list[float | int]
-    scalar_paths: list[str]
 
     @property
     def constants(self) -> set[str]:
         """The names of the values that a trace takes as they are."""
         return {name for name, kind in self.key if isinstance(kind, _Constant)}
+
+    def paths(self, owner: str) -> tuple[list[str], list[str]]:
+        """Return the paths of the tensors and the scalars, as ``owner.betas.0``.
+
+        A 0-dim tensor and its number are found in one place.
+        """
+        tensors: list[str] = []
+        scalars: list[str] = []
+        for (path, _), kind in zip(named_leaves(dict(self.values)), self.kinds, strict=True):
+            text = ".".join(map(str, (owner, *path)))
+            if kind == "number":
+                scalars.append(text)
+            elif not isinstance(kind, _Constant):
+                tensors.append(text)
+                scalars += [text] * (kind[0] == "scalar tensor")
+        return tensors, scalars
 
     def rebuild(
         self, tensors: Iterator[Any], scalars: Iterator[Any], know: Callable[..., None]
@@ -76,43 +89,38 @@ def read_arguments(
     CPU tensor is an input next to the tensor: reading it costs no synchronisation, and branches
     on it can then be guarded.
     """
-    found = Arguments(values, (), [], [], [], [], [], [])
+    kinds: list[Any] = []
+    tensors: list[Tensor] = []
+    shards: list[bool] = []
+    scalars: list[float | int] = []
 
-    def kind_of(value: Any, is_input: bool, path: str) -> Any:
+    def kind_of(value: Any, is_input: bool) -> Any:
         if isinstance(value, Tensor):
-            found.tensors.append(value)
-            found.tensor_paths.append(path)
-            is_shard = value.shape == shard_shape
-            is_number = value.ndim == 0 and value.device.type == "cpu" and _has_number(value)
-            found.shards.append(is_shard and not is_number)
-            if is_number:
-                found.scalars.append(value.item())
-                found.scalar_paths.append(path)
+            tensors.append(value)
+            shards.append(False)
+            if value.ndim == 0 and value.device.type == "cpu" and _has_number(value):
+                scalars.append(value.item())
                 return ("scalar tensor", value.dtype, is_input and _counts_exactly(value))
-            if is_shard:
+            if value.shape == shard_shape:
+                shards[-1] = True
                 return ("shard", value.dtype, value.device)
             return ("tensor", value.dtype, value.device, tuple(value.shape), value.stride())
         is_float = isinstance(value, float) and math.isfinite(value)
         if is_float or (is_input and isinstance(value, int) and not isinstance(value, bool)):
-            found.scalars.append(float(value) if is_float else int(value))
-            found.scalar_paths.append(path)
+            scalars.append(float(value) if is_float else int(value))
             return "number"
         return _Constant(value)
 
-    def describe(value: Any, is_input: bool, path: str) -> Hashable:
+    def describe(value: Any, is_input: bool) -> Hashable:
         if type(value) in (list, tuple):
-            items = (describe(item, is_input, f"{path}.{i}") for i, item in enumerate(value))
-            return (type(value), *items)
+            return (type(value), *(describe(item, is_input) for item in value))
         if type(value) is dict:
-            entries = value.items()
-            return (dict, *((k, describe(item, is_input, f"{path}.{k}")) for k, item in entries))
-        found.kinds.append(kind_of(value, is_input, path))
-        return found.kinds[-1]
+            return (dict, *((name, describe(item, is_input)) for name, item in value.items()))
+        kinds.append(kind_of(value, is_input))
+        return kinds[-1]
 
-    key = tuple(
-        (name, describe(value, name in inputs, str(name))) for name, value in values.items()
-    )
-    return replace(found, key=key)
+    key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
+    return Arguments(values, key, kinds, tensors, shards, scalars)
 
 
 def not_carried(state: Any) -> tuple[str, str] | None:

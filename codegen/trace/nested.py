@@ -21,6 +21,19 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+Path = tuple[Any, ...]
+"""Keys and positions."""
+
+
+def named_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What ``map_leaves`` maps, and where it is."""
+    if type(value) not in (list, tuple, dict):
+        yield path, value
+        return
+    for key, item in value.items() if type(value) is dict else enumerate(value):
+        yield from named_leaves(item, (*path, key))
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same lists, tuples and dictionaries anew, with ``function`` of each value in them."""
     if type(value) is dict:

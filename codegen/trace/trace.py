@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Update:
         """Run the graph operator by operator, and leave the gradient as it is."""
         if self.clones_gradient:
             gradient = gradient.clone()
-        return self.graph_module(parameter, gradient, *others)
+        return self.graph_module.forward(parameter, gradient, *others)
 
     def filled(self, results: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state and the group's changed entries that a run of the graph has returned."""
@@ -168,9 +168,7 @@ def trace_update(
         of_any_sizes = is_usual(info) and not (step.asks_for_shapes or _has_sizes(gm))
         fit_to_shards(gm, shape=info.shape, whole=found)
     gm.recompile()
-    owned = (("group", group), ("state", state))
-    of_tensors = (f"{owner}.{path}" for owner, values in owned for path in values.tensor_paths)
-    of_scalars = (f"{owner}.{path}" for owner, values in owned for path in values.scalar_paths)
+    of_tensors, of_scalars = zip(group.paths("group"), state.paths("state"), strict=True)
     return Update(
         graph_module=gm,
         shards=(True, True, *group.shards, *state.shards),
@@ -181,7 +179,7 @@ def trace_update(
         writes_gradient=step.writes_gradient,
         conversions=tuple(frame_line(frame) for _, frame in env.conversions),
         optimizer=name,
-        inputs=("param", "grad", *of_tensors, *of_scalars),
+        inputs=("param", "grad", *chain(*of_tensors), *chain(*of_scalars)),
         gradient_dtype=info.dtype,
         of_any_sizes=of_any_sizes,
     )

@@ -51,14 +51,48 @@ class Segment:
 
 
 class TritonKernel:
-    """The kernel of one program; ``launch`` updates any number of segments with it."""
+    """The kernel of one program, which stands for a traced update's graph.
+
+    ``launch`` updates any number of segments with it.
+    """
+
+    may_wait = True
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        (self.gradient_dtype,) = (s.dtype for s in program.streams if s.kind == "gradient")
         self.source = triton_source(program)
         self.function = load_kernel(self.source, kernel_name(program))
         self._tuned: dict[torch.device, Callable[..., int]] = {}
         self._partials: dict[torch.device, Tensor] = {}
+
+    def ready(self, *values: Any, launches: Launches | None = None) -> Callable[[], list[Any]]:
+        """Return what runs the update as calling this does."""
+        return functools.partial(self, *values, launches=launches)
+
+    def __call__(self, *values: Any, launches: Launches | None = None) -> list[Any]:
+        """Run the update in place, as the traced graph would; return the results it returns.
+
+        With ``launches`` it runs when they do, and the results are not to be read before; the sum
+        of squares is among theirs.
+        """
+        program = self.program
+        kept, numbers = program.host(values)
+        tensors: dict[str, Tensor] = {}
+        for stream in program.streams:
+            if stream.name in program.inputs:
+                tensors[stream.name] = values[program.inputs[stream.name]]
+            else:
+                tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
+        segment = Segment(list(tensors.values()), numbers)
+        device_numbers = [values[position] for position in program.coefficients]
+        squares = None
+        if launches is None:
+            squares = self.launch([segment], device_numbers)
+        else:
+            launches.add(self, segment, device_numbers)
+        sources: dict[str, Any] = {"number": kept, "stream": tensors, "squares": {None: squares}}
+        return [sources[kind][where] for kind, where in program.results]
 
     def launch(
         self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()
@@ -198,45 +232,6 @@ class TritonKernel:
         arguments = (*places, *device_numbers)
         run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
         return run
-
-
-class TritonUpdate:
-    """Stands for a traced update's graph."""
-
-    may_wait = True
-
-    def __init__(self, kernel: TritonKernel) -> None:
-        self.kernel = kernel
-        streams = kernel.program.streams
-        (self.gradient_dtype,) = (item.dtype for item in streams if item.kind == "gradient")
-
-    def ready(self, *values: Any, launches: Launches | None = None) -> Callable[[], list[Any]]:
-        """Return what runs the update as calling this does."""
-        return functools.partial(self, *values, launches=launches)
-
-    def __call__(self, *values: Any, launches: Launches | None = None) -> list[Any]:
-        """Run the update in place, as the traced graph would; return the results it returns.
-
-        With ``launches`` it runs when they do, and the results are not to be read before; the sum
-        of squares is among theirs.
-        """
-        program = self.kernel.program
-        kept, numbers = program.host(values)
-        tensors: dict[str, Tensor] = {}
-        for stream in program.streams:
-            if stream.name in program.inputs:
-                tensors[stream.name] = values[program.inputs[stream.name]]
-            else:
-                tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
-        segment = Segment(list(tensors.values()), numbers)
-        device_numbers = [values[position] for position in program.coefficients]
-        squares = None
-        if launches is None:
-            squares = self.kernel.launch([segment], device_numbers)
-        else:
-            launches.add(self.kernel, segment, device_numbers)
-        sources: dict[str, Any] = {"number": kept, "stream": tensors, "squares": {None: squares}}
-        return [sources[kind][where] for kind, where in program.results]
 
 
 class Launches:

@@ -40,9 +40,9 @@ def _round_casts_to_nearest():
 def kernels(update, **variant):
     """A kernel for an update, or the error that says why there is none."""
     from zerofx.codegen.pointwise import pointwise_program
-    from zerofx.codegen.triton.launch import TritonKernel, TritonUpdate
+    from zerofx.codegen.triton.launch import TritonKernel
 
-    return TritonUpdate(TritonKernel(pointwise_program(update, **variant)))
+    return TritonKernel(pointwise_program(update, **variant))
 
 
 class Pair:
@@ -169,7 +169,7 @@ def check_neighbours_are_left_alone(offset, length):
     pair = Pair("adamw", length)
     pair.step()
     pair.step()
-    kernel = pair.shards.trace()[1].kernel
+    kernel = pair.shards.trace()[1]
     own = pair.shards.optimizer.state[pair.own]
     tensors = [pair.own.detach(), pair.gradient(), own["exp_avg"], own["exp_avg_sq"]]
     buffers = [torch.full((offset + length + 20,), 7.0) for _ in tensors]
@@ -326,7 +326,7 @@ def check_streams_that_do_not_fit_are_refused():
     from zerofx.codegen.triton.launch import Segment
 
     pair = Pair("sgd", 16)
-    kernel = pair.shards.trace()[1].kernel
+    kernel = pair.shards.trace()[1]
     good = torch.zeros(16)
     for bad in (good.double(), torch.zeros(15), torch.zeros(32)[::2]):
         try:
@@ -538,7 +538,7 @@ def check_squares(name, dtype):
         sums = launches.run()
         assert len(sums) == 1 and sums[0].dtype is torch.float32
         torch.testing.assert_close(sums[0].double(), total, rtol=1e-6, atol=0)
-        kernel = summing[0].shards.trace()[1].kernel
+        kernel = summing[0].shards.trace()[1]
         held |= {(id(kernel), partials.data_ptr()) for partials in kernel._partials.values()}
         for one, other in zip(summing, plain, strict=True):
             assert torch.equal(one.own, other.own)
@@ -601,7 +601,7 @@ def check_functions_in_a_rewritten_graph():
     traced, *_ = shards.trace()
     update = kept(traced, rounded)
     run = kernels(update)
-    assert "begin + lane" in run.kernel.source and "# round_stochastically" in run.kernel.source
+    assert "begin + lane" in run.source and "# round_stochastically" in run.source
     for length in (1, 1030):
         start, gradient = (torch.randn(length).to(BF16) for _ in range(2))
         drawn_by = torch.tensor(2**40 + 5), torch.tensor(-77, dtype=torch.int32)

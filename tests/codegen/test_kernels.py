@@ -12,7 +12,7 @@ from tests.codegen.updates import OPTIMIZERS, Shards
 from zerofx.codegen import kernels
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.kernels import Kernels
-from zerofx.codegen.triton.launch import TritonUpdate
+from zerofx.codegen.triton.launch import TritonKernel
 
 DATA = torch.ones(7)
 
@@ -46,7 +46,7 @@ def test_a_cpu_gets_inductors_kernel():
 
 def test_a_gpu_gets_a_triton_kernel_that_reads_the_gradient_as_it_comes(on_gpu):
     choice = Kernels().find(update_of(OPTIMIZERS["adamw"]), DATA, DATA.bfloat16())
-    assert isinstance(choice, TritonUpdate)
+    assert isinstance(choice, TritonKernel)
     assert choice.gradient_dtype is torch.bfloat16 and choice.may_wait
 
 

@@ -101,13 +101,17 @@ class UpdateContext:
         return user_parameter, info, group
 
     def traced(
-        self, parameter: int, values: Mapping[str, Any], shape: tuple[int, ...]
+        self,
+        parameter: int,
+        group: GroupOfStep,
+        values: Mapping[str, Any],
+        shape: tuple[int, ...],
     ) -> tuple[Update, Arguments, Arguments]:
         """The traced update of a parameter whose state is ``values``; its group's and its state's.
 
         ``shape`` is that of what is updated.
         """
-        _, info, group = self.of_step(parameter)
+        info = self.parameters[parameter][1]
         logical = self.storage.logical(values, info)
         shard_shape = shape if self.settings.sharded else None
         state = read_arguments(logical, shard_shape=shard_shape, inputs=logical)

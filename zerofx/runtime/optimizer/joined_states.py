@@ -51,10 +51,12 @@ def keep_state(
     """
     native = new.get(NATIVE, {})
     for name, value in new.items():
+        is_count = isinstance(value, Tensor) and not value.dim()  # which each has for itself
+        if value is joined.get(name) and not (is_count and len(states) > 1):
+            continue
         parts = blocks_of(lengths) if is_scale(name, native) else lengths
         if isinstance(value, Tensor) and value.shape == (sum(parts),):
-            if value is not joined.get(name):
-                _divide(name, in_huge_pages(value), states, parts)
+            _divide(name, in_huge_pages(value), states, parts)
         elif isinstance(value, Tensor) and len(states) > 1:
             for state in states:
                 if not isinstance(state.get(name), Tensor):

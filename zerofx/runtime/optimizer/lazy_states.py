@@ -8,7 +8,7 @@ read is what is kept, when its first update needs it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,12 +133,9 @@ def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise what those states of these optimizers raise that can no longer be read."""
     for optimizer in optimizers if unread() else ():
         for state in optimizer.state.values():
-            for late in _late_in(state):
-                late.saved.check()
-
-
-def _late_in(state: Mapping[str, Any]) -> Iterator[LazyState]:
-    return (value for value in state.values() if isinstance(value, LazyState))
+            for value in state.values():
+                if isinstance(value, LazyState):
+                    value.saved.check()
 
 
 def _without_memory(

@@ -61,6 +61,15 @@ class Traces:
             index: (info.shape, info.stride, info.dtype, info.device)
             for index, (_, info) in parameters.items()
         }
+        # One that is divided later is whole until then.
+        self._sharded = {index for index in parameters if index not in settings.owned}
+        if not settings.sharded:
+            self._sharded.clear()
+        # What traces of it are known by: for any size first, if there may be such; for its own.
+        self._kinds: dict[int, list[tuple]] = {}
+        for index, (_, info) in parameters.items():
+            may_be_any = index in self._sharded and is_usual(info)
+            self._kinds[index] = [(info.dtype, info.device)] * may_be_any + [self.layouts[index]]
         self._settings = settings
         self._known: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
@@ -86,18 +95,13 @@ class Traces:
         """
         arguments = self._read(group)
         info = self._parameters[parameter][1]
-        # One that is divided later is whole until then.
-        sharded = self._settings.sharded and parameter not in self._settings.owned
         scalars = (*arguments.scalars, *state.scalars)
-        kind = (group.key, state.key)
-        of_this_size = self._known.setdefault((self.layouts[parameter], *kind), [])
-        of_any_size = of_this_size
-        if sharded and is_usual(info):
-            of_any_size = self._known.setdefault((info.dtype, info.device, *kind), [])
-        for update in (*of_any_size, *of_this_size):
-            if update.guard is None or update.guard(scalars):
-                self.check_gradient(update, parameter)
-                return update, arguments
+        keys = [(kind, group.key, state.key) for kind in self._kinds[parameter]]
+        for key in keys:
+            for update in self._known.get(key, ()):
+                if update.guard is None or update.guard(scalars):
+                    self.check_gradient(update, parameter)
+                    return update, arguments
         moment = (group.key, scalars)
         if state.values and moment not in self._checked:
             self._checked.add(moment)
@@ -105,13 +109,15 @@ class Traces:
         self.count += 1
         info = replace(info, dtype=self._settings.precision.compute_dtype(info.dtype))
         try:
-            update = trace_update(optimizer, info, group=arguments, state=state, sharded=sharded)
+            update = trace_update(
+                optimizer, info, group=arguments, state=state, sharded=parameter in self._sharded
+            )
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
             return self.find(optimizer, parameter, group, state)
         self.check_gradient(update, parameter)
-        known = of_any_size if update.of_any_sizes else of_this_size
+        known = self._known.setdefault(keys[0 if update.of_any_sizes else -1], [])
         known.append(update)
         if len(known) == _MANY_SPECIALISATIONS + 1:
             lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]

@@ -23,6 +23,7 @@ from zerofx.runtime.optimizer.context import UpdateContext
 from zerofx.runtime.optimizer.joined_states import joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
+from zerofx.runtime.optimizer.traces import GroupOfStep
 from zerofx.runtime.optimizer.whole_tensors import OwnedUpdates
 
 FEWEST_ELEMENTS = 8192
@@ -47,6 +48,22 @@ class ReadyUpdate:
             results = self.compute()
             self.finish(results)
         return results
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one kernel updates: a parameter's shard, or those of neighbours, seen as one.
+
+    ``parameter`` is the first, ``users`` are the user's, ``values`` is the state.
+    """
+
+    parameter: int
+    group: GroupOfStep
+    users: Sequence[Any]
+    lengths: Sequence[int]
+    data: Tensor
+    grad: Tensor
+    values: dict[str, Any]
 
 
 class OptimizerRunner:
@@ -125,16 +142,15 @@ class OptimizerRunner:
     def ready(self, data: Tensor, grad: Tensor, parameter: int) -> ReadyUpdate:
         """Do of ``run`` what only the step's thread may: trace, compile and read numbers."""
         context = self._context
-        user, info, _ = context.of_step(parameter)
+        user, info, group = context.of_step(parameter)
         values = context.live_optimizer().state.get(user) or {}
         with torch.no_grad():
             context.storage.adopt(values, data, info)
             if context.settings.sharded:
                 context.check_shards(values, data, info)
-            traced = context.traced(parameter, values, tuple(data.shape))
-            ready = self._bound(
-                [(data, grad, parameter)], data, grad, values, traced, context.kernels.without
-            )
+            traced = context.traced(parameter, group, values, tuple(data.shape))
+            piece = _Piece(parameter, group, [user], [data.numel()], data, grad, values)
+            ready = self._bound(piece, traced, context.kernels.without)
         assert ready is not None, "every update runs operator by operator"
         return ready
 
@@ -249,48 +265,44 @@ class OptimizerRunner:
         is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(shards[0].device)
         if is_short or context.group_of(parameters[0]) is None:
             return None
-        info = context.parameters[parameters[0]][1]
-        states = [optimizer.state.get(context.parameters[i][0]()) or {} for i in parameters]
+        _, info, group = context.of_step(parameters[0])
+        users = [context.parameters[parameter][0]() for parameter in parameters]
+        states = [optimizer.state.get(user) or {} for user in users]
         for state, shard in zip(states, shards, strict=True):
             context.storage.adopt(state, shard, info)
         values = joined_state(states, lengths)
         if values is None:
             return None
+        data, grad = join(shards), join(grads)
+        piece = _Piece(parameters[0], group, users, lengths, data, grad, values)
 
         def kernel_of(update: Update) -> Kernel | None:
             extended = self._extended(update, work, gives_squares)
             return context.kernels.find(extended, data, grad)
 
         with torch.no_grad():
-            traced = context.traced(parameters[0], values, (sum(lengths),))
-            if not self._holds_for(traced, parameters):
+            traced = context.traced(parameters[0], group, values, (sum(lengths),))
+            if not self._holds_for(traced, parameters, group):
                 return None
-            data, grad = join(shards), join(grads)
             dtype = grad.dtype if work is None else work.dtype
-            return self._bound(
-                members, data, grad, values, traced, kernel_of, dtype, coefficients, launches
-            )
+            return self._bound(piece, traced, kernel_of, dtype, coefficients, launches)
 
     def _bound(
         self,
-        members: Sequence[Member],
-        data: Tensor,
-        grad: Tensor,
-        values: dict[str, Any],
+        piece: _Piece,
         traced: tuple[Update, Arguments, Arguments],
         kernel_of: Callable[[Update], Kernel | None],
         gradient_dtype: torch.dtype | None = None,
         coefficients: Sequence[Tensor] = (),
         launches: Launches | None = None,
     ) -> ReadyUpdate | None:
-        """A kernel and its inputs; None if there is no kernel.
+        """A kernel's run of a piece; None if there is no kernel.
 
-        ``data`` and ``values`` are what the ``members`` have; its update is given a gradient of
-        ``gradient_dtype``, by default that of ``grad``.
+        The update is given a gradient of ``gradient_dtype``, by default as it is.
         """
-        context, parameter = self._context, members[0][2]
-        _, info, group = context.of_step(parameter)
-        draw = context.draws.of(parameter, values)
+        context, data, grad, values = self._context, piece.data, piece.grad, piece.values
+        info = context.parameters[piece.parameter][1]
+        draw = context.draws.of(piece.parameter, values)
         update, inputs = context.storage.rewrite(
             *traced, values, data, gradient_dtype or grad.dtype, draw
         )
@@ -313,29 +325,31 @@ class OptimizerRunner:
         def finish(results: Sequence[Any]) -> None:
             new_state, new_group = update.filled(results)
             context.storage.settle(new_state, values, data, info, draw)
-            group.changed.update(new_group)
-            users = [context.parameters[one][0]() for *_, one in members]
-            context.keep_state(users, [shard.numel() for shard, *_ in members], values, new_state)
+            piece.group.changed.update(new_group)
+            context.keep_state(piece.users, piece.lengths, values, new_state)
 
         return ReadyUpdate(compute, finish)
 
     def _holds_for(
-        self, traced: tuple[Update, Arguments, Arguments], parameters: Sequence[int]
+        self,
+        traced: tuple[Update, Arguments, Arguments],
+        parameters: Sequence[int],
+        group: GroupOfStep,
     ) -> bool:
         """Return whether an update of the first of these parameters is that of all.
 
         Raises: UpdateError if it changes a gradient that is read later.
         """
-        traces, group = self._context.traces, self._context.of_step(parameters[0])[2]
-        optimizer = self._context.live_optimizer()
+        traces, optimizer = self._context.traces, self._context.live_optimizer()
         layouts = {traces.layouts[parameter]: parameter for parameter in parameters}
         update, _, state = traced
         for parameter in layouts.values():
             other, _ = traces.find(optimizer, parameter, group, state)
             if other.computation != update.computation:
                 return False
-        for parameter in parameters:
-            traces.check_gradient(update, parameter)
+        if update.writes_gradient:
+            for parameter in parameters:
+                traces.check_gradient(update, parameter)
         return True
 
     def _extended(

@@ -155,10 +155,10 @@ class OwnedUpdates:
 
     def _first_part(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
-        user_parameter, info, _ = self._context.of_step(parameter)
+        user_parameter, info, group = self._context.of_step(parameter)
         values = self._context.live_optimizer().state.get(user_parameter) or {}
         self._context.check_shards(values, data, info)
-        update, arguments, state = self._context.traced(parameter, values, tuple(data.shape))
+        update, arguments, state = self._context.traced(parameter, group, values, tuple(data.shape))
         divided = self.divide(update, info)
         grad = grad.to(data.dtype)
         if update.clones_gradient:
