@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,7 @@ class ReadyUpdate:
         return results
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """What one kernel updates: a parameter's shard, or those of neighbours, seen as one.
 
     ``parameter`` is the first, ``users`` are the user's, ``values`` is the state.
