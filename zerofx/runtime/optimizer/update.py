@@ -171,7 +171,7 @@ class OptimizerRunner:
         """
         members = list(zip(data, grads, parameters, strict=True))
         if any(map(self.owned.has_begun, parameters)):
-            assert work is None, "what began an update has read its gradient, so that it is there"
+            assert work is None and squares is None, "what began an update has read its gradient"
             for member in members:
                 self.run(*member)
             return
