@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,15 +67,6 @@ class UpdateContext:
         """Forget the groups, and return them."""
         groups, self._groups = list((self._groups or {}).values()), None
         return groups
-
-    @contextlib.contextmanager
-    def outside_of_a_step(self) -> Iterator[None]:
-        """See the groups as they are now, for an update that is not run."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
 
     def group_of(self, parameter: int) -> GroupOfStep | None:
         """The group of a parameter in the step under way; None if it is in none any more."""

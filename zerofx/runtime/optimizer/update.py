@@ -112,17 +112,18 @@ class OptimizerRunner:
         context, optimizer = self._context, self._context.live_optimizer()
         check_independent(optimizer)
         nothing = read_arguments({}, shard_shape=None, inputs=())
-        with context.outside_of_a_step():
-            for parameter in parameters:
-                reference, info = context.parameters[parameter]
-                group, is_owned = context.group_of(parameter), parameter in context.settings.owned
-                context.storage.check(info)
+        context.begin()
+        for parameter in parameters:
+            reference, info = context.parameters[parameter]
+            group, is_owned = context.group_of(parameter), parameter in context.settings.owned
+            context.storage.check(info)
+            if is_owned:
+                self.owned.check_precision(info)
+            if group is not None and not optimizer.state.get(reference()):
+                update, _ = context.traces.find(optimizer, parameter, group, nothing)
                 if is_owned:
-                    self.owned.check_precision(info)
-                if group is not None and not optimizer.state.get(reference()):
-                    update, _ = context.traces.find(optimizer, parameter, group, nothing)
-                    if is_owned:
-                        self.owned.divide(update, info)
+                    self.owned.divide(update, info)
+        context.end()
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
