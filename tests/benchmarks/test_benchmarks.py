@@ -199,3 +199,19 @@ def test_the_optimizers_benchmark_has_a_row_for_every_system_and_their_results_a
     assert ran.returncode == 0, ran.stdout + ran.stderr  # 1 if the results differ
     rows = ran.stdout.split("---\n")[-1].splitlines()
     assert [row.split("  ")[0] for row in rows] == [*systems, "copy", "triad"]
+
+
+@pytest.mark.nightly
+def test_a_checkout_against_itself_has_a_round_of_each():
+    root = BENCHMARKS.parent
+    sizes = ["--width", "64", "--layers", "1", "--rows", "1", "--length", "16", "--rounds", "3"]
+    command = [sys.executable, BENCHMARKS / "versus.py", root, root, *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode in (0, 1), result.stderr  # a busy machine's ratio may be anything
+    assert result.stdout.count("round ") == 3 and "ratio" in result.stdout
+
+
+def test_the_interval_of_a_median_holds_it_and_leaves_out_stray_rounds(load):
+    versus = load("versus")
+    low, high = versus.interval([1.0, 1.01, 0.99] * 5 + [3.0])
+    assert 0.99 <= low <= 1.0 <= high <= 1.01
