@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.barrier import Ranks, meet
@@ -117,20 +116,15 @@ def _checked(
 ) -> _Reading:
     """Return a load that all ranks have checked, and that has changed nothing yet.  Collective."""
     readings: list[_Reading] = []
-
-    def check() -> None:
-        reading = _Reading(folder, model, optimizers, ranks)
-        differences = reading.check(strict)
-        if differences:
-            logger.warning("zerofx.load left out what does not fit: %s", differences)
-        readings.append(reading)
-
-    ranks.together(check)
+    ranks.together(lambda: readings.append(_Reading(folder, model, optimizers, ranks, strict)))
     return readings[0]
 
 
 class _Reading:
-    """One rank's part of a load."""
+    """One rank's part of a load.  Everything that will be read is checked when this is made.
+
+    Raises: MismatchError if there are differences and ``strict`` is set; CheckpointError.
+    """
 
     def __init__(
         self,
@@ -138,9 +132,9 @@ class _Reading:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         ranks: Ranks,
+        strict: bool,
     ) -> None:
-        self.folder, self.ranks = folder, ranks
-        self.optimizers = optimizers
+        self.folder, self.ranks, self.optimizers = folder, ranks, optimizers
         there = folder.resolve()  # a link may point to another checkpoint before all is read
         metadata = read_metadata(there)
         self.reader = Reader(there, metadata)
@@ -152,24 +146,11 @@ class _Reading:
                 f"{', '.join(saved.roots[:8]) or 'nothing'}. Save it as {{'model': ..., "
                 "'optimizer': ...}."
             )
-        self._values: dict[str, Any] = {}
-        self.matching = Matching(saved, model, optimizers, self._value)
+        self.matching = Matching(saved, model, optimizers, self.reader.value)
         self.extra = self.matching.extra
         self.rng: dict[str, Any] | None = None
         if len(saved.rng) == ranks.world_size:
-            self.rng = self._value(saved.rng[ranks.rank])
-
-    def _value(self, entry: str) -> Any:
-        if entry not in self._values:
-            self.reader.check_parts([MetadataIndex(entry)])
-            self._values[entry] = self.reader.read_value(entry)
-        return self._values[entry]
-
-    def check(self, strict: bool) -> str:
-        """Check everything that will be read, and return the differences in words.
-
-        Raises: MismatchError if there are any and ``strict`` is set; CheckpointError.
-        """
+            self.rng = self.reader.value(saved.rng[ranks.rank])
         differences = self.matching.differences
         if differences and strict:
             raise MismatchError(
@@ -177,21 +158,11 @@ class _Reading:
                 "the model to the dtype that was saved, or leave out what does not fit with "
                 "strict=False."
             )
-        late: dict[str, list[MetadataIndex]] = {}
-        now: list[MetadataIndex] = []
-        for target in self.matching.targets:
-            items = self.reader.items(target.entry, target.part)
-            parts = [item.storage_index for item in items]
-            if target.is_lazy:
-                late[target.entry] = parts
-            else:
-                now += parts
-        all_late = [part for parts in late.values() for part in parts]
-        share = all_late[self.ranks.rank :: self.ranks.world_size]  # each rank checks some
-        self.reader.check_all(now, late, share)
+        self.reader.check_all(self.matching.targets, ranks.rank, ranks.world_size)
         for entry in self.matching.values:
-            self._value(entry)
-        return str(differences)
+            self.reader.value(entry)
+        if differences:
+            logger.warning("zerofx.load left out what does not fit: %s", differences)
 
     def read_on(self) -> None:
         """Read everything into its place.  Collective.
@@ -201,7 +172,7 @@ class _Reading:
         with torch.no_grad(), ordinary_tensors():
             self.ranks.together(self._read)
         self.matching.forget()
-        del self.matching  # it has a method of this object
+        self.reader.values.clear()  # what reads late keeps the reader
 
     def _read(self) -> None:
         try:

@@ -7,7 +7,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zerofx.checkpoint.folders import Use, state_of
 from zerofx.checkpoint.pieces import Range, chunk_of, decode
+from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, StepError
 
 
@@ -36,8 +37,9 @@ class Reader:
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(metadata, False)
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self.values: dict[str, Any] = {}  # that have been read
         self._checked: set[MetadataIndex] = set()
-        self._late: Mapping[str, Sequence[MetadataIndex]] = {}
+        self._late: dict[str, list[MetadataIndex]] = {}  # by entry
         self._share: frozenset[MetadataIndex] = frozenset()
         self._states: dict[str, tuple[int, int, int] | None] = {}
 
@@ -59,22 +61,26 @@ class Reader:
             )
         return items
 
-    def check_all(
-        self,
-        now: Sequence[MetadataIndex],
-        late: Mapping[str, Sequence[MetadataIndex]],
-        share: Sequence[MetadataIndex],
-    ) -> None:
-        """Check the parts of files that are read ``now``, and this rank's ``share`` of the others.
+    def check_all(self, targets: Iterable[Target], rank: int, world_size: int) -> None:
+        """Check what is read now, and this rank's share of what any rank reads late.
 
-        ``late`` are all that any rank reads late, by entry: their files must stay as they are from
-        here on.
+        The files of that must stay as they are from here on.
 
         Raises: CheckpointError for what is missing, cut short or damaged.
         """
-        self._late, self._share = late, frozenset(share)
+        now: list[MetadataIndex] = []
+        for target in targets:
+            parts = [item.storage_index for item in self.items(target.entry, target.part)]
+            if target.is_lazy:
+                self._late[target.entry] = parts
+            else:
+                now += parts
+        share = [part for parts in self._late.values() for part in parts][rank::world_size]
+        self._share = frozenset(share)
         self._states = {
-            name: state_of(self.folder / name) for entry in late for name in self._files_of(entry)
+            name: state_of(self.folder / name)
+            for entry in self._late
+            for name in self._files_of(entry)
         }
         self.check_parts([*now, *share])
         self._checked = set(now)
@@ -169,16 +175,19 @@ class Reader:
 
         self._reader.read_data(LoadPlan(items), _Filling(resolve)).wait()
 
-    def read_value(self, name: str) -> Any:
-        """Read an entry that is no tensor.  Runs no code from the file.
+    def value(self, name: str) -> Any:
+        """Check and read an entry that is no tensor, once.  Runs no code from the file.
 
         Raises: CheckpointError if it cannot be read so.
         """
-        index, nothing = MetadataIndex(name), torch.Size([0])
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        found: list[bytes] = []
-        self._reader.read_data(LoadPlan([item]), _Filling(take=found.append)).wait()
-        return decode(found[0], f"{name!r} in {self.folder}")
+        if name not in self.values:
+            index, nothing = MetadataIndex(name), torch.Size([0])
+            self.check_parts([index])
+            item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+            found: list[bytes] = []
+            self._reader.read_data(LoadPlan([item]), _Filling(take=found.append)).wait()
+            self.values[name] = decode(found[0], f"{name!r} in {self.folder}")
+        return self.values[name]
 
 
 class _Filling(DefaultLoadPlanner):
