@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from zerofx.ir.aliases import aliased_inputs, memory_of
+from zerofx.ir.aliases import is_view, memory_of
 from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.passes.base import Counts, PassContext
@@ -74,7 +74,7 @@ def _drop_copies(gm: fx.GraphModule) -> None:
             continue
         if kept & memory_of(source):
             continue  # a copy of a parameter or gradient must not become its alias
-        if into in kept and _is_view(source):
+        if into in kept and is_view(source):
             # The new value of a parameter, which will be updated in place: not a view of another.
             node.target, node.args = aten.clone.default, (source,)
             continue
@@ -91,12 +91,6 @@ def _drop_identity_writes(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
         elif node.target is operator.getitem and not node.users:
             gm.graph.erase_node(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])
-    return bool(aliased_inputs(node))
 
 
 def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:

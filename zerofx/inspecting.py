@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from zerofx.backend import zero
 from zerofx.compiler.program import Program
 from zerofx.ir.aliases import aliased_inputs
-from zerofx.ir.lowered import STANDS_FOR
+from zerofx.ir.interface import STANDS_FOR
 from zerofx.report.explain import explanation
 from zerofx.report.measured import PROFILE, RANGE, STEP_RANGE
 

@@ -33,9 +33,8 @@ def fold_gradient_norms(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         t, b = update_together([q], [h], 1, [1], norm=0);  ...
 
     The gradient is then read once, and gone after its update.  Updates of one norm may share out
-    their squares among them as they like, if they add up: only the total reads them, and one
-    kernel takes the updates of a bucket.  A norm that clips comes before the updates, and is left
-    alone; so is one of whose gradients any cannot be folded.
+    their squares as they like: only the total reads them.  A norm that clips comes before the
+    updates, and is left alone; so is one of whose gradients any cannot be folded.
     """
     graph = gm.graph
     order = program_order(graph)

@@ -8,7 +8,7 @@ from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, writers
 from zerofx.ir.graph import erase_unused, program_order
-from zerofx.ir.lowered import set_gradient_work
+from zerofx.ir.interface import set_gradient_work
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.fuse.form_regions import is_compute
@@ -27,10 +27,8 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         update_together([p], [g], 1, [0], work=work, coefficients=[clip])
         update_together([q], [h], 1, [1], work=work, coefficients=[clip])
 
-    The gradient is then read once and not written again, and updates stand next to each other:
-    one kernel takes those of a bucket.  What else reads a result of the work needs it in memory,
-    and it stays (``p.grad`` that outlives the step); unless it is computed where the result is, as
-    a norm, which needs none.
+    The gradient is then read once and not written again, and one kernel takes the updates of a
+    bucket.  Work whose result others need in memory stays (``p.grad`` that outlives the step).
     """
     graph = gm.graph
     known: dict[tuple, GradientWork] = {}

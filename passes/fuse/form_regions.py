@@ -11,7 +11,7 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.aliases import is_compute as computes
-from zerofx.ir.lowered import region_of, set_region
+from zerofx.ir.interface import region_of, set_region
 from zerofx.passes.base import Counts, PassContext
 
 

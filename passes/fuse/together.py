@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.lowered import STANDS_FOR
+from zerofx.ir.interface import STANDS_FOR
 from zerofx.ir.roles import Provenance, Role, bucket_of
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, mutated_inputs
+from zerofx.ir.aliases import aliases, mutated_inputs, readers, writers
 from zerofx.ir.graph import erase_unused, is_owned, program_order
-from zerofx.ir.interface import input_role
-from zerofx.ir.lowered import STANDS_FOR
+from zerofx.ir.interface import STANDS_FOR, input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Provenance, Role, bucket_of, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
@@ -83,8 +82,8 @@ def _writes_of(
         if write is None:
             return None
         writes.append(write)
-    readers = {user for alias in seen for user in alias.users} - set(writes)
-    if any(reader.op == "output" or mutated_inputs(reader) for reader in readers):
+    others = readers(wait) - set(writes)
+    if any(other.op == "output" or mutated_inputs(other) for other in others):
         return None
     return writes
 
@@ -108,20 +107,17 @@ def _only_write(
     parameter = cut.args[0]
     if parameter.op != "placeholder" or input_role(parameter).parameter != index:
         return None
-    lookers = aliases(parameter)
-    readers = {user for alias in lookers for user in alias.users}
-    writes = [node for node in readers if set(mutated_inputs(node)) & lookers]
-    if len(writes) != 1 or writes[0].users or "output" in {node.op for node in readers}:
+    found = readers(parameter)
+    writes = writers(parameter)
+    if len(writes) != 1 or "output" in {node.op for node in found}:
         return None
     (write,) = writes
     value = write.args[1]
-    if write.args[0] is not parameter or value not in gathered:
+    if write.users or write.args[0] is not parameter or value not in gathered:
         return None
     if role(value) != Role.WHOLE or parameter_of(value) != index:
         return None
-    readers -= {write, cut}
-    if any(reader.target is ops.take_shard for reader in readers):  # taken for a copy
+    found -= {write, cut}
+    if any(reader.target is ops.take_shard for reader in found):  # taken for a copy
         return None
-    if any(order[reader] > order[update] for reader in readers):
-        return None
-    return write
+    return None if any(order[reader] > order[update] for reader in found) else write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from torch import fx
 
@@ -28,16 +28,15 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         gelu = gelu(mm);  y = mul(gelu, up);  z = mm(y, w2);  ...
         d_w2 = mm(dz.t(), y);  dy = mm(dz, w2.t());  gelu_1 = gelu(mm);  d_up = mul(dy, gelu_1)
 
-    In one flat graph the values saved for backward are plain edges.  Repeated are those that
-    ``torch.utils.checkpoint`` drops, whatever they cost; and where Inductor fuses them with
-    their readers, so that they cost next to nothing, those that ``SavedValues`` chooses.  Each
-    call of backward repeats anew.  Random draws are never repeated: the second would differ.
+    Repeated are values that ``torch.utils.checkpoint`` drops, whatever they cost; and where
+    Inductor fuses them with their readers, those that ``SavedValues`` chooses.  Each call of
+    backward repeats anew.  Random draws are never repeated: the second would differ.
     """
     builder = Builder(gm, "recompute")
     checkpointed = compat.checkpointed_nodes(gm)
     num_checkpointed = 0
     for backward in backward_calls(gm.graph):
-        num_checkpointed += _repeat(builder, backward, checkpointed, lambda _: "checkpointed")
+        num_checkpointed += _repeat(builder, backward, checkpointed, "checkpointed")
     counts = {
         "checkpointed": len(checkpointed),
         "recomputed": num_checkpointed,
@@ -58,7 +57,7 @@ def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int
         read = dict.fromkeys(s for node in backward for s in node.all_input_nodes)
         dropped |= dict.fromkeys(node for node in read if node in choice.repeated)
         kept |= choice.kept
-        num_repeated += _repeat(builder, backward, choice.repeated, _why_repeated)
+        num_repeated += _repeat(builder, backward, choice.repeated, "{} is not kept")
     equals = values.equals(kept)
     for node, same in equals.items():
         node.replace_all_uses_with(same)
@@ -74,45 +73,31 @@ def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int
     }
 
 
-def _why_repeated(node: fx.Node) -> str:
-    return f"{node.name} is not kept"
-
-
 def _repeat(
     builder: Builder,
     backward: list[fx.Node],
     chosen: Collection[fx.Node],
-    reason: Callable[[fx.Node], str],
+    reason: str,
 ) -> int:
     """Give one backward its own copies of the chosen nodes that it reads; return how many."""
     repeated: dict[fx.Node, fx.Node] = {}
 
     def repeat(node: fx.Node, before: fx.Node) -> fx.Node:
-        pending = [node]
+        pending = [node]  # and no recursion: checkpointed chains are as long as a model is deep
         while pending:
             current = pending[-1]
-            if current in repeated:
-                pending.pop()
+            sources = [source for source in current.all_input_nodes if source in chosen]
+            missing = [source for source in sources if source not in repeated]
+            if missing and current not in repeated:
+                pending += missing
                 continue
-            missing = [
-                source
-                for source in current.all_input_nodes
-                if source in chosen and source not in repeated
-            ]
-            if missing:
-                pending.extend(missing)
-                continue
-            with builder.graph.inserting_before(before):
-                duplicate = builder.copy(
-                    current,
-                    lambda source: repeated.get(source, source),
-                    role=Role.RECOMPUTE,
-                    parameter=-1,
-                    reason=reason(current),
-                )
-            duplicate.meta["autograd_backward"] = True
-            repeated[current] = duplicate
             pending.pop()
+            if current not in repeated:
+                with builder.graph.inserting_before(before):
+                    origin = {"parameter": -1, "reason": reason.format(current.name)}
+                    duplicate = builder.copy(current, repeated, role=Role.RECOMPUTE, **origin)
+                duplicate.meta["autograd_backward"] = True
+                repeated[current] = duplicate
         return repeated[node]
 
     for node in backward:

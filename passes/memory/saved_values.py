@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import fx
 
 from zerofx import compat
-from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, is_view, mutated_inputs
 from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role
 from zerofx.ir.sizes import hinted_bytes
+from zerofx.passes.memory.minimum_cut import UNLIMITED, Network
 
 aten = torch.ops.aten
 
@@ -144,7 +142,8 @@ class SavedValues:
         found: dict[fx.Node, fx.Node] = {}
         for node in sorted(nodes, key=self.order.__getitem__):
             same = first.setdefault(self.number[node], node)
-            if same is not node and not any(map(_hands_on, _readers(node))):
+            stays = any(r.op == "output" or mutated_inputs(r) for r in _readers(node))
+            if same is not node and not stays:
                 found[node] = same
         return found
 
@@ -174,7 +173,7 @@ class _Backward:
     def choose(self) -> Choice:
         cone = self._cone()
         kept: dict[fx.Node, str] = {}
-        network = _Network()
+        network = Network()
         chain: dict[fx.Node, int] = {}
         for node in cone:
             chain[node] = 1 + max((chain.get(s, 0) for s in node.all_input_nodes), default=0)
@@ -202,7 +201,7 @@ class _Backward:
         repeated: set[fx.Node] = set()
         for node in cone:
             if node in self.free or node in beyond:
-                if not _is_view(node) or not repeated.isdisjoint(node.all_input_nodes):
+                if not is_view(node) or not repeated.isdisjoint(node.all_input_nodes):
                     repeated.add(node)
         return Choice(frozenset(repeated), kept)
 
@@ -250,7 +249,7 @@ class _Backward:
         writes, end = self.program.first_write, self.last
         if any(writes.get(_base(source), end) < end for source in node.all_input_nodes):
             return "computed from what is overwritten"
-        if _is_view(node):
+        if is_view(node):
             return ""
         readers = list(_readers(node))
         if any(self._is_later(reader) for reader in readers):
@@ -298,105 +297,8 @@ class _Backward:
         )
 
 
-class _Network:
-    """Values as pipes as wide as they have bytes, from what is never repeated to what is wanted.
-
-    The pipes of a minimum cut are the values to keep: all that is wanted can be computed from
-    them, and no other such values have fewer bytes.  Of several minimum cuts it is the one
-    nearest to what is wanted, whatever the order of additions.
-    """
-
-    def __init__(self) -> None:
-        self.width: dict[fx.Node, int] = {}
-        self.sources: dict[fx.Node, list[fx.Node] | None] = {}
-        self.readers: dict[fx.Node, list[fx.Node]] = {}
-        self.wanted: list[fx.Node] = []
-        self.flow: Counter[fx.Node | tuple[fx.Node, fx.Node]] = Counter()
-
-    def add(self, node: fx.Node, width: int, sources: list[fx.Node] | None = None) -> None:
-        """Add a value; without ``sources``, one that is never repeated."""
-        self.width[node] = width
-        self.sources[node] = sources
-        self.readers[node] = []
-        for source in sources or ():
-            self.readers[source].append(node)
-
-    def want(self, node: fx.Node) -> None:
-        self.wanted.append(node)
-
-    def minimum_cut(self) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The values to keep, and those that are to be repeated from them."""
-        for node in self.wanted:
-            while path := self._search([node])[0]:
-                self._augment(path)
-        _, reached = self._search(self.wanted)
-        cut = [
-            node for node in self.width if (node, _OUT) in reached and (node, _IN) not in reached
-        ]
-        return cut, {node for node in self.width if (node, _IN) in reached}
-
-    def _search(self, ends: list[fx.Node]) -> tuple[list[_Vertex], dict[_Vertex, _Vertex | None]]:
-        """A path on which more can flow to one of ``ends``, if any, and all that was reached."""
-        towards: dict[_Vertex, _Vertex | None] = {(node, _OUT): None for node in ends}
-        pending = list(towards)
-        for vertex in pending:
-            node, side = vertex
-            if side == _OUT:
-                before = [(reader, _IN) for reader in self.readers[node] if self.flow[node, reader]]
-                if self.flow[node] < self.width[node]:
-                    before.append((node, _IN))
-            else:
-                sources = self.sources[node]
-                if sources is None:
-                    return self._path(vertex, towards), towards
-                before = [(source, _OUT) for source in sources]
-                if self.flow[node]:
-                    before.append((node, _OUT))
-            for previous in before:
-                if previous not in towards:
-                    towards[previous] = vertex
-                    pending.append(previous)
-        return [], towards
-
-    def _path(self, vertex: _Vertex, towards: dict[_Vertex, _Vertex | None]) -> list[_Vertex]:
-        path = [vertex]
-        while (following := towards[path[-1]]) is not None:
-            path.append(following)
-        return path
-
-    def _augment(self, path: list[_Vertex]) -> None:
-        steps = list(pairwise(path))
-        amount = min(self._room(*step) for step in steps)
-        for (node, side), (other, _) in steps:
-            if node is other:
-                self.flow[node] += amount if side == _IN else -amount
-            elif side == _OUT:
-                self.flow[node, other] += amount
-            else:
-                self.flow[other, node] -= amount
-
-    def _room(self, start: _Vertex, stop: _Vertex) -> int:
-        (node, side), (other, _) = start, stop
-        if node is other:
-            return self.width[node] - self.flow[node] if side == _IN else self.flow[node]
-        return _UNLIMITED if side == _OUT else self.flow[other, node]
-
-
-_IN, _OUT = 0, 1
-_Vertex = tuple[fx.Node, int]
-_UNLIMITED = 2**63
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function" or ops.is_ours(node.target) or mutated_inputs(node):
-        return False
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
-    return len(aliased_inputs(node)) == 1
-
-
 def _base(node: fx.Node) -> fx.Node:
-    while _is_view(node):
+    while is_view(node):
         (node,) = aliased_inputs(node)
     return node
 
@@ -406,14 +308,10 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     pending = list(node.users)
     while pending:
         reader = pending.pop()
-        if _is_view(reader):
+        if is_view(reader):
             pending.extend(reader.users)
         else:
             yield reader
-
-
-def _hands_on(reader: fx.Node) -> bool:
-    return reader.op == "output" or bool(mutated_inputs(reader))
 
 
 def _packet(node: fx.Node) -> object:
@@ -428,7 +326,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 def is_fused(node: fx.Node) -> bool:
     """Return whether Inductor can compute a node in the kernel of its readers or sources."""
-    if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return True
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
@@ -449,10 +347,10 @@ def _is_repeatable(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         source, index = node.args
-        return _is_view(node) or (_packet(source) in _NORMS and index == 0)
+        return is_view(node) or (_packet(source) in _NORMS and index == 0)
     if not isinstance(node.target, torch._ops.OpOverload) or mutated_inputs(node):
         return False
-    if _is_view(node):
+    if is_view(node):
         return True
     if torch.Tag.pointwise not in node.target.tags and _packet(node) not in _ALL_CHEAP:
         if not _becomes_pointwise(node):
@@ -476,6 +374,6 @@ def _price(node: fx.Node) -> int:
     A view would keep all that it is a view of, and a tuple is no value.
     """
     value = node.meta.get("val")
-    if _is_view(node) or not isinstance(value, torch.Tensor):
-        return _UNLIMITED
+    if is_view(node) or not isinstance(value, torch.Tensor):
+        return UNLIMITED
     return hinted_bytes(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from zerofx.cost.program import seconds
 from zerofx.ir import ops
 from zerofx.ir.aliases import (
     aliased_inputs,
@@ -24,7 +22,6 @@ from zerofx.ir.aliases import (
 from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role
 from zerofx.ir.sizes import hinted_bytes
-from zerofx.passes.base import PassContext
 from zerofx.passes.memory.saved_values import is_fused
 
 aten = torch.ops.aten
@@ -88,7 +85,7 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     if not all(view is node or _can_be_taken_again(view) for view in views):
         return None
     readers = sorted({user for view in views for user in view.users} - views)
-    if any(reader.op == "output" or reader.target in _HOLDING for reader in readers):
+    if any(reader.op == "output" or reader.target is ops.free for reader in readers):
         return None
     if any(not views.isdisjoint(mutated_inputs(reader)) for reader in readers):
         return None
@@ -103,24 +100,12 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     return Activation(node, hinted_bytes(node), leaves, first, late) if leaves < first else None
 
 
-_HOLDING = (ops.free,)
-
-
 def _can_be_taken_again(view: fx.Node) -> bool:
     """Return whether a view can be taken of a copy, wherever that lies in memory."""
     if mutated_inputs(view) or ops.is_ours(view.target) or len(view.all_input_nodes) == 0:
         return False
     tensors = [s for s in view.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
     return len(tensors) <= 1 and view.target is not aten.as_strided.default
-
-
-def clock(graph: fx.Graph, ctx: PassContext) -> list[float]:
-    """Return each node's begin if nothing ever waits, and the last one's end.  Units: seconds.
-
-    Time that ranks wait for one another is none to count on: ``prefetch`` may have it hidden.
-    """
-    spent = (seconds(node, ctx.figures, ctx.table) for node in graph.nodes)
-    return list(itertools.accumulate(spent, initial=0.0))
 
 
 def where_to_cut(

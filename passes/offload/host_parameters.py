@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import fx
@@ -15,7 +16,6 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, mutated_inputs, shard_of, writers
 from zerofx.ir.graph import Builder, is_backward, updated_by
 from zerofx.ir.interface import input_role, placeholders, set_input_role
-from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
@@ -56,12 +56,10 @@ def place_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         s = zerofx.update(again[0:k], g, 1, 0);  t = zerofx.update(again[k:n], h, 1, 1)
         zerofx.wait(zerofx.copy_start([s, t], [0, 1], shards=[p, q]))
 
-    Nothing of a shard stays on the device: each gather brings it again, in one move of all that it
-    puts together.  An update that runs on the host writes to the shard there, and nothing moves.
-    A shard is cast on the device, after it has been brought: the copy carries its own dtype.
+    Each gather brings a shard again, in one move of all that it puts together; it is cast when it
+    has been brought.  An update that runs on the host writes to the shard there, and nothing moves.
     Buckets are updated one after the other, each brought while the one before is updated, or while
-    its gradients are reduced if that is later; at most one is on its way back.  ``prefetch`` then
-    starts the copies for gathers earlier.
+    its gradients are reduced if that is later; at most one is on its way back.
     Source: ZeRO-Infinity, Rajbhandari et al. 2021, section 5.
 
     Raises: StepError for a step that writes to a parameter in a way that has no shard.
@@ -117,17 +115,16 @@ class _Placing:
         last = max(run)
         shards = [update.args[0] for update in run]
         indices = [update.args[3] for update in run]
-        origin = origin_of(self.table, indices, last)
         behind = [node for node in (before, *map(_reduction_of, run)) if node is not None]
         here = max([*behind, *shards]).next if behind else last
-        start = self._start(shards, indices, here, Role.VALUE_TO_DEVICE, origin)
-        wait, pieces = self._arrived(start, last, Role.VALUE_ON_DEVICE, origin)
+        start = self._start(shards, indices, here, Role.VALUE_TO_DEVICE, last)
+        wait, pieces = self._arrived(start, last, Role.VALUE_ON_DEVICE)
         for update, piece in zip(run, pieces, strict=True):
             if update is not last:
                 last.prepend(update)
             update.args = (piece, *update.args[1:])
             self.builder.refresh(update)
-        self._store(list(run), indices, shards, last, origin)
+        self._store(list(run), indices, shards, last)
         return wait
 
     def store_writes(self) -> int:
@@ -149,9 +146,7 @@ class _Placing:
             index = shard_of(shard)
             if is_kept_on_host(value):
                 value = self._bring(value, node)
-            self._store(
-                [value], [index], [shard], node, origin_of(self.table, [index], node), replaced=node
-            )
+            self._store([value], [index], [shard], node, replaced=node)
             self.graph.erase_node(node)
             count += 1
         return count
@@ -162,24 +157,16 @@ class _Placing:
         indices: list[int],
         shards: list[fx.Node],
         after: fx.Node,
-        origin: dict,
         replaced: fx.Node | None = None,
     ) -> None:
         """Copy new values to the host, behind ``after``; who read these then reads the shards."""
-        with self.graph.inserting_before(after.next):
-            start = self.builder.call(
-                ops.copy_start_shards, values, indices, shards, role=Role.STORE, **origin
-            )
-            stored = self.builder.call(ops.wait_shards, start, role=Role.STORE, **origin)
+        origin = {"role": Role.STORE, "like": after, **self.builder.serving(indices)}
+        with self.builder.before(after.next, **origin) as call:
+            start = call(ops.copy_start_shards, values, indices, shards)
+            stored = call(ops.wait_shards, start)
             for position, index in enumerate(indices):
-                renewed = self.builder.call(
-                    operator.getitem,
-                    stored,
-                    position,
-                    role=Role.STORED,
-                    parameter=index,
-                    like=after,
-                )
+                of = {"role": Role.STORED, "parameter": index, "bucket": -1}
+                renewed = call(operator.getitem, stored, position, **of)
                 old = replaced or values[position]
                 old.replace_all_uses_with(renewed, delete_user_cb=lambda user: user is not start)
 
@@ -191,9 +178,8 @@ class _Placing:
                 continue
             shards = list(head.all_input_nodes)
             indices = [shard_of(shard) for shard in shards]
-            origin = origin_of(self.table, indices, head)
-            start = self._start(shards, indices, head, Role.SHARD_TO_DEVICE, origin)
-            _, pieces = self._arrived(start, head, Role.SHARD_ON_DEVICE, origin)
+            start = self._start(shards, indices, head, Role.SHARD_TO_DEVICE, head)
+            _, pieces = self._arrived(start, head, Role.SHARD_ON_DEVICE)
             for shard, piece in zip(shards, pieces, strict=True):
                 head.replace_input_with(shard, piece)
             self.builder.refresh(head)
@@ -214,10 +200,8 @@ class _Placing:
         return len(readers)
 
     def _bring(self, shard: fx.Node, here: fx.Node) -> fx.Node:
-        index = shard_of(shard)
-        origin = origin_of(self.table, [index], here)
-        start = self._start([shard], [index], here, Role.VALUE_TO_DEVICE, origin)
-        _, (piece,) = self._arrived(start, here, Role.VALUE_ON_DEVICE, origin)
+        start = self._start([shard], [shard_of(shard)], here, Role.VALUE_TO_DEVICE, here)
+        _, (piece,) = self._arrived(start, here, Role.VALUE_ON_DEVICE)
         return piece
 
     def wait_for_stores(self) -> None:
@@ -233,27 +217,19 @@ class _Placing:
                 here.prepend(node)
 
     def _start(
-        self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: Role, origin: dict
+        self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: Role, like: fx.Node
     ) -> fx.Node:
         device = str(self.table[indices[0]].device)
-        with self.graph.inserting_before(here):
-            return self.builder.call(ops.copy_start, shards, indices, device, role=role, **origin)
+        origin = {"role": role, "like": like, **self.builder.serving(indices)}
+        with self.builder.before(here, **origin) as call:
+            return call(ops.copy_start, shards, indices, device)
 
-    def _arrived(
-        self, start: fx.Node, here: fx.Node, role: Role, origin: dict
-    ) -> tuple[fx.Node, list[fx.Node]]:
+    def _arrived(self, start: fx.Node, here: fx.Node, role: Role) -> tuple[fx.Node, list[fx.Node]]:
         """Wait for a move, and take apart what has arrived."""
-        with self.graph.inserting_before(here):
-            wait = self.builder.call(ops.wait, start, role=role, **origin)
-            return wait, take_apart(self.builder, wait, start.args[1], role, here)
-
-
-def origin_of(table: ParameterTable, indices: Sequence[int], like: fx.Node) -> dict[str, Any]:
-    """Return the provenance of what serves these parameters, of one bucket, together."""
-    first = table[indices[0]]
-    if first.shares_bucket:
-        return {"like": like, "bucket": first.place.bucket}
-    return {"like": like, "parameter": first.index}
+        indices = start.args[1]
+        with self.builder.before(here, role=role, **self.builder.serving(indices)) as call:
+            wait = call(ops.wait, start)
+            return wait, take_apart(self.builder, wait, indices, role, here)
 
 
 def take_apart(
@@ -261,13 +237,11 @@ def take_apart(
 ) -> list[fx.Node]:
     """Insert each parameter's range of what lies in ``flat`` one behind the other."""
     assert builder.table is not None
-    pieces, start = [], 0
-    for index in indices:
-        stop = start + builder.table[index].shard_numel
-        origin = {"role": role, "parameter": index, "like": like}
-        pieces.append(builder.call(aten.slice.Tensor, flat, 0, start, stop, **origin))
-        start = stop
-    return pieces
+    lengths = (builder.table[index].shard_numel for index in indices)
+    stops = itertools.accumulate(lengths, initial=0)
+    cut = partial(builder.call, aten.slice.Tensor, flat, 0, role=role, like=like)
+    ranges = zip(indices, itertools.pairwise(stops), strict=True)
+    return [cut(start, stop, parameter=index) for index, (start, stop) in ranges]
 
 
 def _latest(shard: fx.Node, before: fx.Node) -> fx.Node:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import fx
 
-from zerofx.cost.program import live_bytes
-from zerofx.cost.timeline import predict
+from zerofx.cost.program import seconds
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases
 from zerofx.ir.graph import Builder, erase_unused, program_order
 from zerofx.ir.interface import mark_kept, resident, why_kept
-from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged, slot_of
-from zerofx.ir.roles import Role, provenance
+from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged
+from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.memory.budget import bytes_alive
 from zerofx.passes.offload.activations import (
     Activation,
-    clock,
     saved_activations,
     where_to_cut,
 )
 from zerofx.passes.offload.offload_schedule import Lanes, Trip, fit, worth_it
-from zerofx.passes.schedule.start_times import MARGIN
+from zerofx.passes.schedule.start_times import MARGIN, explain_transfers
 
 SMALLEST_BYTES = 2**18
 """The least bytes worth a copy: smaller ones take as long to begin as to copy, 10 us."""
@@ -47,31 +46,30 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         h_1 = zerofx.wait(h_to_device);  dh = gelu_backward(dy, h_1)
 
     With the first ``wait`` the value's memory on the device is free.  Each way is a lane that
-    carries one copy at a time, and each copy is given ``MARGIN`` times the time that it takes: it
-    is waited for where it is predicted to be done.  Without a ``memory_budget`` all leave that have
-    at least ``SMALLEST_BYTES`` and travel hidden behind compute; with one as many as it takes,
-    those first that lie idle longest.  What is computed again in backward is not saved, and no
-    candidate: ``recompute`` chooses first.  Views of a value are taken again of what comes back.
-    Staging buffers in host memory are numbered, and used again once what was in them is back.
-    With ``offload_tier="nvme"`` ``place_files`` has them in files meanwhile: a copy then takes as
-    long as the slower of the two ways.
+    carries one copy at a time, and each copy is given ``MARGIN`` times the time that it takes.
+    Without a ``memory_budget`` all leave that have at least ``SMALLEST_BYTES`` and travel hidden
+    behind compute; with one as many as it takes, those first that lie idle longest.  What
+    ``recompute`` computes again is not saved, and views are taken again of what comes back.
+    With ``offload_tier="nvme"`` a copy takes as long as the slower of the two ways.
     Source: vDNN, Rhu et al. 2016; SSDTrain, Wu et al. 2024.
 
     Raises: BudgetError if the program does not fit its budget with all away that can be.
     """
     device = ctx.table.parameters[0].device if len(ctx.table) else None
     activations = [] if device is None else saved_activations(gm.graph, device)
-    budget = _budget(gm.graph, ctx)
+    budget, there = ctx.options.memory_budget, resident(gm.graph)
+    if budget is not None and there is not None:
+        budget -= there.nbytes  # of the other targets
     nodes = list(gm.graph.nodes)
-    trips = _planned(gm.graph, nodes, activations, ctx)
+    trips = _planned(gm.graph, nodes, activations, budget, ctx) if activations else []
     _place(gm, ctx, nodes, trips)
     if budget is not None:
         alive = _alive(gm.graph, ctx)
         if max(alive) > budget:
             raise _does_not_fit(budget, max(alive), trips)
     num_slots = _assign_slots(gm.graph, of_one_size=ctx.options.offload_tier == "nvme")
-    if ctx.options.stage == 0 or not ctx.options.prefetch:
-        _explain(gm.graph, ctx)
+    if ctx.options.stage == 0 or not ctx.options.prefetch:  # which does, and will not run
+        explain_transfers(gm.graph, ctx, {}, copies_activation)
     return {
         "activations": len(trips),
         "bytes": sum(trip.nbytes for trip in trips),
@@ -79,19 +77,14 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     }
 
 
-def _budget(graph: fx.Graph, ctx: PassContext) -> int | None:
-    """Return the bytes that a step may allocate besides the other targets kept on the device."""
-    there = resident(graph)
-    if ctx.options.memory_budget is None or there is None:
-        return ctx.options.memory_budget
-    return ctx.options.memory_budget - there.nbytes
-
-
 def _planned(
-    graph: fx.Graph, nodes: Sequence[fx.Node], activations: list[Activation], ctx: PassContext
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    activations: list[Activation],
+    budget: int | None,
+    ctx: PassContext,
 ) -> list[Trip]:
     """Choose the activations that leave, and where each is gone and comes back."""
-
     slowest = ctx.figures.copy_bytes_per_s
     if ctx.options.offload_tier == "nvme":
         slowest = min(slowest, ctx.figures.file_bytes_per_s)
@@ -99,18 +92,15 @@ def _planned(
     def copy_s(nbytes: int) -> float:
         return MARGIN * nbytes / slowest
 
-    budget = _budget(graph, ctx)
-    if not activations:
-        return []
-    times = clock(graph, ctx)
-    large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
+    # If nothing ever waits: time that ranks wait is none to count on, ``prefetch`` may hide it.
+    spent = (seconds(node, ctx.figures, ctx.table) for node in nodes)
+    times = list(itertools.accumulate(spent, initial=0.0))
+    cuts = list(range(len(nodes)))
     if ctx.options.lowering == "inductor":
         cuts, activations = where_to_cut(
             nodes, activations, times, lambda activation: copy_s(activation.nbytes)
         )
-        large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
-    else:
-        cuts = list(range(len(nodes)))
+    large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
     order = program_order(graph)
     arriving = [
         (order[wait], hinted_bytes(start))
@@ -126,10 +116,10 @@ def _planned(
         return []
     ahead = _one_gather_ahead(nodes, ctx)
     for candidates, target in ((large, budget - ahead), (large, budget), (activations, budget)):
-        found = fit(lanes, candidates, alive, target)
-        if found.peak <= target:
-            return found.trips
-    raise _does_not_fit(budget, found.peak, found.trips)
+        trips, peak = fit(lanes, candidates, alive, target)
+        if peak <= target:
+            return trips
+    raise _does_not_fit(budget, peak, trips)
 
 
 def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> BudgetError:
@@ -151,8 +141,7 @@ def _one_gather_ahead(nodes: Sequence[fx.Node], ctx: PassContext) -> int:
 
 def _alive(graph: fx.Graph, ctx: PassContext) -> list[int]:
     """Bytes on the device at each node, with room for what passes to come will start earlier."""
-    sockets = not ctx.options.peer_memory
-    alive = live_bytes(graph, ctx.world_size, sockets=sockets, table=ctx.table)
+    alive = bytes_alive(graph, ctx)
     nodes = list(graph.nodes)
     gathers = [node for node in nodes if ops.rules(node).gathers]
     updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
@@ -175,33 +164,20 @@ def _place(
         activation = trip.activation
         stops = (activation.leaves, trip.gone, trip.back, activation.returns)
         legs += [(position, leg, number) for leg, position in enumerate(stops)]
-    moved: dict[int, fx.Node] = {trip: trips[trip].activation.value for trip in range(len(trips))}
+    moved: dict[int, fx.Node] = {}
     for position, leg, number in sorted(legs):
         activation = trips[number].activation
-        value, last = activation.value, moved[number]
-        late = activation.readers[0]
-        with gm.graph.inserting_before(nodes[position]):
+        value, late = activation.value, activation.readers[0]
+        last = moved.get(number, value)
+        with builder.before(nodes[position], like=value if leg < 2 else late) as call:
             if leg == 0:
-                why = f"{activation.nbytes / 1e6:.3g} MB"
-                node = builder.call(
-                    ops.copy_start,
-                    [last],
-                    [],
-                    ops.HOST,
-                    -1,
-                    role=Role.TO_HOST,
-                    like=value,
-                    reason=why,
-                )
-            elif leg == 1:
-                node = builder.call(ops.wait, last, role=Role.ON_HOST, like=value)
+                why = {"role": Role.TO_HOST, "reason": f"{activation.nbytes / 1e6:.3g} MB"}
+                node = call(ops.copy_start, [last], [], ops.HOST, -1, **why)
             elif leg == 2:
                 device = str(value.meta["val"].device)
-                node = builder.call(
-                    ops.copy_start, [last], [], device, role=Role.TO_DEVICE, like=late
-                )
+                node = call(ops.copy_start, [last], [], device, role=Role.TO_DEVICE)
             else:
-                node = builder.call(ops.wait, last, role=Role.RELOADED, like=late)
+                node = call(ops.wait, last, role=Role.ON_HOST if leg == 1 else Role.RELOADED)
         node._rename(f"{value.name}_{_NAMES[leg]}")
         moved[number] = node
     for number, trip in enumerate(trips):
@@ -223,9 +199,7 @@ def _read_what_came_back(builder: Builder, activation: Activation, reloaded: fx.
             for base in aliased_inputs(source):
                 renewed(base, reader)
             with builder.graph.inserting_before(reader):
-                again[source] = builder.copy(
-                    source, lambda node: again.get(node, node), role=Role.VIEW, parameter=-1
-                )
+                again[source] = builder.copy(source, again, role=Role.VIEW, parameter=-1)
             again[source].meta["autograd_backward"] = True
             replaced[source] = None
         return again[source]
@@ -239,14 +213,12 @@ def _read_what_came_back(builder: Builder, activation: Activation, reloaded: fx.
 
 
 def _assign_slots(graph: fx.Graph, of_one_size: bool) -> int:
-    """Number the staging buffers behind those there are: each a value's until that is back.
+    """Number the staging buffers: each a value's until that is back; return how many.
 
     A free one as large as the value, or the one that has to grow least.  With ``of_one_size`` only
-    values of equal sizes share one, which is written to a file and read as a whole.  Return how
-    many.
+    values of equal sizes share one, which is written to a file and read as a whole.
     """
-    starts = list(filter(is_staged, graph.nodes))
-    first = max(map(slot_of, starts), default=-1) + 1
+    starts = [node for node in filter(is_staged, graph.nodes) if copies_activation(node)]
 
     def choose(start: fx.Node, free: list[int], sizes: list[int]) -> int | None:
         nbytes = hinted_bytes(start)
@@ -257,14 +229,4 @@ def _assign_slots(graph: fx.Graph, of_one_size: bool) -> int:
             return min(fitting, key=sizes.__getitem__)
         return max(free, key=sizes.__getitem__, default=None)
 
-    return assign_slots(list(filter(copies_activation, starts)), choose, first)
-
-
-def _explain(graph: fx.Graph, ctx: PassContext) -> None:
-    """Note with each move what it is predicted to take: ``prefetch``, which does, will not run."""
-    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
-    for start, transfer in transfers.items():
-        origin = provenance(start)
-        if copies_activation(start) and origin is not None:
-            reason = "; ".join(filter(None, [origin.reason, str(transfer)]))
-            start.meta["zerofx"] = replace(origin, reason=reason)
+    return assign_slots(starts, choose)

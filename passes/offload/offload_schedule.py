@@ -119,16 +119,10 @@ def _best_first(lanes: Lanes, activations: Sequence[Activation]) -> list[Activat
     return sorted(activations, key=lambda a: (-lanes.idle_s(a), -a.nbytes, a.leaves))
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Trips that bring what is alive down to ``peak`` bytes."""
-
-    trips: list[Trip]
-    peak: int
-
-
-def fit(lanes: Lanes, activations: Sequence[Activation], alive: Sequence[int], budget: int) -> Fit:
-    """As few as keep what is alive within ``budget`` bytes, or as near to it as can be.
+def fit(
+    lanes: Lanes, activations: Sequence[Activation], alive: Sequence[int], budget: int
+) -> tuple[list[Trip], int]:
+    """As few as keep what is alive within ``budget`` bytes, or as near to it as can be; the peak.
 
     ``alive`` is what there is at each position with nothing away.  First go those that travel
     hidden behind compute, then, as the budget demands it, others: compute waits for them.  Where
@@ -152,7 +146,7 @@ def fit(lanes: Lanes, activations: Sequence[Activation], alive: Sequence[int], b
     trips = [Trip(activation, activation.leaves, activation.returns) for activation in chosen]
     peak_bytes = max(alive)
     _relax(lanes, trips, alive, max(budget, peak_bytes))
-    return Fit(trips, peak_bytes)
+    return trips, peak_bytes
 
 
 def _add(alive: list[int], start: int, stop: int, nbytes: int) -> None:
@@ -169,25 +163,29 @@ def _relax(lanes: Lanes, trips: Sequence[Trip], alive: list[int], budget: int) -
         starts = lanes.times[trip.gone]
         ends = max(starts, ends) + lanes.copy_s(trip.nbytes)
         at = bisect_left(lanes.cuts, trip.gone)
-        while lanes.cut_times[at] < ends and at + 1 < len(lanes.cuts):
-            if lanes.cuts[at + 1] > trip.back or not _fits(
-                alive[lanes.cuts[at] : lanes.cuts[at + 1]], trip.nbytes, budget
-            ):
-                break
-            _add(alive, lanes.cuts[at], lanes.cuts[at + 1], trip.nbytes)
+        while (
+            lanes.cut_times[at] < ends
+            and at + 1 < len(lanes.cuts)
+            and lanes.cuts[at + 1] <= trip.back
+            and _fits(alive, lanes.cuts[at], lanes.cuts[at + 1], trip.nbytes, budget)
+        ):
             at += 1
         trip.gone = lanes.cuts[at]
     for trip in sorted(trips, key=lambda trip: trip.activation.returns, reverse=True):
         at = bisect_left(lanes.cuts, trip.back)
-        while at > 0 and lanes.cuts[at] > wanted_back[trip.activation]:
-            if lanes.cuts[at - 1] < trip.gone or not _fits(
-                alive[lanes.cuts[at - 1] : lanes.cuts[at]], trip.nbytes, budget
-            ):
-                break
-            _add(alive, lanes.cuts[at - 1], lanes.cuts[at], trip.nbytes)
+        while (
+            at > 0
+            and lanes.cuts[at] > wanted_back[trip.activation]
+            and lanes.cuts[at - 1] >= trip.gone
+            and _fits(alive, lanes.cuts[at - 1], lanes.cuts[at], trip.nbytes, budget)
+        ):
             at -= 1
         trip.back = lanes.cuts[at]
 
 
-def _fits(alive: Sequence[int], nbytes: int, budget: int) -> bool:
-    return max(alive, default=0) + nbytes <= budget
+def _fits(alive: list[int], start: int, stop: int, nbytes: int, budget: int) -> bool:
+    """Keep a value from start to stop too, if the budget allows it; return whether it does."""
+    is_room = max(alive[start:stop], default=0) + nbytes <= budget
+    if is_room:
+        _add(alive, start, stop, nbytes)
+    return is_room

@@ -14,7 +14,7 @@ from zerofx.ir.aliases import is_kept_on_host, memory_of, mutated_inputs, shard_
 from zerofx.ir.graph import Builder, program_order
 from zerofx.ir.interface import placeholders
 from zerofx.ir.offload import copies_activation, copies_to_device, released_at, uses_of_files
-from zerofx.ir.parameters import ParameterInfo, shard_numel
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Conflict, Counts, PassContext
@@ -91,8 +91,7 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     Reads start in the order of their waits, each as soon as what is used up to it fits
     ``offload_cache_bytes`` (or ``BUCKETS_AHEAD`` of the largest), and what is written to the same
-    place has been let go of.  The runtime goes by the order alone: it reads as far ahead as its
-    memory really goes.  What it writes, and when, follows from that order too.
+    place has been let go of.  The runtime goes by the order alone.
     Source: ZeRO-Infinity, Rajbhandari et al. 2021.
     """
     filing = _Filing(gm, ctx)
@@ -118,66 +117,62 @@ class _Filing:
         for update in updates:
             _, _, optimizer, indices, *_ = update.args
             nbytes = sum(assumed_state_bytes(self.table[i], self.precision) for i in indices)
-            origin = self._origin(update, indices)
-            with self.graph.inserting_before(update):
-                start = self.builder.call(
-                    ops.fetch_start,
-                    None,
-                    "states",
-                    indices,
-                    optimizer,
-                    nbytes,
-                    role=Role.STATES_FROM_FILE,
-                    **origin,
-                )
-                there = self.builder.call(ops.wait, start, role=Role.STATES, **origin)
-            (wait,) = update.users
-            with self.graph.inserting_after(wait):
-                of = ("states", indices, optimizer)
-                self.builder.call(ops.evict, there, *of, role=Role.STATES_TO_FILE, **origin)
+            of = ("states", indices, optimizer)
+            roles = Role.STATES_FROM_FILE, Role.STATES, Role.STATES_TO_FILE
+            self._have_there(update, of, nbytes, roles)
         return len(updates)
 
     def file_shards(self) -> int:
         """Read shards for each move and update that is about them there; count these."""
-        uses = [node for node in self.graph.nodes if _uses_filed_shards(node, self.filed)]
+        uses = [
+            node
+            for node in self.graph.nodes
+            if (ops.is_move(node) or ops.updates_on_host(node))
+            and not self.filed.isdisjoint(_parameters_of(node))
+        ]
         for use in uses:
             indices = [index for index in _parameters_of(use) if index in self.filed]
-            nbytes = sum(_shared_bytes(self.table[index]) for index in indices)
-            origin = self._origin(use, indices)
-            with self.graph.inserting_before(use):
-                of = ("shards", indices, None)
-                start = self.builder.call(
-                    ops.fetch_start, None, *of, nbytes, role=Role.SHARDS_FROM_FILE, **origin
-                )
-                there = self.builder.call(ops.wait, start, role=Role.SHARDS, **origin)
+            infos = [self.table[index] for index in indices]
+            nbytes = sum(info.share_numel * info.dtype.itemsize for info in infos)
+            roles = Role.SHARDS_FROM_FILE, Role.SHARDS, Role.SHARDS_TO_FILE
             changed = bool(mutated_inputs(use))
-            (wait,) = use.users
-            with self.graph.inserting_after(wait):
-                self.builder.call(
-                    ops.evict, there, *of, changed, role=Role.SHARDS_TO_FILE, **origin
-                )
+            self._have_there(use, ("shards", indices, None), nbytes, roles, [changed])
         return len(uses)
+
+    def _have_there(
+        self,
+        use: fx.Node,
+        of: tuple[str, Sequence[int], int | None],
+        nbytes: int,
+        roles: tuple[Role, Role, Role],
+        changed: Sequence[bool] = (),
+    ) -> None:
+        """Read what a use is about, wait for it, and let go of it when the use is over."""
+        read, there, let_go = roles
+        origin = {"like": use, "bucket": bucket_of(use)}
+        if bucket_of(use) < 0:
+            origin["parameter"] = of[1][0]
+        with self.builder.before(use, **origin) as call:
+            start = call(ops.fetch_start, None, *of, nbytes, role=read)
+            wait = call(ops.wait, start, role=there)
+        (end,) = use.users
+        with self.builder.before(end.next, **origin) as call:
+            call(ops.evict, wait, *of, *changed, role=let_go)
 
     def file_values(self) -> int:
         """Let go of each activation on the host, and read it before it returns; count them."""
         reloads = [n for n in self.graph.nodes if copies_activation(n) and copies_to_device(n)]
         for reload in reloads:
             (on_host,) = reload.args[0]
-            with self.graph.inserting_after(on_host):
-                filed = self.builder.call(
-                    ops.evict, on_host, "value", role=Role.TO_FILE, like=on_host
-                )
-            with self.graph.inserting_before(reload):
-                start = self.builder.call(
-                    ops.fetch_start, filed, "value", role=Role.FROM_FILE, like=reload
-                )
-                there = self.builder.call(ops.wait, start, role=Role.VALUE, like=reload)
+            with self.builder.before(on_host.next, like=on_host) as call:
+                filed = call(ops.evict, on_host, "value", role=Role.TO_FILE)
+            with self.builder.before(reload) as call:
+                start = call(ops.fetch_start, filed, "value", role=Role.FROM_FILE)
+                there = call(ops.wait, start, role=Role.VALUE)
             reload.args = ([there], *reload.args[1:])
             (wait,) = reload.users
-            with self.graph.inserting_after(wait):
-                self.builder.call(
-                    ops.evict, there, "value", changed=False, role=Role.DROP_VALUE, like=reload
-                )
+            with self.builder.before(wait.next, like=reload) as call:
+                call(ops.evict, there, "value", changed=False, role=Role.DROP_VALUE)
         return len(reloads)
 
     def start_ahead(self, cache_bytes: int | None) -> None:
@@ -212,23 +207,11 @@ class _Filing:
                 behind, last_start = latest, start
                 let_go.update(dict.fromkeys(_parts_of(start), released_at(use)))
 
-    def _origin(self, like: fx.Node, indices: Sequence[int]) -> dict:
-        if bucket_of(like) >= 0:
-            return {"like": like, "bucket": bucket_of(like)}
-        return {"like": like, "parameter": indices[0]}
-
 
 def _parts_of(start: fx.Node) -> list[object]:
     """Return the subject of a read, which an earlier use may have changed."""
     optimizer = ops.argument(start, "optimizer")
     return [(optimizer, index) for index in ops.argument(start, "parameters")]
-
-
-def _uses_filed_shards(node: fx.Node, filed: frozenset[int]) -> bool:
-    """Return whether a node reads or writes shards on the host that are in files else."""
-    if not (ops.is_move(node) or ops.updates_on_host(node)):
-        return False
-    return not filed.isdisjoint(_parameters_of(node))
 
 
 def _parameters_of(use: fx.Node) -> list[int]:
@@ -243,11 +226,6 @@ def _parameters_of(use: fx.Node) -> list[int]:
     return sorted(found)
 
 
-def _shared_bytes(info: ParameterInfo) -> int:
-    """Bytes of an equal share of a parameter: ranks plan alike."""
-    return shard_numel(info.numel, info.world_size) * info.dtype.itemsize
-
-
 def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
     """Bytes of AdamW's states of an equal share of a parameter: ranks plan alike.
 
@@ -256,4 +234,4 @@ def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:
     per_element = MOMENTS * precision.moment_storage(info.dtype, info.numel).itemsize
     if precision.keeps_master(info.dtype):
         per_element += torch.float32.itemsize
-    return shard_numel(info.numel, info.world_size) * per_element
+    return info.share_numel * per_element

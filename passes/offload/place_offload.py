@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from zerofx.cost.program import live_bytes
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
@@ -20,12 +20,10 @@ from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.parameters import Resident
 from zerofx.ir.roles import Role
 from zerofx.passes.base import Conflict, Counts, PassContext
-from zerofx.passes.memory.budget import check_fits, with_moves
-from zerofx.passes.memory.residency import stay_on_device
+from zerofx.passes.memory.budget import bytes_alive, settle_offload
 from zerofx.passes.offload.delay import DELAYED_CONFLICTS, check_can_be_delayed
 from zerofx.passes.offload.host_parameters import (
     keep_on_host,
-    origin_of,
     place_parameters,
     take_apart,
 )
@@ -79,27 +77,24 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         ...
         new = zerofx.wait(back);  copy_(p, new[0:n]);  copy_(q, new[n:m])
 
-    A bucket moves at once, its pieces in the order in which they lie in it: they are neighbours in
-    host memory too, where one kernel takes them.  It is updated when it has arrived, beside
-    backward and behind the updates before it.  What has left is waited for when the next bucket
-    has started to, as its gradients' memory is free then; an update when so many more have started
-    that ``UPDATES_UNDER_WAY`` would be exceeded, or its new values are read.  So at most two
-    buckets are on their way out and one on its way back, however deep the model is.  Where
-    parameters are kept on the host too, values neither leave nor come back: what moves then,
-    ``place_parameters`` says.  Staging buffers in host memory are numbered, and used again once
-    what was in them has been read.  At stages 1 and 2 the new shards are gathered as they arrive.
+    A bucket moves at once, its pieces in the order in which they lie in it: one kernel takes them.
+    What has left is waited for when the next bucket has started to, as its gradients' memory is
+    free then; an update when so many more have started that ``UPDATES_UNDER_WAY`` would be
+    exceeded, or its new values are read.  So at most two buckets are on their way out and one on
+    its way back.  Where parameters are kept on the host too, ``place_parameters`` says what moves.
     With ``delayed_update`` the program is the same: at run time the update's ``wait`` gives what
-    the call before has made, and this call's update goes on into the next one.
-    With a ``memory_budget`` what fits it stays on the device and is updated there (``residency``).
+    the call before has made.  With a ``memory_budget`` what fits it stays on the device.
     Source: ZeRO-Offload, Ren et al. 2021.
 
     Raises: StepError for updates that need whole tensors.
     """
     keep_on_host(gm, ctx)
+    if resident(gm.graph) is None:
+        set_resident(gm.graph, Resident())
+        if ctx.options.memory_budget is not None:  # and nothing is gathered
+            settle_offload(gm.graph, ctx, bytes_alive(gm.graph, ctx), {})
     there = resident(gm.graph)
-    if there is None:
-        there = _fitting(gm.graph, ctx)
-        set_resident(gm.graph, there)
+    assert there is not None
     updates = [
         node
         for node in gm.graph.nodes
@@ -118,35 +113,20 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         check_can_be_delayed(gm.graph, updates, ctx.table)
     groups = _groups(gm.graph, updates, ctx)
     for group in groups:
-        with gm.graph.inserting_before(group.updates[-1]):
-            group.ready = gm.graph.call_function(_mark)
+        group.ready = group.updates[-1]
     _find_readers(groups, gm.graph.output_node())
     moving = _Moving(gm, ctx)
     for number, group in enumerate(groups):
         moving.begin(group)
         following = groups[number + 1].ready if number + 1 < len(groups) else None
         moving.settle_before(following)
-    for group in groups:
-        gm.graph.erase_node(group.ready)
+    for update in updates:
+        gm.graph.erase_node(update)
     staged = list(filter(is_staged, gm.graph.nodes))
     num_slots = assign_slots(staged, lambda start, free, sizes: min(free, default=None))
     brought = place_parameters(gm, ctx)
     moves = sum(map(ops.is_move, gm.graph.nodes))
     return {"moves": moves, "updates": len(updates), "staging buffers": num_slots, **brought}
-
-
-def _fitting(graph: fx.Graph, ctx: PassContext) -> Resident:
-    """Return what fits ``memory_budget`` where nothing is gathered; nothing without a budget."""
-    budget = ctx.options.memory_budget
-    if budget is None:
-        return Resident()
-    alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
-    least = check_fits(max(with_moves(graph, program_order(graph), alive, ctx)), ctx)
-    return stay_on_device(graph, ctx, budget - least)
-
-
-def _mark() -> None:
-    """Stands in the program where a group's gradients are all there; gone after the pass."""
 
 
 @dataclass(eq=False)
@@ -231,25 +211,23 @@ class _Moving:
         """Start moving a group to the host and updating it; wait for who has left before it."""
         group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
         group.targets = [update.args[0] for update in group.updates]
-        group.origin = origin_of(self.table, group.indices, group.updates[-1])
+        group.origin = {"like": group.updates[-1], **self.builder.serving(group.indices)}
         while len(self.updating) >= self.most_under_way:
             self._send_back(group.ready)
-        with self.graph.inserting_before(group.ready):
-            if not all(map(is_kept_on_host, group.targets)):
-                group.values = self._to_host(group, group.targets, Role.VALUES_TO_HOST)
-            gradients = [update.args[1] for update in group.updates]
-            group.gradients = self._to_host(group, gradients, Role.GRADIENTS_TO_HOST)
-            _, _, optimizer, _, *found_inf = group.updates[0].args
-            is_kept = group.values is None
-            group.updating = self.builder.call(
+        is_kept = all(map(is_kept_on_host, group.targets))
+        if not is_kept:
+            group.values = self._to_host(group, group.targets, Role.VALUES_TO_HOST)
+        gradients = [update.args[1] for update in group.updates]
+        group.gradients = self._to_host(group, gradients, Role.GRADIENTS_TO_HOST)
+        _, _, optimizer, _, *found_inf = group.updates[0].args
+        with self.builder.before(group.ready, role=Role.UPDATE, **group.origin) as call:
+            group.updating = call(
                 ops.update_start_shards if is_kept else ops.update_start,
                 group.targets if is_kept else group.values,
                 group.gradients,
                 optimizer,
                 group.indices,
                 *found_inf,
-                role=Role.UPDATE,
-                **group.origin,
             )
         self.leaving.append(group)
         self.updating.append(group)
@@ -259,10 +237,8 @@ class _Moving:
             self._send_back(group.ready)
 
     def _to_host(self, group: _Group, pieces: list[fx.Node], role: Role) -> fx.Node:
-        unassigned = -1
-        return self.builder.call(
-            ops.copy_start, pieces, group.indices, ops.HOST, unassigned, role=role, **group.origin
-        )
+        with self.builder.before(group.ready, role=role, **group.origin) as call:
+            return call(ops.copy_start, pieces, group.indices, ops.HOST, -1)
 
     def settle_before(self, here: fx.Node | None) -> None:
         """Have back on the device, where it is needed, what is needed up to ``here`` or at all."""
@@ -278,32 +254,35 @@ class _Moving:
     def _leave(self, here: fx.Node) -> None:
         """Wait until the oldest group that is leaving has left."""
         group = self.leaving.pop(0)
-        with self.graph.inserting_before(here):
+        with self.builder.before(here, **group.origin) as call:
             if group.values is not None:
-                self._wait(ops.wait, group.values, group, Role.VALUES_ON_HOST)
-            self._wait(ops.wait, group.gradients, group, Role.GRADIENTS_ON_HOST)
+                call(ops.wait, group.values, role=Role.VALUES_ON_HOST)
+            call(ops.wait, group.gradients, role=Role.GRADIENTS_ON_HOST)
 
     def _send_back(self, here: fx.Node) -> None:
-        """Wait for the oldest update; land what has come back, then send its new values back."""
+        """Wait for the oldest update; land what has come back, then send its new values back.
+
+        Shards that are kept on the host stay there: their readers read what the update gives.
+        """
         group = self.updating.pop(0)
         while group in self.leaving:
             self._leave(here)
-        if group.values is None:
-            self._keep(group, here)
-            return
-        with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait, group.updating, group, Role.UPDATED_ON_HOST)
+        with self.builder.before(here, role=Role.UPDATED_ON_HOST, **group.origin) as call:
+            if group.values is None:
+                updated = call(ops.wait_shards, group.updating)
+                part = partial(self.builder.call, operator.getitem, updated)
+                renewed = [
+                    part(position, role=Role.UPDATED_VALUE, parameter=update.args[3], like=update)
+                    for position, update in enumerate(group.updates)
+                ]
+                self._renew(group, renewed)
+                return
+            updated = call(ops.wait, group.updating)
         while self.returning:
             self._land(here)
-        with self.graph.inserting_before(here):
-            group.back = self.builder.call(
-                ops.copy_start,
-                [updated],
-                group.indices,
-                str(self.table[group.indices[0]].device),
-                role=Role.VALUES_TO_DEVICE,
-                **group.origin,
-            )
+        with self.builder.before(here, role=Role.VALUES_TO_DEVICE, **group.origin) as call:
+            device = str(self.table[group.indices[0]].device)
+            group.back = call(ops.copy_start, [updated], group.indices, device)
         self.returning.append(group)
 
     def _land(self, here: fx.Node) -> None:
@@ -312,46 +291,21 @@ class _Moving:
         What was memory that outlives the program is written to, as the update did.
         """
         group = self.returning.pop(0)
-        with self.graph.inserting_before(here):
-            arrived = self._wait(ops.wait, group.back, group, Role.UPDATED_VALUE)
-            pieces = take_apart(
-                self.builder, arrived, group.indices, Role.UPDATED_VALUE, group.origin["like"]
-            )
+        with self.builder.before(here, role=Role.UPDATED_VALUE, **group.origin) as call:
+            arrived = call(ops.wait, group.back)
+            like = group.origin["like"]
+            pieces = take_apart(self.builder, arrived, group.indices, Role.UPDATED_VALUE, like)
+            renewed = []
             for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
-                renewed = piece
                 if any(source.op == "placeholder" for source in memory_of(target)):
-                    renewed = self.builder.call(
-                        aten.copy_.default,
-                        target,
-                        piece,
-                        role=Role.STORE,
-                        parameter=update.args[3],
-                        like=update,
-                    )
-                update.replace_all_uses_with(renewed)
-                for other in (*self.updating, *self.returning):
-                    other.targets = [renewed if t is update else t for t in other.targets]
-        for update in group.updates:
-            self.graph.erase_node(update)
+                    of = {"role": Role.STORE, "parameter": update.args[3], "like": update}
+                    piece = self.builder.call(aten.copy_.default, target, piece, **of)
+                renewed.append(piece)
+        self._renew(group, renewed)
 
-    def _keep(self, group: _Group, here: fx.Node) -> None:
-        """Wait for an update of shards that are kept on the host: who reads them now reads it."""
-        with self.graph.inserting_before(here):
-            updated = self._wait(ops.wait_shards, group.updating, group, Role.UPDATED_ON_HOST)
-            for position, update in enumerate(group.updates):
-                renewed = self.builder.call(
-                    operator.getitem,
-                    updated,
-                    position,
-                    role=Role.UPDATED_VALUE,
-                    parameter=update.args[3],
-                    like=update,
-                )
-                update.replace_all_uses_with(renewed)
-                for other in (*self.leaving, *self.updating, *self.returning):
-                    other.targets = [renewed if t is update else t for t in other.targets]
-        for update in group.updates:
-            self.graph.erase_node(update)
-
-    def _wait(self, target: Any, start: fx.Node, group: _Group, role: Role) -> fx.Node:
-        return self.builder.call(target, start, role=role, **group.origin)
+    def _renew(self, group: _Group, renewed: Sequence[fx.Node]) -> None:
+        """Have the readers of a group's updates read the new values."""
+        for update, new in zip(group.updates, renewed, strict=True):
+            update.replace_all_uses_with(new)
+            for other in (*self.updating, *self.returning):
+                other.targets = [new if target is update else target for target in other.targets]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -33,15 +33,19 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
         start.append(wait)  # nothing left to overlap with
 
 
-def hoist(node: fx.Node) -> None:
-    """Move a node to just after the last of its operands."""
+def hoist(node: fx.Node, brings: Callable[[fx.Node], bool] = lambda operand: False) -> None:
+    """Move a node to just after the last of its operands, and first those that it ``brings``."""
     operands = node.all_input_nodes
-    if not operands:
-        return
-    anchor = max(operands)
-    if anchor.op == "placeholder":
-        return
-    anchor.append(node)
+    for operand in filter(brings, operands):
+        hoist(operand, brings)
+    anchor = max(operands, default=None)
+    if anchor is not None and anchor.op != "placeholder" and anchor.next is not node:
+        anchor.append(node)
+
+
+def hoist_reduction(start: fx.Node) -> None:
+    """Start a reduction as soon as its gradients are there, with what casts and lays these out."""
+    hoist(start, lambda operand: role(operand) in (Role.FLATTEN, Role.REDUCE_CAST))
 
 
 def sink_past_fused(node: fx.Node) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import torch
 from torch import fx
 
-from zerofx.cost.timeline import predict
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases
-from zerofx.ir.roles import provenance
+from zerofx.ir.aliases import aliases, readers
+from zerofx.ir.interface import written_input
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.schedule.move_times import start_moves_ahead
-from zerofx.passes.schedule.start_times import ENOUGH, chain_of, start_within_budget
+from zerofx.passes.schedule.start_times import (
+    chain_of,
+    explain_transfers,
+    start_moves_ahead,
+    start_within_budget,
+)
 
 aten = torch.ops.aten
 
@@ -33,11 +35,10 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         y = mm(x, a)
         b = zerofx.wait(start);  z = mm(y, b)
 
-    What comes from the host for a gather starts one gather earlier still (move_times.py).
-    At most one gather is in flight ahead of the parameter in use, unless a ``memory_budget`` says
-    how much may be: then each starts as late as hides it (start_times.py).  At stages 1
-    and 2, where all that is gathered is parameters' new values, each starts behind its update,
-    travels while backward goes on, and is written where the next one starts.  Before::
+    What comes from the host for a gather starts one gather earlier still.  With a
+    ``memory_budget`` each starts as late as hides it (start_times.py).  At stages 1 and 2, where
+    all that is gathered is parameters' new values, each starts behind its update, travels while
+    backward goes on, and is written where the next one starts.  Before::
 
         u = zerofx.update(s, g, 1, 0);  dx = mm(dy, w);  v = zerofx.update(t, h, 1, 1)
         copy_(p, zerofx.wait(zerofx.all_gather_start(u, 2)))
@@ -67,7 +68,7 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         moved, why = 0, dict.fromkeys(waits, "where it is waited for, as it is read only then")
     if waits and ctx.host_parameters:
         start_moves_ahead(gm.graph, ctx, waits)
-    _explain(gm.graph, ctx, why)
+    explain_transfers(gm.graph, ctx, {wait.args[0]: reason for wait, reason in why.items()})
     return {"prefetched": moved}
 
 
@@ -91,30 +92,13 @@ def _start_one_ahead(waits: list[fx.Node], world_size: int) -> int:
     return moved
 
 
-def _explain(graph: fx.Graph, ctx: PassContext, why: dict[fx.Node, str]) -> None:
-    """Note with each collective what it is predicted to take, and why a gather starts there."""
-    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
-    starts = {wait.args[0]: reason for wait, reason in why.items()}
-    for start, transfer in transfers.items():
-        origin = provenance(start)
-        if origin is None:
-            continue
-        words = [origin.reason, str(transfer)]
-        if start in starts:
-            late = starts[start] == ENOUGH and not transfer.is_hidden
-            words.append(f"starts {'behind transfers that are late' if late else starts[start]}")
-        start.meta["zerofx"] = replace(origin, reason="; ".join(filter(None, words)))
-
-
 def _is_only_written(wait: fx.Node) -> bool:
     """Return whether what is gathered is only copied into inputs, and freed."""
     views = aliases(wait)
-    users = {user for view in views for user in view.users}
-    return all(user in views or user.target is ops.free or _writes_an_input(user) for user in users)
-
-
-def _writes_an_input(node: fx.Node) -> bool:
-    return node.target is aten.copy_.default and node.args[0].op == "placeholder"
+    return all(
+        reader in views or reader.target is ops.free or written_input(reader)
+        for reader in readers(wait)
+    )
 
 
 def _start_behind_updates(waits: list[fx.Node]) -> int:
@@ -137,24 +121,22 @@ def _start_behind_updates(waits: list[fx.Node]) -> int:
 
 def _write_behind(wait: fx.Node, anchor: fx.Node) -> None:
     """Move what follows a gather's wait behind ``anchor`` and the last reader of old values."""
-    views = aliases(wait)
-    rest = sorted({user for view in views for user in view.users})
+    rest = sorted(readers(wait))
     for write in rest:
         if write.target is aten.copy_.default:
-            anchor = max([anchor, *_readers(write.args[0])])
+            anchor = max([anchor, *_readers_before_writes(write.args[0])])
     for node in rest:
         anchor.append(node)
         anchor = node
 
 
-def _readers(parameter: fx.Node) -> list[fx.Node]:
+def _readers_before_writes(parameter: fx.Node) -> list[fx.Node]:
     """Return the readers of an input before it is written to; a collective reads until its wait."""
     memory = aliases(parameter)
-    readers = {
-        user
-        for alias in memory
-        for user in alias.users
-        if user.op != "output" and not (_writes_an_input(user) and user.args[0] in memory)
+    found = {
+        reader
+        for reader in readers(parameter)
+        if reader.op != "output" and not (written_input(reader) and reader.args[0] in memory)
     }
-    waits = {user for reader in readers if ops.is_collective(reader) for user in reader.users}
-    return [*readers, *waits]
+    waits = {user for reader in found if ops.is_collective(reader) for user in reader.users}
+    return [*found, *waits]

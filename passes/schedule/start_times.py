@@ -1,23 +1,26 @@
-"""Start gathers within a memory budget: early enough to be hidden, if that fits."""
+"""Start gathers, and the moves before them, within a memory budget: early enough to be hidden."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from zerofx.cost.program import live_bytes, seconds
-from zerofx.cost.timeline import transfer_s
+from zerofx.cost.program import seconds
+from zerofx.cost.timeline import predict, transfer_s
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases
+from zerofx.ir.aliases import readers
 from zerofx.ir.graph import program_order
-from zerofx.ir.roles import Role, bucket_of, parameter_of, role
+from zerofx.ir.offload import copies_to_device
+from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
+from zerofx.passes.memory.budget import bytes_alive
 
 MARGIN = 2.0
-"""The time that a gather is given, in its own durations.
+"""The time that a transfer is given, in its own durations.
 
 Predicted compute is of operators one by one, which a compiler fuses, and nothing else has a use
 for memory that is left over.
@@ -41,6 +44,46 @@ def chain_of(wait: fx.Node) -> list[fx.Node]:
     return sorted(chain, reverse=True)
 
 
+class _Fixed:
+    """A program without what will be moved: its nodes, and the bytes and the seconds of each.
+
+    The bytes are those with all that is moved at its wait, and grow as it is placed.
+    """
+
+    def __init__(self, graph: fx.Graph, ctx: PassContext, moved: Collection[fx.Node]) -> None:
+        alive = bytes_alive(graph, ctx)
+        self.nodes = [node for node in graph.nodes if node not in moved]
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        order = program_order(graph)
+        self.alive = [alive[order[node]] for node in self.nodes]
+        self.seconds = [seconds(node, ctx.figures, ctx.table) for node in self.nodes]
+        inputs = [at for node, at in self.position.items() if node.op == "placeholder"]
+        self.last_input = max(inputs, default=0)
+
+    def in_time(
+        self, stop: int, lowest: int, needed_s: float, travels: Sequence[float] = ()
+    ) -> int:
+        """After which node to start, for ``needed_s`` of compute until ``stop``.
+
+        ``travels`` is what more is needed for each node that is passed.
+        """
+        at, passed_s = stop, 0.0
+        while at > lowest and passed_s < needed_s:
+            passed_s += self.seconds[at]
+            needed_s += travels[at] if travels else 0.0
+            at -= 1
+        return at
+
+    def fit(self, stop: int, lowest: int, nbytes: int, budget: int) -> int:
+        """After which node to start, as early as ``budget`` allows; counts the bytes from there."""
+        at = stop
+        while at > lowest and self.alive[at] + nbytes <= budget:
+            at -= 1
+        for index in range(at + 1, stop + 1):
+            self.alive[index] += nbytes
+        return at
+
+
 def start_within_budget(
     graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node], budget: int
 ) -> dict[fx.Node, str]:
@@ -52,23 +95,15 @@ def start_within_budget(
     Source: DeepCompile, Tanaka et al. 2025, "proactive prefetching".
     """
     chains = {wait: chain_of(wait) for wait in waits}
-    moved = set(itertools.chain.from_iterable(chains.values()))
-    fixed = [node for node in graph.nodes if node not in moved]
-    position = {node: index for index, node in enumerate(fixed)}
-    alive = _alive(graph, ctx, waits, fixed)
-    earliest = {wait: _earliest(wait, chains, waits, position) for wait in waits}
-    wanted = _wanted(ctx, waits, earliest, fixed, position)
+    fixed = _Fixed(graph, ctx, set(itertools.chain.from_iterable(chains.values())))
+    earliest = {wait: _earliest(wait, chains, waits, fixed) for wait in waits}
+    wanted = _wanted(ctx, waits, earliest, fixed)
     why: dict[fx.Node, str] = {}
     before, anchor = -1, None
     for wait in waits:
-        start = chains[wait][0]
-        extra = sum(map(value_bytes, chains[wait])) - _viewed_bytes(chains[wait])
-        at = stop = position[wait] - 1
+        new = [node for node in chains[wait] if role(node) not in _VIEWING]
         lowest = max(wanted[wait], before)
-        while at > lowest and alive[at] + extra <= budget:
-            at -= 1
-        for index in range(at + 1, stop + 1):
-            alive[index] += extra
+        at = fixed.fit(fixed.position[wait] - 1, lowest, sum(map(value_bytes, new)), budget)
         if at > lowest:
             why[wait] = "as early as memory_budget allows"
         elif at == wanted[wait]:
@@ -76,50 +111,32 @@ def start_within_budget(
             why[wait] = "as soon as it can be" if ready else ENOUGH
         else:
             why[wait] = "behind the start before it"
-        anchor = anchor if at == before and anchor is not None else fixed[at]
+        anchor = anchor if at == before and anchor is not None else fixed.nodes[at]
         for node in reversed(chains[wait]):
             anchor.append(node)
             anchor = node
-        assert anchor is start
         before = at
     return why
 
 
-def _alive(
-    graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node], fixed: list[fx.Node]
-) -> list[int]:
-    """Return the bytes at each fixed node with every gather at its wait."""
-    alive = live_bytes(graph, ctx.world_size, sockets=not ctx.options.peer_memory, table=ctx.table)
-    order = program_order(graph)
-    return [alive[order[node]] for node in fixed]
-
-
-def _viewed_bytes(chain: list[fx.Node]) -> int:
-    """Return the part of a chain whose memory exists anyway: shards, and what has arrived."""
-    return sum(
-        value_bytes(node) for node in chain if role(node) in (Role.PACK, Role.SHARD_ON_DEVICE)
-    )
+# Nodes of a chain whose memory exists anyway: shards, and what has arrived.
+_VIEWING = (Role.PACK, Role.SHARD_ON_DEVICE)
 
 
 def _earliest(
-    wait: fx.Node,
-    chains: dict[fx.Node, list[fx.Node]],
-    waits: Sequence[fx.Node],
-    position: dict[fx.Node, int],
+    wait: fx.Node, chains: dict[fx.Node, list[fx.Node]], waits: Sequence[fx.Node], fixed: _Fixed
 ) -> int:
     """After which node a gather can start: its values are there, and what it repeats is gone."""
+    position = fixed.position
     needed = list(chains[wait][-1].all_input_nodes)
     serves = parameter_of(wait), bucket_of(wait)
     for other in waits[: waits.index(wait)]:
         if (parameter_of(other), bucket_of(other)) == serves:
-            needed += [
-                user for alias in aliases(other) for user in alias.users if user.target is ops.free
-            ]
-    inputs = [node for node in position if node.op == "placeholder"]
+            needed += [reader for reader in readers(other) if reader.target is ops.free]
     # Never across another collective: the ranks' batches, and with them the times and the bytes
     # looked at here, may differ, and the order of collectives must not.
     others = [n for n in position if _communicates(n) and position[n] < position[wait]]
-    return max(position[node] for node in (*needed, *inputs[-1:], *others[-1:]))
+    return max([fixed.last_input, *(position[node] for node in (*needed, *others[-1:]))])
 
 
 def _communicates(node: fx.Node) -> bool:
@@ -129,28 +146,82 @@ def _communicates(node: fx.Node) -> bool:
 
 
 def _wanted(
-    ctx: PassContext,
-    waits: Sequence[fx.Node],
-    earliest: dict[fx.Node, int],
-    fixed: list[fx.Node],
-    position: dict[fx.Node, int],
+    ctx: PassContext, waits: Sequence[fx.Node], earliest: dict[fx.Node, int], fixed: _Fixed
 ) -> dict[fx.Node, int]:
     """After which node each gather would start if there were memory enough; the last one first."""
     figures, ranks = ctx.figures, ctx.world_size
-    computes = [seconds(node, figures, ctx.table) for node in fixed]
     travels = [
-        transfer_s(node, figures, ranks) if ops.is_collective(node) else 0.0 for node in fixed
+        transfer_s(node, figures, ranks) if ops.is_collective(node) else 0.0 for node in fixed.nodes
     ]
     wanted: dict[fx.Node, int] = {}
-    following = len(fixed)
+    following = len(fixed.nodes)
     for wait in reversed(waits):
         # From when on the link is the next gather's, this one should have arrived.
-        at = min(position[wait] - 1, following)
-        needed = MARGIN * transfer_s(wait.args[0], figures, ranks)
-        passed = 0.0
-        while passed < needed and at > earliest[wait]:
-            passed += computes[at]
-            needed += travels[at]
-            at -= 1
+        stop = min(fixed.position[wait] - 1, following)
+        needed_s = MARGIN * transfer_s(wait.args[0], figures, ranks)
+        at = fixed.in_time(stop, earliest[wait], needed_s, travels)
         wanted[wait] = following = max(at, earliest[wait])
     return wanted
+
+
+def start_moves_ahead(graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node]) -> None:
+    """Start the copy of what is gathered next when a gather has started.
+
+    With all gathers one ahead, one bucket is being used while the next one is gathered and the
+    one after it is copied from the host::
+
+        start = zerofx.all_gather_start(...)
+        move = zerofx.copy_start([q], [1], "cuda")
+        y = mm(x, w)
+        w = zerofx.wait(start);  start_1 = zerofx.all_gather_start(zerofx.wait(move)[0:n], 2)
+
+    With a ``memory_budget`` it starts when the compute until its wait takes ``MARGIN`` times as
+    long as copies that are under way, or where the budget allows.  What one rank copies when is
+    its own affair.
+    """
+    ordered = sorted(waits, key=lambda wait: wait.args[0])
+    first_of = {wait.args[0]: chain_of(wait)[-1] for wait in ordered}
+    if ctx.options.memory_budget is not None:
+        moves = list(filter(copies_to_device, first_of.values()))
+        _start_moves_within(ctx.options.memory_budget, _Fixed(graph, ctx, moves), ctx, moves)
+        return
+    for before, start in itertools.pairwise(first_of):
+        move = first_of[start]
+        anchor = max([before, *move.all_input_nodes])
+        if copies_to_device(move) and anchor < move:
+            anchor.append(move)
+
+
+def _start_moves_within(
+    budget: int, fixed: _Fixed, ctx: PassContext, moves: Sequence[fx.Node]
+) -> None:
+    before = fixed.last_input
+    anchors: dict[int, fx.Node] = {}
+    for move in moves:
+        (wait,) = move.users
+        stop = fixed.position[wait] - 1
+        lowest = max([before, *(fixed.position[operand] for operand in move.all_input_nodes)])
+        copy_s = ops.rules(move).carries(move, ctx.table) / ctx.figures.copy_bytes_per_s
+        lowest = fixed.in_time(stop, lowest, MARGIN * copy_s)
+        before = fixed.fit(stop, lowest, value_bytes(move), budget)
+        anchors.get(before, fixed.nodes[before]).append(move)
+        anchors[before] = move
+
+
+def explain_transfers(
+    graph: fx.Graph,
+    ctx: PassContext,
+    why: Mapping[fx.Node, str],
+    concerns: Callable[[fx.Node], bool] = lambda start: True,
+) -> None:
+    """Note with each transfer what it is predicted to take, and why it starts where it does."""
+    transfers = predict(graph, ctx.figures, ctx.table, ctx.world_size).transfers
+    for start, transfer in transfers.items():
+        origin = provenance(start)
+        if origin is None or not concerns(start):
+            continue
+        words = [origin.reason, str(transfer)]
+        if start in why:
+            late = why[start] == ENOUGH and not transfer.is_hidden
+            words.append(f"starts {'behind transfers that are late' if late else why[start]}")
+        start.meta["zerofx"] = replace(origin, reason="; ".join(filter(None, words)))

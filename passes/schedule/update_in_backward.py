@@ -7,8 +7,9 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import is_owned, is_random
-from zerofx.ir.roles import Role
+from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.schedule.placement import hoist
 
 
 def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -34,8 +35,8 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             continue  # it follows what all ranks compute together
         operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
         cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
-        for operand in operands:
-            _hoist(operand)
+        for operand in filter(_comes_along, operands):
+            hoist(operand, _comes_along)
         before = [operand for operand in operands if operand not in cuts]
         before += [value for cut in cuts for value in cut.all_input_nodes]  # what a step decays
         before = [node for node in before if node.op != "placeholder"]
@@ -50,24 +51,15 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     return {"moved": moved}
 
 
-def _hoist(node: fx.Node) -> None:
-    """Move a node, and first what it is computed from, to just after the last of its operands.
+def _comes_along(node: fx.Node) -> bool:
+    """Return whether an operand can be computed earlier.
 
     Communication, writes and random draws stay where they are, and what reads no tensor too.
     """
-    if node.op != "call_function" or _stays(node):
-        return
-    if mutated_inputs(node) or is_random(node) or not node.all_input_nodes:
-        return
-    for operand in node.all_input_nodes:
-        _hoist(operand)
-    anchor = max(node.all_input_nodes)
-    if anchor.op != "placeholder" and anchor.next is not node:
-        anchor.append(node)
-
-
-def _stays(node: fx.Node) -> bool:
-    return node.target is ops.on_owners or ops.starts(node) or ops.is_wait(node) or ops.acts(node)
+    if node.op != "call_function" or not node.all_input_nodes or node.target is ops.on_owners:
+        return False
+    stays = ops.starts(node) or ops.is_wait(node) or ops.acts(node)
+    return not (stays or mutated_inputs(node) or is_random(node))
 
 
 def _last_reader(update: fx.Node) -> list[fx.Node]:
@@ -97,8 +89,4 @@ def _holds(user: fx.Node, node: fx.Node) -> bool:
     """Return whether a reader's result is the old value: a view, a cast or a gathered copy."""
     if ops.starts(user) or ops.is_wait(user) or node in aliased_inputs(user):
         return True
-    return user.meta.get("zerofx") is not None and user.meta["zerofx"].role in (
-        Role.GATHER_CAST,
-        Role.HOISTED_CAST,
-        Role.PACK,
-    )
+    return role(user) in (Role.GATHER_CAST, Role.HOISTED_CAST, Role.PACK)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from zerofx.ir.aliases import aliased_inputs
-from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.parameters import ParameterInfo, Place, shard_numel
 from zerofx.passes.base import Counts, PassContext
@@ -35,21 +34,18 @@ def bucket(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     and device that are used in the same dtypes, all trained or all frozen.  A larger parameter
     has a bucket of its own, and one that a model has been bound with keeps its place.
     """
-    order = program_order(gm.graph)
-    used = [
-        (min(order[user] for user in node.users), node)
-        for node in placeholders(gm.graph, "parameter")
-        if node.users
-    ]
+    used = [node for node in placeholders(gm.graph, "parameter") if node.users]
     members: dict[tuple, list[ParameterInfo]] = {}
     forward_only: set[int] = set()
-    for _, node in sorted(used, key=lambda pair: pair[0]):
+    for node in sorted(used, key=lambda node: min(node.users)):
         info = ctx.table[input_role(node).parameter]
         if info.index in ctx.bound:
             continue
         if not _is_read_in_backward(node):
             forward_only.add(info.index)
-        travels_as = frozenset(_dtype_of_use(user, info) for user in node.users)
+        travels_as = frozenset(
+            user.meta["val"].dtype if user.target in CASTS else info.dtype for user in node.users
+        )
         key = (layer_of(info.name), info.dtype, info.device, info.requires_grad, travels_as)
         members.setdefault(key, []).append(info)
     places: dict[int, Place] = {}
@@ -100,10 +96,6 @@ def _filled(group: list[ParameterInfo], limit: int) -> list[list[ParameterInfo]]
             buckets.append(full := [])
         full.append(info)
     return buckets
-
-
-def _dtype_of_use(user: fx.Node, info: ParameterInfo) -> torch.dtype:
-    return user.meta["val"].dtype if user.target in CASTS else info.dtype
 
 
 def layer_of(name: str) -> str:

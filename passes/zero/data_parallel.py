@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import operator
+from functools import partial
 
 import torch
 from torch import fx
 
+from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder
-from zerofx.ir.interface import mark_gradient
+from zerofx.ir.graph import Builder, rank_varying
+from zerofx.ir.interface import mark_gradient, written_input
+from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role
+from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.schedule.placement import hoist, sink_past_fused, stagger_waits
+from zerofx.passes.schedule.placement import hoist_reduction, sink_past_fused, stagger_waits
 from zerofx.passes.zero.local_gradients import leave_unreduced, take_in_unreduced
-from zerofx.passes.zero.uniformity import check_updates_are_uniform
+from zerofx.passes.zero.updates import update_one_by_one, updated_in_place
 
 aten = torch.ops.aten
 
@@ -35,7 +38,7 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     a call leaves in ``p.grad`` are not averaged, unless it reads them; the call that does
     averages what has come together.
     """
-    check_updates_are_uniform(gm.graph, ctx.table, ctx.world_size)
+    _check_updates_are_uniform(gm.graph, ctx.table, ctx.world_size)
     counts = {"sums averaged once": 0}
     if ctx.options.accumulate == "local":
         take_in_unreduced(gm.graph)
@@ -45,10 +48,7 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         counts["left unreduced"] = leave_unreduced(gm, ctx)
     pairs = _reduce_gradients(gm, ctx)
     for start, _ in pairs:
-        for cast in start.all_input_nodes:
-            if cast.meta.get("zerofx") and cast.target is aten._to_copy.default:
-                hoist(cast)
-        hoist(start)
+        hoist_reduction(start)
     if ctx.options.stage == 0 and ctx.options.lowering == "inductor":
         for start, _ in sorted(pairs, reverse=True):
             sink_past_fused(start)
@@ -94,25 +94,14 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
         mark_gradient(gradient, parameter)
         dtype = gradient.meta["val"].dtype
         reduce_dtype = ctx.options.reduce_dtype or dtype
-        origin = {"parameter": parameter, "like": node}
-        with gm.graph.inserting_before(node):
+        with builder.before(node, parameter=parameter) as call:
+            cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
             if reduce_dtype != dtype:
-                gradient = builder.call(
-                    aten._to_copy.default,
-                    gradient,
-                    dtype=reduce_dtype,
-                    role=Role.REDUCE_CAST,
-                    **origin,
-                )
-            start = builder.call(
-                ops.all_reduce_start, gradient, "mean", role=Role.REDUCE_GRADIENT, **origin
-            )
-            wait = builder.call(ops.wait, start, role=Role.REDUCE_GRADIENT, **origin)
-            averaged = wait
+                gradient = cast(gradient, dtype=reduce_dtype)
+            start = call(ops.all_reduce_start, gradient, "mean", role=Role.REDUCE_GRADIENT)
+            wait = averaged = call(ops.wait, start, role=Role.REDUCE_GRADIENT)
             if reduce_dtype != dtype:
-                averaged = builder.call(
-                    aten._to_copy.default, wait, dtype=dtype, role=Role.REDUCE_CAST, **origin
-                )
+                averaged = cast(wait, dtype=dtype)
         node.replace_all_uses_with(averaged)
         gm.graph.erase_node(node)
         pairs.append((start, wait))
@@ -123,34 +112,45 @@ def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
     """``optimizer_step`` over lists -> one in-place ``update`` per whole parameter."""
     builder = Builder(gm, "data_parallel", ctx.table)
     for step in [node for node in gm.graph.nodes if node.target is ops.optimizer_step]:
-        parameters, gradients, optimizer, found_inf, indices = step.args
-        results = {user.args[1]: user for user in step.users if user.target is operator.getitem}
-        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            index = indices[position]
-            with gm.graph.inserting_before(step):
-                updated = builder.call(
-                    ops.update,
-                    parameter,
-                    gradient,
-                    optimizer,
-                    index,
-                    found_inf,
-                    role=Role.UPDATE,
-                    parameter=index,
-                    like=step,
-                )
-            if position in results:
-                results[position].replace_all_uses_with(updated)
-                gm.graph.erase_node(results[position])
+        operands = list(zip(*step.args[:2], strict=True))
+        for result, _, updated in update_one_by_one(builder, step, operands.__getitem__):
+            if result is not None:
+                result.replace_all_uses_with(updated)
+                gm.graph.erase_node(result)
         gm.graph.erase_node(step)
     for node in list(gm.graph.nodes):
-        if node.target is aten.copy_.default and _root(node.args[1]) is node.args[0]:
+        if node.target is aten.copy_.default and updated_in_place(node.args[1]) is node.args[0]:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """The parameter that a chain of in-place updates writes to."""
-    while isinstance(node, fx.Node) and node.target is ops.update:
-        node = node.args[0]
-    return node
+def _check_updates_are_uniform(graph: fx.Graph, table: ParameterTable, world_size: int) -> None:
+    """Refuse an update that each rank would compute from its own batch.
+
+    Under plain data parallelism the ranks' parameters would drift apart in silence.
+    Raises: StepError naming the parameter and the line.
+    """
+    varying = rank_varying(graph, world_size)
+    for node in graph.nodes:
+        if node.target is ops.optimizer_step:
+            _, gradients, _, found_inf, indices = node.args
+            if found_inf in varying:
+                _refuse("found_inf", found_inf)
+            for index, gradient in zip(indices, gradients, strict=True):
+                if gradient in varying:
+                    _refuse(f"the gradient of {table[index].name!r}", gradient)
+        else:
+            into = written_input(node)
+            if into and into.kind in ("parameter", "gradient") and node.args[1] in varying:
+                what = "" if into.kind == "parameter" else "the gradient of "
+                _refuse(f"{what}{table[into.parameter].name!r}", node.args[1])
+
+
+def _refuse(what: str, node: fx.Node) -> None:
+    line = source_line(node)
+    raise StepError(
+        f"{what} is computed from values that differ between ranks (this rank's batch or its size, "
+        "a buffer or a random draw), so the ranks' parameters would drift apart. Between "
+        "backward() and optimizer.step() use only averaged gradients, parameters and numbers that "
+        f"are the same on every rank.{chr(10) + '  at ' + line if line else ''}"
+    )

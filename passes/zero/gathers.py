@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import fx
@@ -83,6 +84,10 @@ class GatherSpan:
     last: int
     uses: list[Use]
 
+    def joined(self, after: GatherSpan) -> GatherSpan:
+        """The span of one copy that serves this one's readers and those of a later one."""
+        return GatherSpan(self.first, after.last, self.uses + after.uses)
+
 
 def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> list[GatherUnit]:
     """Put sources of one bucket together, if all have their shards before anyone reads one."""
@@ -123,7 +128,9 @@ def plan_spans(
     spans = {}
     for unit in units:
         uses = sorted(unit.owner, key=lambda use: order[use[0]])
-        spans[unit] = _by_region(uses, order, regions) if unit.regather else _one(uses, order)
+        region = {use: regions[use[0]] if unit.regather else 0 for use in uses}
+        runs = itertools.groupby(uses, region.__getitem__)
+        spans[unit] = [_span(list(run), order) for _, run in runs]
     passing = [(span, unit) for unit, planned in spans.items() for span in planned]
 
     def bytes_between(unit: GatherUnit, start: int, stop: int) -> int:
@@ -135,45 +142,30 @@ def plan_spans(
 
     planned = {}
     for unit, mine in spans.items():
-        if not unit.regather:
-            planned[unit] = mine
-            continue
-        allowed = max(len(mine), 2 * max(num_backwards, 1))
-        mine = _merge_idle(mine, lambda a, b, u=unit: bytes_between(u, a, b))
-        planned[unit] = _split_widest(
-            mine, order, allowed, lambda a, b, u=unit: bytes_between(u, a, b)
-        )
+        if unit.regather:
+            between = partial(bytes_between, unit)
+            allowed = max(len(mine), 2 * max(num_backwards, 1))
+            mine = _split_widest(_merge_idle(mine, between), order, allowed, between)
+        planned[unit] = mine
     return planned
 
 
-def _one(uses: list[Use], order: dict[fx.Node, int]) -> list[GatherSpan]:
-    return [GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)] if uses else []
+def _span(uses: list[Use], order: dict[fx.Node, int]) -> GatherSpan:
+    return GatherSpan(order[uses[0][0]], order[uses[-1][0]], uses)
 
 
 def _regions(units: list[GatherUnit], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """Number the stretches of forward and backward that the readers of all sources lie in."""
     readers = sorted({use[0] for unit in units for use in unit.owner}, key=order.__getitem__)
-    regions: dict[fx.Node, int] = {}
-    region = 0
-    for previous, reader in zip([None, *readers], readers, strict=False):
-        if previous is not None and is_backward(previous) != is_backward(reader):
-            region += 1
-        regions[reader] = region
-    return regions
-
-
-def _by_region(uses, order, regions) -> list[GatherSpan]:
-    spans = []
-    for _, group in itertools.groupby(uses, key=lambda use: regions[use[0]]):
-        spans += _one(list(group), order)
-    return spans
+    runs = enumerate(itertools.groupby(readers, is_backward))
+    return {reader: number for number, (_, run) in runs for reader in run}
 
 
 def _merge_idle(spans: list[GatherSpan], bytes_between) -> list[GatherSpan]:
     merged: list[GatherSpan] = []
     for span in spans:
         if merged and bytes_between(merged[-1].last, span.first) == 0:
-            merged[-1] = GatherSpan(merged[-1].first, span.last, merged[-1].uses + span.uses)
+            merged[-1] = merged[-1].joined(span)
         else:
             merged.append(span)
     return merged
@@ -191,8 +183,8 @@ def _split_widest(spans, order, allowed, bytes_between) -> list[GatherSpan]:
         if where is None:
             return spans
         index, cut = where
-        left, right = spans[index].uses[:cut], spans[index].uses[cut:]
-        spans[index : index + 1] = [*_one(left, order), *_one(right, order)]
+        uses = spans[index].uses
+        spans[index : index + 1] = [_span(uses[:cut], order), _span(uses[cut:], order)]
     return spans
 
 
@@ -219,15 +211,9 @@ def insert_gathers(
         last = last_use(aliases(wait), order)
         if last.op == "output":
             continue  # the caller's now
-        with builder.graph.inserting_after(last):
-            builder.call(
-                ops.free,
-                wait,
-                role=Role.FREE,
-                parameter=parameter_of(wait),
-                bucket=bucket_of(wait),
-                like=last,
-            )
+        origin = {"parameter": parameter_of(wait), "bucket": bucket_of(wait), "like": last}
+        with builder.before(last.next, role=Role.FREE, **origin) as call:
+            call(ops.free, wait)
     return {"gathers": len(gathered), "kept from forward to backward": kept}
 
 
@@ -247,57 +233,35 @@ def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int |
 
 def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -> fx.Node:
     """Insert one gather before the span's first reader; return its ``wait``."""
-    graph, info = builder.graph, unit.sources[0].parameter
-    first_reader = span.uses[0][0]
-    origin = {"like": first_reader, **_served(unit)}
-    with graph.inserting_before(first_reader):
-        shard = pack_shards(builder, unit, **origin)
-        if unit.sources[0].cast_to is not None:
-            shard = builder.call(
-                aten._to_copy.default, shard, dtype=unit.sources[0].cast_to,
-                role=Role.GATHER_CAST, **origin,
-            )  # fmt: skip
-        start = builder.call(
-            ops.all_gather_start, shard, info.world_size, role=Role.GATHER, reason=reason, **origin
-        )
-        wait = builder.call(ops.wait, start, role=Role.GATHER, **origin)
+    source = unit.sources[0]
+    origin = builder.serving([source.parameter.index])
+    with builder.before(span.uses[0][0], role=Role.GATHER, **origin) as call:
+        shard = pack_shards(call, unit)
+        if source.cast_to is not None:
+            cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
+            shard = call(aten._to_copy.default, shard, **cast)
+        start = call(ops.all_gather_start, shard, source.parameter.world_size, reason=reason)
+        wait = call(ops.wait, start)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:
         source = unit.owner[reader, wanted]
-        with graph.inserting_before(reader):
+        with builder.graph.inserting_before(reader):
             if source.node not in rebuilt:
-                rebuilt[source.node] = unflatten(
-                    builder,
-                    wait,
-                    source.parameter,
-                    source.shape or source.parameter.shape,
-                    like=reader,
-                    parameter=source.parameter.index,
-                )
+                shape = source.shape or source.parameter.shape
+                rebuilt[source.node] = unflatten(builder, wait, source.parameter, shape, reader)
             reader.replace_input_with(wanted, _rebuild(builder, wanted, source, rebuilt, reader))
     return wait
 
 
-def _served(unit: GatherUnit) -> dict[str, int]:
-    """The provenance of what serves a unit: its parameter, or its bucket."""
-    info = unit.sources[0].parameter
-    return {"bucket": info.place.bucket} if info.shares_bucket else {"parameter": info.index}
-
-
-def pack_shards(builder: Builder, unit: GatherUnit, **origin) -> fx.Node:
+def pack_shards(call: Callable[..., fx.Node], unit: GatherUnit) -> fx.Node:
     """This rank's shard of what the unit gathers: its one shard, or its bucket's."""
     sources = sorted(unit.sources, key=lambda source: source.parameter.place.offset)
     info = sources[0].parameter
     if not info.shares_bucket:
         return sources[0].shard
-    return builder.call(
-        ops.pack,
-        [source.shard for source in sources],
-        [source.parameter.index for source in sources],
-        info.place.shard_numel,
-        role=Role.PACK,
-        **origin,
-    )
+    shards = [source.shard for source in sources]
+    indices = [source.parameter.index for source in sources]
+    return call(ops.pack, shards, indices, info.place.shard_numel, role=Role.PACK)
 
 
 def _rebuild(
@@ -313,42 +277,34 @@ def _rebuild(
     for operand in node.all_input_nodes:
         if operand in source.chain or operand is source.node:
             _rebuild(builder, operand, source, rebuilt, reader)
-    rebuilt[node] = builder.copy(node, lambda operand: rebuilt.get(operand, operand))
+    rebuilt[node] = builder.copy(node, rebuilt)
     if is_backward(reader):
         rebuilt[node].meta["autograd_backward"] = True
     return rebuilt[node]
 
 
 def unflatten(
-    builder: Builder, flat: fx.Node, info: ParameterInfo, shape: tuple[int, ...], **origin
+    builder: Builder, flat: fx.Node, info: ParameterInfo, shape: tuple[int, ...], like: fx.Node
 ) -> fx.Node:
     """View a gathered flat buffer as the whole tensor: cut, shape, undo the storage order."""
-    node = flat
+    view = partial(builder.call, role=Role.WHOLE, parameter=info.index, like=like)
     start = info.place.offset
     if flat.meta["val"].shape[0] != info.numel:
-        stop = start + info.numel
-        node = builder.call(aten.slice.Tensor, node, 0, start, stop, role=Role.WHOLE, **origin)
+        flat = view(aten.slice.Tensor, flat, 0, start, start + info.numel)
     if info.is_contiguous or shape != info.shape:
-        return builder.call(aten.view.default, node, list(shape), role=Role.WHOLE, **origin)
-    permuted = [info.shape[dim] for dim in info.storage_order]
-    node = builder.call(aten.view.default, node, permuted, role=Role.WHOLE, **origin)
+        return view(aten.view.default, flat, list(shape))
+    permuted = view(aten.view.default, flat, [info.shape[dim] for dim in info.storage_order])
     inverse = [info.storage_order.index(dim) for dim in range(len(info.shape))]
-    return builder.call(aten.permute.default, node, inverse, role=Role.WHOLE, **origin)
+    return view(aten.permute.default, permuted, inverse)
 
 
-def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, **origin) -> fx.Node:
+def flatten(builder: Builder, whole: fx.Node, info: ParameterInfo, like: fx.Node) -> fx.Node:
     """Lay a whole tensor out flat in storage order, padded for ``reduce_scatter``."""
-    node = whole
+    call = partial(builder.call, role=Role.FLATTEN, parameter=info.index, like=like)
     if not info.is_contiguous:
-        node = builder.call(
-            aten.permute.default, node, list(info.storage_order), role=Role.FLATTEN, **origin
-        )
-    value = node.meta["val"]
-    target = aten.view.default if value.is_contiguous() else aten.reshape.default
-    node = builder.call(target, node, [info.numel], role=Role.FLATTEN, **origin)
+        whole = call(aten.permute.default, whole, list(info.storage_order))
+    is_contiguous = whole.meta["val"].is_contiguous()
+    reshape = aten.view.default if is_contiguous else aten.reshape.default
+    flat = call(reshape, whole, [info.numel])
     padding = info.place.extent - info.numel
-    if padding:
-        node = builder.call(
-            aten.constant_pad_nd.default, node, [0, padding], 0.0, role=Role.FLATTEN, **origin
-        )
-    return node
+    return call(aten.constant_pad_nd.default, flat, [0, padding], 0.0) if padding else flat

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import Builder
 from zerofx.ir.interface import (
     gradient_outputs,
@@ -21,6 +21,7 @@ from zerofx.ir.interface import (
     set_input_role,
     unreduced_results,
     written_gradients,
+    written_input,
 )
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
@@ -80,7 +81,12 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
     unreduced: dict[fx.Node, None] = {}
     for marker in [node for node in graph.nodes if node.target is ops.gradient]:
         local, parameter = marker.args
-        writes = [user for user in marker.users if _writes_gradient(user, parameter)]
+        writes = [
+            user
+            for user in marker.users
+            if (into := written_input(user)) is not None
+            and (into.kind, into.parameter) == ("gradient", parameter)
+        ]
         is_result = output in marker.users and all(
             slots.get(position) == parameter
             for position, result in enumerate(output.args[0])
@@ -104,13 +110,6 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
     return len(unreduced)
 
 
-def _writes_gradient(node: fx.Node, parameter: int) -> bool:
-    if node.target is not aten.copy_.default or node.args[0].op != "placeholder":
-        return False
-    role = input_role(node.args[0])
-    return role.kind == "gradient" and role.parameter == parameter
-
-
 def _add_in_place(builder: Builder, write: fx.Node, parameter: int) -> fx.Node:
     """``copy_(g, add(add(g, a), b))`` -> ``add_(add_(g, a), b)``; return the last write.
 
@@ -126,17 +125,9 @@ def _add_in_place(builder: Builder, write: fx.Node, parameter: int) -> fx.Node:
     total = into
     for node in reversed(chain):
         addend = node.args[1]
-        with builder.graph.inserting_before(node):
-            total = builder.call(
-                aten.add_.Tensor,
-                total,
-                addend,
-                role=Role.ACCUMULATE,
-                parameter=parameter,
-                like=node,
-            )
-        _hoist_view(addend)
-        hoist(total)
+        with builder.before(node, role=Role.ACCUMULATE, parameter=parameter) as call:
+            total = call(aten.add_.Tensor, total, addend)
+        hoist(total, _is_view)
     write.replace_all_uses_with(total)
     builder.graph.erase_node(write)
     for node in chain:
@@ -155,11 +146,8 @@ def _is_plain_sum(node: fx.Node) -> bool:
     )
 
 
-def _hoist_view(node: fx.Node) -> None:
-    """Move a view, and first what it is a view of, to just after that."""
-    if aliased_inputs(node):
-        _hoist_view(aliased_inputs(node)[0])
-        hoist(node)
+def _is_view(node: fx.Node) -> bool:
+    return bool(aliased_inputs(node)) and not mutated_inputs(node)
 
 
 def _keep_what_is_written(graph: fx.Graph, unreduced: dict[fx.Node, None]) -> None:

@@ -6,8 +6,9 @@ henceforth sharded, and share this walk over everything that reads them.
 
 from __future__ import annotations
 
-import operator
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -31,8 +32,8 @@ from zerofx.ir.source import source_line
 from zerofx.passes.base import PassContext
 from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.zero.gathers import GatherSource, insert_gathers
-from zerofx.passes.zero.reductions import PendingReductions, ReductionRule, rule_for
-from zerofx.passes.zero.whole_tensor_update import compute_on_owners
+from zerofx.passes.zero.reductions import PendingReductions, rule_for
+from zerofx.passes.zero.updates import compute_on_owners, update_one_by_one, updated_in_place
 
 aten = torch.ops.aten
 
@@ -67,7 +68,8 @@ class ShardPropagation:
         # Results that an earlier pass has already turned into shards stay so.
         self.sharded_results = sharded_results(gm.graph)
         self.varying = rank_varying(gm.graph, ctx.world_size)
-        self.counts = {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
+        self.counts: dict[str, int] = defaultdict(int)
+        self.counts |= {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
 
     def add_source(
         self,
@@ -100,8 +102,8 @@ class ShardPropagation:
         node.meta.pop("tensor_meta", None)
         return self.add_source(node, info.index, node, regather)
 
-    def run(self) -> dict[str, int]:
-        """Rewrite every reader of the sources; return counts."""
+    def run(self, shard_gradient_results: bool = False) -> dict[str, int]:
+        """Rewrite every reader of the sources, maybe also all results that become ``p.grad``."""
         # What reads a whole value is decided by the program as it came: a node that an earlier
         # pass gave a shard may come to read the very input that is one.
         read_before = {node: tuple(node.all_input_nodes) for node in self.graph.nodes}
@@ -113,15 +115,14 @@ class ShardPropagation:
             # An optimizer's step is lowered even if all it reads came in whole.
             if node.target is ops.optimizer_step or any(s in self.values for s in inputs):
                 self._visit(node)
-        self._shard_gradient_results()
+        if shard_gradient_results:
+            self._shard_gradient_results()
         self.counts["collectives for norms"] = self.pending.collectives
         self.counts |= insert_gathers(self.builder, self.sources, self.ctx)
-        kept = {source.node for source in self.sources}
-        stale = sorted(
-            (node for node in self.values if node not in kept and not node._erased), reverse=True
-        )
-        erase_unused(self.graph, [*stale, *(s.node for s in self.sources)])
-        return self.counts
+        kept = [source.node for source in self.sources]
+        stale = {node for node in self.values if not node._erased}.difference(kept)
+        erase_unused(self.graph, [*sorted(stale, reverse=True), *kept])
+        return dict(self.counts)
 
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -151,18 +152,14 @@ class ShardPropagation:
         if not bases:
             return False
         value = self.values[bases[0]]
-        same_order = is_reshape(node) and value.parameter.is_contiguous
-        unchanged = node.target in (aten.detach.default, aten.alias.default)
-        if value.source is None and not (value.can_shard and (same_order or unchanged)):
+        same_order = node.target in _UNCHANGED
+        same_order |= is_reshape(node) and value.parameter.is_contiguous
+        can_shard = value.can_shard and same_order
+        if value.source is None and not can_shard:
             return False
         result = node.meta.get("val")
         shape = tuple(result.shape) if isinstance(result, torch.Tensor) else value.shape
-        self.values[node] = ShardedValue(
-            value.parameter,
-            shape,
-            value.source,
-            can_shard=value.can_shard and (same_order or unchanged),
-        )
+        self.values[node] = ShardedValue(value.parameter, shape, value.source, can_shard=can_shard)
         if value.source is not None:
             value.source.chain.add(node)
         return True
@@ -190,8 +187,8 @@ class ShardPropagation:
             s in self.values or is_scalar(s.meta.get("val")) for s in node.all_input_nodes
         )
         rebuilt = next(iter(sources.values())) if len(sources) == 1 and only_numbers_else else None
-        if rebuilt is not None and not rebuilt.regather:
-            rebuilt = None  # its own shard is gathered: a gradient is not rebuilt from another
+        # Else its own shard is gathered: a gradient is not rebuilt from another.
+        rebuilt = rebuilt if rebuilt is not None and rebuilt.regather else None
         self.values[node] = ShardedValue(first.parameter, shape, rebuilt)
         if rebuilt is not None:
             rebuilt.chain.add(node)
@@ -210,20 +207,14 @@ class ShardPropagation:
         rule = rule_for(node)
         if rule is None:
             return False
-        with self.graph.inserting_before(node):
+        index = value.parameter.index
+        with self.builder.before(node, parameter=index) as call:
             shard = self.shard_of(node.args[0])
-            if _may_hold_padding(value.parameter, rule):
-                shard = self.builder.call(
-                    ops.mask_padding,
-                    shard,
-                    value.parameter.index,
-                    rule.identity,
-                    role=Role.MASK_PADDING,
-                    parameter=value.parameter.index,
-                    like=node,
-                )
-            partial = rule.partial(self.builder, node, shard)
-        self.pending.add(node, rule, partial)
+            if rule.minds_padding(value.parameter):
+                given = (shard, index, rule.identity)
+                shard = call(ops.mask_padding, *given, role=Role.MASK_PADDING)
+            local = rule.partial(partial(call, role=Role.PARTIAL, parameter=-1), node, shard)
+        self.pending.waiting[node] = rule, local
         return True
 
     def _visit_write(self, node: fx.Node) -> None:
@@ -235,7 +226,7 @@ class ShardPropagation:
             return
         with self.graph.inserting_before(node):
             shard = self._shard_operand(node.args[1], value.parameter, node)
-        if _written_in_place(shard) is value.shard:
+        if updated_in_place(shard) is value.shard:
             node.replace_all_uses_with(target)
             self.graph.erase_node(node)
             return
@@ -245,35 +236,23 @@ class ShardPropagation:
 
     def _visit_optimizer_step(self, node: fx.Node) -> None:
         """``optimizer_step`` over lists -> one in-place ``update`` of each parameter's shard."""
-        parameters, gradients, optimizer, found_inf, indices = node.args
-        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        parameters, gradients, _, _, indices = node.args
 
         def shards_at(position: int) -> tuple[fx.Node, fx.Node]:
             info = self.ctx.table[indices[position]]
             value = self._shard_operand(parameters[position], info, node)
             return value, self._shard_operand(gradients[position], info, node)
 
-        with self.graph.inserting_before(node):
-            owned = compute_on_owners(self.builder, self.ctx, node, shards_at)
+        owned = compute_on_owners(self.builder, self.ctx, node, shards_at)
         if owned:
-            self.counts["owned"] = self.counts.get("owned", 0) + len(owned)
-        for position, index in enumerate(indices):
-            with self.graph.inserting_before(node):
-                value, gradient = owned[position] if position in owned else shards_at(position)
-                updated = self.builder.call(
-                    ops.update,
-                    value,
-                    gradient,
-                    optimizer,
-                    index,
-                    found_inf,
-                    role=Role.UPDATE,
-                    parameter=index,
-                    like=node,
-                )
-            if position in results:
-                self.add_source(results[position], index, updated)
-            self.counts["updates"] = self.counts.get("updates", 0) + 1
+            self.counts["owned"] += len(owned)
+        updates = update_one_by_one(
+            self.builder, node, lambda position: owned.get(position) or shards_at(position)
+        )
+        for result, index, updated in updates:
+            if result is not None:
+                self.add_source(result, index, updated)
+            self.counts["updates"] += 1
 
     def _visit_output(self, node: fx.Node) -> None:
         """A gradient leaves the program as its shard at stages 2 and 3, all else whole.
@@ -298,13 +277,11 @@ class ShardPropagation:
             else:
                 whole.append(result)
         for result in dict.fromkeys(whole):
-            self._use_whole(node, only=result)
+            self._use(node, result)
         node.args = (tuple(results),)
 
     def _shard_gradient_results(self) -> None:
         """A gradient that is no one's shard (zeros, say) leaves as this rank's range of it."""
-        if self.ctx.options.stage < 2 or self.builder.inserted_by != "shard_gradients":
-            return
         output = self.graph.output_node()
         results = list(output.args[0])
         slots = {**gradient_outputs(self.graph), **written_gradients(self.graph)}
@@ -318,17 +295,20 @@ class ShardPropagation:
                 self.sharded_results.add(position)
         output.args = (tuple(results),)
 
-    def _use_whole(self, node: fx.Node, only: fx.Node | None = None) -> None:
+    def _use_whole(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source in self.values and (only is None or source is only):
-                value = self.values[source]
-                if self._is_rebuilt_too_late(source, node):
-                    self._gather_by_itself(source)
-                if value.source is None:
-                    value.source = GatherSource(source, value.parameter, self.shard_of(source))
-                    value.source.shape = value.shape
-                    self.sources.append(value.source)
-                value.source.uses.append((node, source))
+            if source in self.values:
+                self._use(node, source)
+
+    def _use(self, reader: fx.Node, source: fx.Node) -> None:
+        value = self.values[source]
+        if self._is_rebuilt_too_late(source, reader):
+            self._gather_by_itself(source)
+        if value.source is None:
+            shard = self.shard_of(source)
+            value.source = GatherSource(source, value.parameter, shard, shape=value.shape)
+            self.sources.append(value.source)
+        value.source.uses.append((reader, source))
 
     def _is_rebuilt_too_late(self, node: fx.Node, reader: fx.Node) -> bool:
         """Return whether a parameter is written to between ``node``, made from it, and ``reader``.
@@ -382,15 +362,8 @@ class ShardPropagation:
             )
         if value is not None and value.parameter.lies_like(info):
             return self.shard_of(operand)
-        shard = self.builder.call(
-            ops.take_shard,
-            operand,
-            info.index,
-            info.shard_numel,
-            role=Role.TAKE_SHARD,
-            parameter=info.index,
-            like=reader,
-        )
+        origin = {"role": Role.TAKE_SHARD, "parameter": info.index, "like": reader}
+        shard = self.builder.call(ops.take_shard, operand, info.index, info.shard_numel, **origin)
         self._use_whole(shard)
         return shard
 
@@ -403,37 +376,20 @@ class ShardPropagation:
             value.shard = self.shard_of(node.args[0])
             return value.shard
         with self.graph.inserting_before(node):
-            substitutes = {
-                source: self.shard_of(source)
-                if source in self.values
-                else source
-                if is_scalar(source.meta.get("val"))
-                else self._shard_operand(source, value.parameter, node)
-                for source in node.all_input_nodes
-            }
-            value.shard = self.builder.copy(
-                node, substitutes.__getitem__, role=Role.ON_SHARD, parameter=value.parameter.index
-            )
+            substitutes = {}
+            for source in node.all_input_nodes:
+                if source in self.values:
+                    substitutes[source] = self.shard_of(source)
+                elif not is_scalar(source.meta.get("val")):
+                    substitutes[source] = self._shard_operand(source, value.parameter, node)
+            origin = {"role": Role.ON_SHARD, "parameter": value.parameter.index}
+            value.shard = self.builder.copy(node, substitutes, **origin)
         # Layouts are those of the whole value: a flat shard has but one.
         if "memory_format" in value.shard.kwargs:
-            value.shard.kwargs = {
-                k: v for k, v in value.shard.kwargs.items() if k != "memory_format"
-            }
+            kwargs = value.shard.kwargs.items()
+            value.shard.kwargs = {k: v for k, v in kwargs if k != "memory_format"}
         self.counts["computed on shards"] += 1
         return value.shard
 
 
 _UNCHANGED = (aten.detach.default, aten.alias.default)
-
-
-def _may_hold_padding(info: ParameterInfo, rule: ReductionRule) -> bool:
-    """The same on all ranks: whether some rank's shard has padding, or nothing to reduce."""
-    empty_counts = rule.reduction in ("max", "min") and info.shares_bucket
-    return info.place.extent != info.numel or empty_counts
-
-
-def _written_in_place(shard: fx.Node) -> fx.Node:
-    """The input that a chain of in-place updates has already written to."""
-    while shard.target is ops.update:
-        shard = shard.args[0]
-    return shard

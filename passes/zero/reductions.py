@@ -9,29 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role
 
 aten = torch.ops.aten
+
+
+Insert = Callable[[Callable[..., fx.Node], fx.Node, fx.Node], fx.Node]
+"""Given what inserts a call, the reduction and a value, it inserts nodes and returns the last."""
 
 
 @dataclass(frozen=True)
 class ReductionRule:
     """A way to compute a full reduction from shards.
 
-    ``identity`` is what padding is set to, ``partial`` and ``finish`` insert nodes around the
-    collective ``reduction``; they take (builder, node, value) and return the new value.
+    ``identity`` is what padding is set to, ``partial`` and ``finish`` are what stands around the
+    collective ``reduction``.
     """
 
     identity: float
     reduction: str
-    partial: Callable[[Builder, fx.Node, fx.Node], fx.Node]
-    finish: Callable[[Builder, fx.Node, fx.Node], fx.Node]
+    partial: Insert
+    finish: Insert
+
+    def minds_padding(self, info: ParameterInfo) -> bool:
+        """The same on all ranks: whether some rank's shard has padding, or nothing to reduce."""
+        empty_counts = self.reduction in ("max", "min") and info.shares_bucket
+        return info.place.extent != info.numel or empty_counts
 
 
 def rule_for(node: fx.Node) -> ReductionRule | None:
@@ -67,17 +78,13 @@ def _accumulation_dtype(node: fx.Node) -> torch.dtype:
     return torch.float64 if torch.float64 in (source, result) else torch.float32
 
 
-def _cast(builder: Builder, node: fx.Node, value: fx.Node) -> fx.Node:
+def _cast(call: Callable, node: fx.Node, value: fx.Node) -> fx.Node:
     """Give the result the dtype and shape that the user's own reduction has."""
     wanted = node.meta["val"]
     if value.meta["val"].dtype != wanted.dtype:
-        value = builder.call(
-            aten._to_copy.default, value, dtype=wanted.dtype, role=Role.FINISH_REDUCTION, like=node
-        )
+        value = call(aten._to_copy.default, value, dtype=wanted.dtype)
     if value.meta["val"].shape != wanted.shape:
-        value = builder.call(
-            aten.view.default, value, list(wanted.shape), role=Role.FINISH_REDUCTION, like=node
-        )
+        value = call(aten.view.default, value, list(wanted.shape))
     return value
 
 
@@ -95,55 +102,45 @@ def _norm_rule(node: fx.Node) -> ReductionRule | None:
     return ReductionRule(0.0, "sum", _local_norm(order, order), _root(order))
 
 
-def _local_norm(order: float, power: float | None):
-    def partial(builder: Builder, node: fx.Node, shard: fx.Node) -> fx.Node:
+def _local_norm(order: float, power: float | None) -> Insert:
+    def insert(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:
         dtype = _accumulation_dtype(node)
-        norm = builder.call(
-            aten.linalg_vector_norm.default, shard, order, dtype=dtype, role=Role.PARTIAL, like=node
-        )
-        if power is None or power == 1.0:
-            return norm
-        return builder.call(aten.pow.Tensor_Scalar, norm, power, role=Role.PARTIAL, like=node)
+        norm = call(aten.linalg_vector_norm.default, shard, order, dtype=dtype)
+        return norm if power in (None, 1.0) else call(aten.pow.Tensor_Scalar, norm, power)
 
-    return partial
+    return insert
 
 
-def _root(order: float):
-    def finish(builder: Builder, node: fx.Node, total: fx.Node) -> fx.Node:
+def _root(order: float) -> Insert:
+    def insert(call: Callable, node: fx.Node, total: fx.Node) -> fx.Node:
         if order == 2.0:
-            total = builder.call(aten.sqrt.default, total, role=Role.FINISH_REDUCTION, like=node)
+            total = call(aten.sqrt.default, total)
         elif order != 1.0:
-            total = builder.call(
-                aten.pow.Tensor_Scalar, total, 1.0 / order, role=Role.FINISH_REDUCTION, like=node
-            )
-        return _cast(builder, node, total)
+            total = call(aten.pow.Tensor_Scalar, total, 1.0 / order)
+        return _cast(call, node, total)
 
-    return finish
+    return insert
 
 
-def _local(target: Callable, *args) -> Callable:
+def _local(target: Callable) -> Insert:
     """A partial that is ``target(shard)`` in the accumulation dtype."""
 
-    def partial(builder: Builder, node: fx.Node, shard: fx.Node) -> fx.Node:
+    def insert(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:
         dtype = _accumulation_dtype(node)
         if shard.meta["val"].dtype != dtype:
-            shard = builder.call(
-                aten._to_copy.default, shard, dtype=dtype, role=Role.PARTIAL, like=node
-            )
-        return builder.call(target, shard, *args, role=Role.PARTIAL, like=node)
+            shard = call(aten._to_copy.default, shard, dtype=dtype)
+        return call(target, shard)
 
-    return partial
+    return insert
 
 
-def _mean(builder: Builder, node: fx.Node, total: fx.Node) -> fx.Node:
-    numel = node.args[0].meta["val"].numel()
-    total = builder.call(aten.div.Tensor, total, numel, role=Role.FINISH_REDUCTION, like=node)
-    return _cast(builder, node, total)
+def _mean(call: Callable, node: fx.Node, total: fx.Node) -> fx.Node:
+    total = call(aten.div.Tensor, total, node.args[0].meta["val"].numel())
+    return _cast(call, node, total)
 
 
-def _is_nonzero(builder: Builder, node: fx.Node, value: fx.Node) -> fx.Node:
-    value = builder.call(aten.ne.Scalar, value, 0, role=Role.FINISH_REDUCTION, like=node)
-    return _cast(builder, node, value)
+def _is_nonzero(call: Callable, node: fx.Node, value: fx.Node) -> fx.Node:
+    return _cast(call, node, call(aten.ne.Scalar, value, 0))
 
 
 _LARGEST = ReductionRule(-math.inf, "max", _local(aten.amax.default), _cast)
@@ -172,32 +169,21 @@ class PendingReductions:
         self.waiting: dict[fx.Node, tuple[ReductionRule, fx.Node]] = {}
         self.collectives = 0
 
-    def add(self, node: fx.Node, rule: ReductionRule, partial: fx.Node) -> None:
-        self.waiting[node] = (rule, partial)
-
     def complete_before(self, reader: fx.Node) -> None:
         """Insert the collectives in front of ``reader`` and let all readers use the results."""
         groups: dict[tuple, list[fx.Node]] = {}
-        for node, (rule, partial) in self.waiting.items():
-            groups.setdefault((rule.reduction, partial.meta["val"].dtype), []).append(node)
+        for node, (rule, local) in self.waiting.items():
+            groups.setdefault((rule.reduction, local.meta["val"].dtype), []).append(node)
         for (reduction, _), nodes in groups.items():
-            with self.builder.graph.inserting_before(reader):
-                totals = self._reduce(reduction, nodes)
-                for node, total in zip(nodes, totals, strict=True):
-                    result = self.waiting[node][0].finish(self.builder, node, total)
-                    node.replace_all_uses_with(result)
+            origin = {"role": Role.REDUCE_SCALAR, "like": nodes[0]}
+            with self.builder.before(reader, **origin) as call:
+                stacked = call(aten.stack.default, [self.waiting[node][1] for node in nodes])
+                total = call(ops.wait, call(ops.all_reduce_start, stacked, reduction))
+                parts = [call(aten.select.int, total, 0, at) for at in range(len(nodes))]
+                for node, part in zip(nodes, parts, strict=True):
+                    finish = partial(call, role=Role.FINISH_REDUCTION, like=node)
+                    node.replace_all_uses_with(self.waiting[node][0].finish(finish, node, part))
             self.collectives += 1
         for node in self.waiting:
             self.builder.graph.erase_node(node)
         self.waiting = {}
-
-    def _reduce(self, reduction: str, nodes: list[fx.Node]) -> list[fx.Node]:
-        call = self.builder.call
-        origin = {"role": Role.REDUCE_SCALAR, "like": nodes[0]}
-        partials = [self.waiting[node][1] for node in nodes]
-        stacked = call(aten.stack.default, partials, **origin)
-        started = call(ops.all_reduce_start, stacked, reduction, **origin)
-        total = call(ops.wait, started, **origin)
-        return [
-            call(aten.select.int, total, 0, position, **origin) for position in range(len(nodes))
-        ]

@@ -6,9 +6,8 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders
-from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.schedule.placement import hoist, stagger_waits
+from zerofx.passes.schedule.placement import hoist_reduction, stagger_waits
 from zerofx.passes.zero.propagate import ShardPropagation
 from zerofx.passes.zero.shard_optimizer import scatter_gradients
 
@@ -35,28 +34,11 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if not input_role(node).unreduced:
             propagation.shard_input(node)
     scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
-    counts = propagation.run()
-    pairs = _hoist_reductions(gm.graph)
+    counts = propagation.run(shard_gradient_results=True)
+    pairs = []
+    for wait in [node for node in gm.graph.nodes if node.target is ops.wait]:
+        if wait.args[0].target is ops.reduce_scatter_start:
+            hoist_reduction(wait.args[0])
+            pairs.append((wait.args[0], wait))
     stagger_waits(pairs)
     return {"reduce-scatters": len(pairs), **counts}
-
-
-def _hoist_reductions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Start every reduce-scatter right after its gradient; return the (start, wait) pairs."""
-    pairs = []
-    for wait in [node for node in graph.nodes if node.target is ops.wait]:
-        start = wait.args[0]
-        if start.target is not ops.reduce_scatter_start:
-            continue
-        prepared: list[fx.Node] = []  # what stands between the gradients and the start
-        pending = [start]
-        while pending:
-            node = pending.pop()
-            prepared.append(node)
-            pending += [
-                s for s in node.all_input_nodes if role(s) in (Role.FLATTEN, Role.REDUCE_CAST)
-            ]
-        for node in reversed(prepared):
-            hoist(node)
-        pairs.append((start, wait))
-    return pairs

@@ -86,12 +86,7 @@ def scatter_gradients(
             continue
         if parameter_of(whole) in parameters and wait.users:
             waits.append(wait)
-    pairs = []
-    for group in _travelling_together(waits, ctx):
-        info = ctx.table[parameter_of(group[0])]
-        scatter = _scatter_bucket if info.shares_bucket else _scatter_alone
-        pairs.append(scatter(propagation, ctx, group))
-    return pairs
+    return [_scatter(propagation, ctx, group) for group in _travelling_together(waits, ctx)]
 
 
 def _travelling_together(waits: list[fx.Node], ctx: PassContext) -> list[list[fx.Node]]:
@@ -114,62 +109,33 @@ def _travelling_together(waits: list[fx.Node], ctx: PassContext) -> list[list[fx
     return groups
 
 
-def _scatter_alone(
+def _scatter(
     propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    (wait,) = group
-    builder, whole = propagation.builder, wait.args[0]
-    info = ctx.table[parameter_of(whole)]
-    origin = {"role": Role.REDUCE_GRADIENT, "parameter": info.index, "like": whole}
-    with propagation.graph.inserting_before(min(wait.users)):
-        flat = flatten(builder, whole.args[0], info, parameter=info.index, like=whole)
-        start = builder.call(
-            ops.reduce_scatter_start, flat, whole.args[1], ctx.world_size, **origin
-        )
-        shard = builder.call(ops.wait, start, **origin)
-    propagation.add_source(wait, info.index, shard)
-    return start, shard
-
-
-def _scatter_bucket(
-    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
-) -> tuple[fx.Node, fx.Node]:
-    """One reduce-scatter of several gradients; each is then a range of its result."""
+    """One reduce-scatter of a bucket's gradients, each then a range of its result; or of one."""
     builder = propagation.builder
     members = sorted(group, key=lambda wait: ctx.table[parameter_of(wait)].place.offset)
     infos = [ctx.table[parameter_of(wait)] for wait in members]
-    place = infos[0].place
-    last = max(wait.args[0].args[0] for wait in members)
-    origin = {"bucket": place.bucket, "like": last}
-    with propagation.graph.inserting_before(min(min(wait.users) for wait in members)):
-        flat = builder.call(
-            ops.flatten_bucket,
-            [wait.args[0].args[0] for wait in members],
-            [info.index for info in infos],
-            place.shard_numel * ctx.world_size,
-            role=Role.FLATTEN,
-            **origin,
-        )
-        start = builder.call(
-            ops.reduce_scatter_start,
-            flat,
-            members[0].args[0].args[1],
-            ctx.world_size,
-            role=Role.REDUCE_GRADIENT,
-            **origin,
-        )
-        reduced = builder.call(ops.wait, start, role=Role.REDUCE_GRADIENT, **origin)
-        for wait, info in zip(members, infos, strict=True):
-            position = info.position_in_shard
-            shard = builder.call(
-                aten.slice.Tensor,
-                reduced,
-                0,
-                position,
-                position + info.shard_numel,
-                role=Role.REDUCED_GRADIENT,
-                parameter=info.index,
-                like=wait,
-            )
-            propagation.add_source(wait, info.index, shard)
+    indices, place = [info.index for info in infos], infos[0].place
+    wholes = [wait.args[0].args[0] for wait in members]
+    first = members[0].args[0]
+    shares = infos[0].shares_bucket
+    here = min(min(wait.users) for wait in members)
+    origin = {"like": max(wholes) if shares else first, **builder.serving(indices)}
+    with builder.before(here, role=Role.REDUCE_GRADIENT, **origin) as call:
+        if shares:
+            numel = place.shard_numel * ctx.world_size
+            flat = call(ops.flatten_bucket, wholes, indices, numel, role=Role.FLATTEN)
+        else:
+            flat = flatten(builder, wholes[0], infos[0], first)
+        start = call(ops.reduce_scatter_start, flat, first.args[1], ctx.world_size)
+        reduced = call(ops.wait, start)
+    for wait, info in zip(members, infos, strict=True):
+        shard = reduced
+        if shares:
+            origin = {"role": Role.REDUCED_GRADIENT, "parameter": info.index, "like": wait}
+            with builder.before(here, **origin) as call:
+                begin = info.position_in_shard
+                shard = call(aten.slice.Tensor, reduced, 0, begin, begin + info.shard_numel)
+        propagation.add_source(wait, info.index, shard)
     return start, reduced

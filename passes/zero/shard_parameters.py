@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders, written_input
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.propagate import ShardPropagation
@@ -60,7 +60,7 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             continue
         gathered = _gathered(wait)
         written = all(
-            shard.target is ops.update or any(map(_writes_parameter, whole.users))
+            shard.target is ops.update or any(map(_is_new_value, whole.users))
             for whole, shard in gathered
         )
         if not written:
@@ -89,9 +89,6 @@ def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     return found
 
 
-def _writes_parameter(node: fx.Node) -> bool:
-    return (
-        node.target is aten.copy_.default
-        and node.args[0].op == "placeholder"
-        and input_role(node.args[0]).kind == "parameter"
-    )
+def _is_new_value(node: fx.Node) -> bool:
+    into = written_input(node)
+    return into is not None and into.kind == "parameter"

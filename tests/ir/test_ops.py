@@ -14,7 +14,7 @@ from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.collectives import schedule
-from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES
+from zerofx.ir.rules import _RULES, FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, define
 from zerofx.ir.sizes import value_bytes
 from zerofx.replay.reference import Reference
 from zerofx.report.python_text import target_text
@@ -22,7 +22,7 @@ from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.step import StepRuntime
 from zerofx.verify.verifier import verify
 
-TARGETS = tuple(ops._RULES)
+TARGETS = tuple(_RULES)
 OPERATORS = {target._schema.name: target for target in TARGETS}
 REPLACED_BEFORE_A_PROGRAM_RUNS = (ops.gradient, ops.optimizer_step)
 
@@ -41,7 +41,7 @@ def test_every_operator_has_a_kernel_and_every_lane_a_wait():
     files.kernels.side_effect = lambda: ProgramFiles.kernels(files)
     step.files = files
     kernels = StepRuntime.kernels(step)
-    waits = {target for target in TARGETS if ops._RULES[target].waits}
+    waits = {target for target in TARGETS if _RULES[target].waits}
     assert {one for one in kernels if not isinstance(one, tuple)} == {
         *set(TARGETS) - waits - set(REPLACED_BEFORE_A_PROGRAM_RUNS)
     }
@@ -65,7 +65,7 @@ def test_what_starts_is_waited_for_and_has_a_lane_and_bytes():
 def gather_in_int8():
     """An operator that no file of the product knows: shards travel as a quarter of their bytes."""
 
-    @ops._define(
+    @define(
         "gather_in_int8_start(Tensor shard, int world_size) -> Tensor",
         lane=LINK,
         starts=True,

@@ -22,8 +22,7 @@ from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.compiler import rewrite as compiler
 from zerofx.ir import ops
-from zerofx.ir.interface import InputRole, set_input_role
-from zerofx.ir.lowered import gradient_work
+from zerofx.ir.interface import InputRole, gradient_work, set_input_role
 from zerofx.lower.regions import CompiledRegion
 from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
 from zerofx.passes.pipeline import PIPELINE

@@ -10,7 +10,7 @@ from tests.kit.programs import clone, context_of, mlp_step, rewritten, run_passe
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
-from zerofx.ir.lowered import region_of, set_region
+from zerofx.ir.interface import region_of, set_region
 from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.verify.verifier import verify
 

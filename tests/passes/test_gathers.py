@@ -197,12 +197,12 @@ def test_flattening_and_unflattening_are_inverse(shape, stride, world_size):
     info = describe(0, "w", shape, world_size, stride)
     whole = torch.empty_strided(info.shape, info.stride)
     whole.copy_(torch.arange(1.0, info.numel + 1).reshape(shape))
-    flat = in_program(whole, lambda b, n: flatten(b, n, info, parameter=0))(whole)
+    flat = in_program(whole, lambda b, n: flatten(b, n, info, n))(whole)
     assert flat.shape == (info.place.extent,)
     assert flat[info.numel :].eq(0).all()
     memory = whole.as_strided((info.numel,), (1,))
     torch.testing.assert_close(flat[: info.numel], memory, rtol=0, atol=0)
-    back = in_program(flat, lambda b, n: unflatten(b, n, info, info.shape, parameter=0))(flat)
+    back = in_program(flat, lambda b, n: unflatten(b, n, info, info.shape, n))(flat)
     torch.testing.assert_close(back, whole, rtol=0, atol=0)
     sized = [dim for dim, size in enumerate(info.shape) if size > 1]
     assert [back.stride(dim) for dim in sized] == [info.stride[dim] for dim in sized]
@@ -212,12 +212,12 @@ def test_flattening_and_unflattening_are_inverse(shape, stride, world_size):
 def test_a_gradient_in_another_layout_than_its_parameter_is_laid_out_like_it():
     info = describe(0, "w", (5, 3), 2, (1, 5))
     gradient = torch.arange(15.0).reshape(5, 3)
-    flat = in_program(gradient, lambda b, n: flatten(b, n, info, parameter=0))(gradient)
+    flat = in_program(gradient, lambda b, n: flatten(b, n, info, n))(gradient)
     torch.testing.assert_close(flat[:15], gradient.t().reshape(-1), rtol=0, atol=0)
 
 
 def test_a_reshaped_value_is_unflattened_to_its_own_shape():
     info = describe(0, "w", (5, 3), 2)
     flat = torch.arange(16.0)
-    whole = in_program(flat, lambda b, n: unflatten(b, n, info, (3, 5), parameter=0))(flat)
+    whole = in_program(flat, lambda b, n: unflatten(b, n, info, (3, 5), n))(flat)
     torch.testing.assert_close(whole, torch.arange(15.0).view(3, 5), rtol=0, atol=0)

@@ -31,7 +31,7 @@ from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.roles import provenance
 from zerofx.passes.fuse.write_back import write_back
-from zerofx.passes.zero.whole_tensor_update import balanced
+from zerofx.passes.zero.updates import balanced
 
 STAGES = (1, 2, 3)
 

@@ -37,7 +37,8 @@ from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role, placeholders, why_kept
 from zerofx.ir.roles import provenance, role
 from zerofx.ir.sizes import value_bytes
-from zerofx.passes.memory.saved_values import LONGEST_CHAIN, _Network
+from zerofx.passes.memory.minimum_cut import Network
+from zerofx.passes.memory.saved_values import LONGEST_CHAIN
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
@@ -543,7 +544,7 @@ def test_the_cut_is_the_smallest_and_unique(seed):
     )
     found = set()
     for order in (wanted, wanted[::-1], wanted[1:] + wanted[:1]):
-        network = _Network()
+        network = Network()
         for node in nodes:
             network.add(node, width[node], sources.get(node))
         for node in order:
@@ -559,7 +560,7 @@ def test_the_cut_is_the_smallest_and_unique(seed):
 def test_of_equal_cuts_it_takes_the_one_that_repeats_least():
     graph = fx.Graph()
     nodes = [graph.placeholder(f"value{i}") for i in range(3)]
-    network = _Network()
+    network = Network()
     network.add(nodes[0], 4)
     network.add(nodes[1], 4, [nodes[0]])
     network.add(nodes[2], 4, [nodes[1]])

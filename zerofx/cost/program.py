@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from zerofx import compat
 from zerofx.hardware import Figures
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, done_with, is_compute, mutated_inputs
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
@@ -42,23 +42,20 @@ def live_bytes(
 ) -> list[int]:
     """Bytes that the program has allocated on the device and not freed while each node runs.
 
-    In program order; inputs (parameters, optimizer states, the batch) and constants are not
-    counted, nor what an operator allocates for itself, but for updates; with ``sockets`` the buffer
-    counts that a reduction on a CPU receives into.  In a world of one, collectives allocate
-    nothing.  Memory lives until the last reader of the last view of it; what one call carries to
-    the next is there from the program's start, and to its end.  ``ignored`` nodes count as views
-    of nothing.  Symbolic sizes count as they were when captured.  With ``early_updates`` each
+    In program order; inputs and constants are not counted, nor what an operator allocates for
+    itself, but for updates; with ``sockets`` the buffer counts that a reduction on a CPU receives
+    into.  In a world of one, collectives allocate nothing.  Memory lives until the last reader of
+    the last view of it.  ``ignored`` nodes count as views of nothing.  With ``early_updates`` each
     update counts as run where its gradient is there, as ``update_in_backward`` will have it.  With
-    a ``table`` it allocates what it does on the rank whose shard is largest, so that ranks that
-    plan with these bytes plan alike.  Symbolic sizes get guards, unless what is said is ``hinted``.
+    a ``table`` it allocates what it does on the rank whose shard is largest: ranks plan alike.
+    Symbolic sizes count as they were when captured, and get guards unless ``hinted``.
     """
     place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
     if early_updates:
         _move_updates_up(place)
     nodes = sorted(graph.nodes, key=place.__getitem__)
     changes = [0] * (len(nodes) + 1)
-    bytes_of = hinted_tensor_bytes if hinted else tensor_bytes
-    for made in _allocations(nodes, world_size, ignored, sockets, table, bytes_of):
+    for made in _Memory(world_size, sockets, hinted, table, ignored).of(nodes):
         changes[made.begin] += made.nbytes
         changes[made.end + 1] -= made.nbytes
     alive: list[int] = []
@@ -94,59 +91,91 @@ def allocations(
     At any position, the bytes of those allocations that are alive there add up to it.  But no
     guard is made of a symbolic size: this is for who looks at programs, and must not change them.
     """
-    lies_in: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
-    nodes = list(graph.nodes)
-    made = _allocations(nodes, world_size, (), sockets, None, hinted_tensor_bytes, lies_in)
-    return list(made), lies_in
+    memory = _Memory(world_size, sockets, hinted=True)
+    return list(memory.of(list(graph.nodes))), memory.roots
 
 
-def _allocations(
-    nodes: Sequence[fx.Node],
-    world_size: int,
-    ignored: Collection[fx.Node],
-    sockets: bool,
-    table: ParameterTable | None,
-    bytes_of: Callable[[Any], int],
-    roots: dict[fx.Node, set[tuple[fx.Node, int]]] | None = None,
-) -> Iterator[Allocation]:
-    """Yield the allocations of these nodes in order; note the places of results."""
-    order = {node: position for position, node in enumerate(nodes)}
-    skipped = set(ignored)
-    roots = {} if roots is None else roots
-    sizes: dict[tuple[fx.Node, int], int] = {}
-    last: dict[tuple[fx.Node, int], int] = {}
-    for node in nodes:
-        roots[node] = _roots(node, world_size, roots, sizes, skipped, bytes_of)
-        death = max((done_with(user, order) for user in node.users), default=order[node])
-        for root in roots[node]:
-            last[root] = max(last.get(root, 0), death)
-    for (node, part), nbytes in sizes.items():
-        yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
-    for node in nodes:
-        here = order[node]
-        if sockets and ops.rules(node).reduces:
-            operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
-            received = sum(bytes_of(operand.meta["val"]) for operand in operands)
-            if world_size > 1 and node.meta["val"].device.type == "cpu":
-                yield Allocation(node, 0, here, done_with(node, order), received, own=True)
+class _Memory:
+    """The allocations of a program's nodes, and those that each result lies in."""
+
+    def __init__(
+        self,
+        world_size: int,
+        sockets: bool,
+        hinted: bool,
+        table: ParameterTable | None = None,
+        ignored: Collection[fx.Node] = (),
+    ) -> None:
+        self.world_size, self.sockets, self.table = world_size, sockets, table
+        self.bytes_of = hinted_tensor_bytes if hinted else tensor_bytes
+        self.ignored = set(ignored)
+        self.roots: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
+        self.sizes: dict[tuple[fx.Node, int], int] = {}
+
+    def of(self, nodes: Sequence[fx.Node]) -> Iterator[Allocation]:
+        """Yield the allocations of these nodes, in order; note the places of results."""
+        order = {node: position for position, node in enumerate(nodes)}
+        last: dict[tuple[fx.Node, int], int] = {}
+        for node in nodes:
+            self.roots[node] = self._roots_of(node)
+            death = max((done_with(user, order) for user in node.users), default=order[node])
+            for root in self.roots[node]:
+                last[root] = max(last.get(root, 0), death)
+        for (node, part), nbytes in self.sizes.items():
+            yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
+        for node in nodes:
+            if nbytes := self._own_bytes(node):
+                end = done_with(node, order) if ops.rules(node).reduces else order[node]
+                yield Allocation(node, 0, order[node], end, nbytes, own=True)
+
+    def _own_bytes(self, node: fx.Node) -> int:
+        """Bytes that a node allocates for itself."""
         if node.target is ops.on_owners:
-            temporary = OWNER_TEMPORARIES * owned_bytes(node, world_size, table)
-            yield Allocation(node, 0, here, here, temporary, own=True)
+            return OWNER_TEMPORARIES * owned_bytes(node, self.world_size, self.table)
         if node.target is ops.update:
             value = node.args[0].meta["val"]
-            nbytes = bytes_of(value)
-            if table is not None and value.dim() == 1:
-                largest = table[node.args[3]].largest_shard_numel * value.dtype.itemsize
+            nbytes = self.bytes_of(value)
+            if self.table is not None and value.dim() == 1:
+                largest = self.table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
-            yield Allocation(node, 0, here, here, UPDATE_TEMPORARIES * nbytes, own=True)
+            return UPDATE_TEMPORARIES * nbytes
+        if not (self.sockets and self.world_size > 1 and ops.rules(node).reduces):
+            return 0
+        if node.meta["val"].device.type != "cpu":
+            return 0
+        operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
+        return sum(self.bytes_of(operand.meta["val"]) for operand in operands)
+
+    def _roots_of(self, node: fx.Node) -> set[tuple[fx.Node, int]]:
+        """The allocations that a node's result lies in; notes the size of a new one."""
+        roots = self.roots
+        if node.op != "call_function" or node in self.ignored:
+            return set()
+        if ops.lane(node) in (FILES, TO_HOST):  # what it makes is on the host
+            return set()
+        if node.target is operator.getitem:
+            part = node.args
+            if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results
+                return {part}
+            return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
+        sources = aliased_inputs(node) or mutated_inputs(node)
+        if self.world_size == 1 and ops.is_collective(node):
+            sources = node.all_input_nodes
+        if sources:
+            return set().union(*(roots[source] for source in sources))
+        value = node.meta.get("val")
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        made = [(node, at) for at, part in enumerate(parts) if isinstance(part, torch.Tensor)]
+        self.sizes |= {(node, at): self.bytes_of(parts[at]) for _, at in made}
+        return set(made)
 
 
 def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
     """Place each update, and what only it waits for, behind the last thing that these need."""
 
     def move(node: fx.Node, turn: int) -> None:
-        stays = node.op != "call_function" or ops.is_ours(node.target) or mutated_inputs(node)
-        if place[node][1] or (stays and node.target is not ops.update) or not node.all_input_nodes:
+        moves = is_compute(node) or node.target is ops.update
+        if place[node][1] or not moves or not node.all_input_nodes:
             return
         for operand in node.all_input_nodes:
             move(operand, turn)
@@ -155,39 +184,6 @@ def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
     updates = [node for node in place if node.target is ops.update]
     for turn, update in enumerate(updates, 1):
         move(update, turn)
-
-
-def _roots(
-    node: fx.Node,
-    world_size: int,
-    roots: dict[fx.Node, set[tuple[fx.Node, int]]],
-    sizes: dict[tuple[fx.Node, int], int],
-    skipped: set[fx.Node],
-    bytes_of: Callable[[Any], int],
-) -> set[tuple[fx.Node, int]]:
-    """The allocations that a node's result lies in; notes the size of a new one."""
-    if node.op != "call_function" or node in skipped:
-        return set()
-    if ops.lane(node) in (FILES, TO_HOST):  # what it makes is on the host
-        return set()
-    if node.target is operator.getitem:
-        part = node.args
-        if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results
-            return {part}
-        return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
-    sources = aliased_inputs(node) or mutated_inputs(node)
-    if world_size == 1 and ops.is_collective(node):
-        sources = node.all_input_nodes
-    if sources:
-        return set().union(*(roots[source] for source in sources))
-    value = node.meta.get("val")
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    made = set()
-    for index, part in enumerate(parts):
-        if isinstance(part, torch.Tensor):
-            sizes[node, index] = bytes_of(part)
-            made.add((node, index))
-    return made
 
 
 # torch counts these from 2.15 on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -78,6 +78,13 @@ def is_compute(node: fx.Node) -> bool:
     return is_call and not ops.is_ours(node.target) and not mutated_inputs(node)
 
 
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node only names another's memory, in whatever shape."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return is_compute(node) and len(aliased_inputs(node)) == 1
+
+
 def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     """``node`` and every later node that may share its memory.
 
@@ -94,6 +101,16 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
                 found.add(user)
                 pending.append(user)
     return found
+
+
+def uses(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Every reader of ``node``'s memory, with the alias that it reads."""
+    return ((reader, alias) for alias in aliases(node) for reader in alias.users)
+
+
+def readers(node: fx.Node) -> set[fx.Node]:
+    """Every node that reads ``node``'s memory, through whatever view."""
+    return {reader for reader, _ in uses(node)}
 
 
 def memory_of(node: fx.Node) -> set[fx.Node]:
@@ -125,9 +142,7 @@ def shard_of(node: fx.Node) -> int:
 
 def writers(node: fx.Node) -> set[fx.Node]:
     """Every node that writes to ``node``'s memory."""
-    return {
-        user for alias in aliases(node) for user in alias.users if alias in mutated_inputs(user)
-    }
+    return {reader for reader, alias in uses(node) if alias in mutated_inputs(reader)}
 
 
 def done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:

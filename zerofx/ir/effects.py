@@ -7,7 +7,7 @@ from collections import Counter
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, writers
+from zerofx.ir.aliases import readers, writers
 from zerofx.ir.graph import updated_by
 from zerofx.ir.interface import input_role, placeholders, written_gradients
 from zerofx.ir.offload import is_staged, operands_of_updates
@@ -74,6 +74,5 @@ def gradients_read_after_update(graph: fx.Graph) -> set[int]:
         update.parameter
         for node in graph.nodes
         for update in operands_of_updates(node)
-        for alias in aliases(update.gradient)
-        if any(reader > node for reader in alias.users)
+        if any(reader > node for reader in readers(update.gradient))
     }

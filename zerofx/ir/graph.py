@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -86,6 +87,18 @@ class Builder:
         self.refresh(node)
         return node
 
+    @contextmanager
+    def before(self, node: fx.Node, **origin: Any) -> Iterator[Callable[..., fx.Node]]:
+        """Insert in front of ``node``, and like it; ``origin`` is what ``call`` takes by name."""
+        with self.graph.inserting_before(node):
+            yield partial(self.call, **{"like": node, **origin})
+
+    def serving(self, indices: Sequence[int]) -> dict[str, int]:
+        """The origin of what serves these parameters, of one bucket, together."""
+        assert self.table is not None
+        first = self.table[indices[0]]
+        return {"bucket": first.place.bucket} if first.shares_bucket else {"parameter": first.index}
+
     def _name(self, node: fx.Node, role: Role, parameter: int, bucket: int) -> str:
         """``gather_start_head_weight``: what a reader of the dumped program looks for."""
         stem = f"{role}_start" if ops.starts(node) else role
@@ -95,11 +108,9 @@ class Builder:
             return stem
         return f"{stem}_{self.table[parameter].name}"
 
-    def copy(
-        self, node: fx.Node, substitute: Callable[[fx.Node], fx.Node], **origin: Any
-    ) -> fx.Node:
-        """Insert a copy of ``node`` that reads ``substitute(argument)`` for each argument."""
-        duplicate = self.graph.node_copy(node, substitute)
+    def copy(self, node: fx.Node, substitutes: Mapping[fx.Node, fx.Node], **origin: Any) -> fx.Node:
+        """Insert a copy of ``node`` that reads ``substitutes`` for those of its arguments."""
+        duplicate = self.graph.node_copy(node, lambda source: substitutes.get(source, source))
         duplicate.meta = dict(node.meta)
         if origin:
             duplicate.meta["zerofx"] = Provenance(inserted_by=self.inserted_by, **origin)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.ir.parameters import KeptGathered, Resident
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,12 @@ def input_role(node: fx.Node) -> InputRole:
 
 def set_input_role(node: fx.Node, role: InputRole) -> None:
     node.meta["zerofx_input"] = role
+
+
+def written_input(node: fx.Node) -> InputRole | None:
+    """The role of the input that a ``copy_`` writes to; None for any other node."""
+    is_write = node.target is aten.copy_.default and node.args[0].op == "placeholder"
+    return input_role(node.args[0]) if is_write else None
 
 
 def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
@@ -109,3 +119,27 @@ def mark_kept(node: fx.Node, reason: str) -> None:
 def why_kept(node: fx.Node) -> str | None:
     """Why a value is kept from forward to backward; None if nobody decided on it."""
     return node.meta.get("zerofx_kept")
+
+
+STANDS_FOR = "zerofx_stands_for"
+"""In a node's metadata, the name of the first node that it runs in place of."""
+
+
+def set_gradient_work(update: fx.Node, work: Any) -> None:
+    """Record what ``update_together`` says as text, for a kernel."""
+    update.meta["zerofx_work"] = work
+
+
+def gradient_work(update: fx.Node) -> Any:
+    """Return the work on gradients that an ``update_together`` does first; None for none."""
+    return update.meta.get("zerofx_work")
+
+
+def set_region(node: fx.Node, number: int) -> None:
+    """Record which run of compute a node is in: what is compiled together."""
+    node.meta["zerofx_region"] = number
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The run of compute that a node is in; None for what is none, or not in one yet."""
+    return node.meta.get("zerofx_region")

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, is_kept_on_host
+from zerofx.ir.aliases import is_kept_on_host, readers
 from zerofx.ir.graph import program_order
 from zerofx.ir.roles import parameter_of
 from zerofx.ir.rules import FILES, TO_DEVICE, TO_HOST
@@ -105,9 +105,8 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
 
     What is started reads it until its wait.
     """
-    readers = [user for alias in aliases(start) for user in alias.users]
     last = [order[start]]
-    for reader in readers:
+    for reader in readers(start):
         last += [order[wait] for wait in reader.users] if ops.starts(reader) else [order[reader]]
     return max(last)
 
@@ -115,14 +114,14 @@ def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
 def assign_slots(
     starts: Sequence[fx.Node],
     choose: Callable[[fx.Node, list[int], list[int]], int | None],
-    first: int = 0,
 ) -> int:
-    """Number the staging buffers from ``first`` on: none is written to before it has been read.
+    """Number staging buffers behind those there are: none is written to before it has been read.
 
     ``choose`` is given a start, the buffers that are free where it stands and the bytes of all, and
     returns one of the free, or None for a new one.  Return how many there are.
     """
     order = program_order(starts[0].graph) if starts else {}
+    first = max((slot_of(node) for node in order if is_staged(node)), default=-1) + 1
     free_from: list[int] = []
     sizes: list[int] = []
     for start in starts:

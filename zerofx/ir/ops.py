@@ -7,52 +7,20 @@ compiled function, so that no operator needs process-wide state.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from zerofx.ir.parameters import ParameterTable, shard_numel
+from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
-from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, Rules
+from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, argument, at, define, rules
+from zerofx.ir.rules import is_ours as is_ours
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 
-NAMESPACE = "zerofx"
 HOST = "host"
 """The place that is no device's: host memory."""
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-_RULES: dict[Any, Rules] = {}
-_OF_OTHERS = Rules()
-
-
-def _define(schema: str, **rules: Any):
-    """Define an operator with these rules; the decorated function is its fake implementation."""
-
-    def register(fake):
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        qualified = schema.split("(", 1)[0]
-        torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
-        name, _, overload = qualified.partition(".")
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        defined = getattr(packet, overload or "default")
-        _RULES[defined] = Rules(**rules)
-        return defined
-
-    return register
-
-
-def rules(node: fx.Node) -> Rules:
-    """The rules of a node's operator; of what is none of ours, those that say nothing."""
-    return _RULES.get(node.target, _OF_OTHERS)
-
-
 UPDATE_STREAMS = 7
 """The streams that AdamW reads and writes: a gradient, the value and both moments twice."""
-
-
-def _first(node: fx.Node) -> list[fx.Node]:
-    return [node.args[0]]
 
 
 def _operand_bytes(node: fx.Node) -> int:
@@ -66,31 +34,34 @@ def _is_of_gradient(reduction: fx.Node) -> bool:
 def _shared_bytes(node: fx.Node, table: ParameterTable) -> int:
     """Bytes of equal shares: ranks predict alike, whose shards differ in length."""
     itemsize = node.args[0][0].meta["val"].dtype.itemsize
-    return sum(shard_numel(table[i].numel, table[i].world_size) * itemsize for i in node.args[1])
+    return sum(table[index].share_numel * itemsize for index in node.args[1])
 
 
 def _update_bytes(node: fx.Node, table: ParameterTable) -> float:
-    info = table[node.args[3]]
-    is_whole = node.args[0].meta["val"].shape == info.shape
-    return UPDATE_STREAMS * info.nbytes / (1 if is_whole else info.world_size)
-
-
-def _updates_bytes(node: fx.Node, table: ParameterTable) -> float:
-    infos = [table[index] for index in node.args[3]]
+    value, index = node.args[0], node.args[3]
+    if isinstance(index, int) and value.meta["val"].shape == table[index].shape:
+        return UPDATE_STREAMS * table[index].nbytes
+    infos = [table[each] for each in ([index] if isinstance(index, int) else index)]
     return sum(UPDATE_STREAMS * info.nbytes / info.world_size for info in infos)
 
 
-def _hinted_result(node: fx.Node, table: ParameterTable) -> int:
-    return hinted_bytes(node)
+# What operators that reduce have in common, and those that update in host memory.
+_REDUCES = {"lane": LINK, "starts": True, "reduces": True, "uniform": True}
+_UPDATES_ON_HOST = {
+    "lane": UPDATES,
+    "starts": True,
+    "carries": _update_bytes,
+    "updates": lambda node: tuple(node.args[2:4]),
+}
 
 
-@_define("gradient(Tensor grad, int parameter) -> Tensor", uniform=True, holds="gradients")
+@define("gradient(Tensor grad, int parameter) -> Tensor", uniform=True, holds="gradients")
 def gradient(grad, parameter):
     """Mark a gradient where backward hands it to ``p.grad``: local to the rank until reduced."""
     return torch.empty_like(grad)
 
 
-@_define(
+@define(
     "optimizer_step(Tensor[] params, Tensor[] grads, int optimizer, Tensor? found_inf=None,"
     " int[] parameters=[]) -> Tensor[]",
     updates=lambda node: (node.args[2], node.args[4]),
@@ -103,12 +74,9 @@ def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
     return [torch.empty_like(p) for p in params]
 
 
-@_define(
+@define(
     "all_reduce_start(Tensor input, str reduction) -> Tensor",
-    lane=LINK,
-    starts=True,
-    reduces=True,
-    uniform=True,
+    **_REDUCES,
     sends=_operand_bytes,
     rounds=lambda node: 2 if _is_of_gradient(node) else 1,
     traffic=lambda node: "reductions" if _is_of_gradient(node) else "scalars",
@@ -118,12 +86,9 @@ def all_reduce_start(input, reduction):
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-@_define(
+@define(
     "reduce_scatter_start(Tensor flat, str reduction, int world_size) -> Tensor",
-    lane=LINK,
-    starts=True,
-    reduces=True,
-    uniform=True,
+    **_REDUCES,
     sends=_operand_bytes,
     traffic=lambda node: "reductions",
     holds=lambda node: "gradients" if _is_of_gradient(node) else "temporaries",
@@ -133,7 +98,7 @@ def reduce_scatter_start(flat, reduction, world_size):
     return flat.new_empty(flat.shape[0] // world_size)
 
 
-@_define(
+@define(
     "all_gather_start(Tensor shard, int world_size) -> Tensor",
     lane=LINK,
     starts=True,
@@ -148,11 +113,11 @@ def all_gather_start(shard, world_size):
     return shard.new_empty(shard.shape[0] * world_size)
 
 
-@_define(
+@define(
     "wait(Tensor started) -> Tensor",
     waits=True,
-    shares=_first,
-    acts=lambda node: not ends_collective(node),
+    shares=lambda node: [node.args[0]],
+    acts=lambda node: waits_on(node) != LINK,
 )
 def wait(started):
     """The result of a ``*_start``, complete: its argument's memory.
@@ -164,19 +129,19 @@ def wait(started):
     return torch.empty_like(started)
 
 
-@_define("free(Tensor gathered) -> ()", acts=True, gives_up=True)
+@define("free(Tensor gathered) -> ()", acts=True, gives_up=True)
 def free(gathered):
     """Release a gathered buffer now, whoever still holds a view of it."""
     return None
 
 
-@_define("take_shard(Tensor whole, int parameter, int shard_numel) -> Tensor")
+@define("take_shard(Tensor whole, int parameter, int shard_numel) -> Tensor")
 def take_shard(whole, parameter, shard_numel):
     """This rank's flat [n] range of a whole tensor laid out like the parameter."""
     return whole.new_empty(shard_numel)
 
 
-@_define("mask_padding(Tensor shard, int parameter, float identity) -> Tensor")
+@define("mask_padding(Tensor shard, int parameter, float identity) -> Tensor")
 def mask_padding(shard, parameter, identity):
     """The shard with what lies past the parameter's end replaced by ``identity``.
 
@@ -185,7 +150,7 @@ def mask_padding(shard, parameter, identity):
     return shard.new_empty(max(shard.shape[0], 1))
 
 
-@_define(
+@define(
     "pack(Tensor[] shards, int[] parameters, int numel) -> Tensor", shares=lambda node: node.args[0]
 )
 def pack(shards, parameters, numel):
@@ -196,7 +161,7 @@ def pack(shards, parameters, numel):
     return shards[0].new_empty(numel)
 
 
-@_define(
+@define(
     "flatten_bucket(Tensor[] wholes, int[] parameters, int numel) -> Tensor",
     memory_bytes=lambda node, table: 2 * hinted_bytes(node),
     holds="gradients",
@@ -206,7 +171,7 @@ def flatten_bucket(wholes, parameters, numel):
     return wholes[0].new_empty(numel)
 
 
-@_define(
+@define(
     "update(Tensor(a!) values, Tensor grad, int optimizer, int parameter,"
     " Tensor? found_inf=None) -> Tensor(a!)",
     memory_bytes=_update_bytes,
@@ -220,11 +185,11 @@ def update(values, grad, optimizer, parameter, found_inf=None):
     return torch.empty_like(values)
 
 
-@_define(
+@define(
     "update_together(Tensor(a!)[] values, Tensor[] grads, int optimizer, int[] parameters,"
     " Tensor? found_inf=None, str work='', Tensor[]? coefficients=None, int? norm=None)"
     " -> Tensor(a!)[]",
-    memory_bytes=_updates_bytes,
+    memory_bytes=_update_bytes,
     updates=lambda node: tuple(node.args[2:4]),
 )
 def update_together(
@@ -241,7 +206,7 @@ def update_together(
     return [*map(torch.empty_like, values), *(squares if norm is not None else ())]
 
 
-@_define("write_back(Tensor gathered, Tensor(a!)[] wholes, int[] parameters) -> ()")
+@define("write_back(Tensor gathered, Tensor(a!)[] wholes, int[] parameters) -> ()")
 def write_back(gathered, wholes, parameters):
     """Copy a bucket's new values, of these parameters, to where the whole parameters lie.
 
@@ -251,13 +216,10 @@ def write_back(gathered, wholes, parameters):
     return None
 
 
-@_define(
+@define(
     "reduce_bucket_start(Tensor[] wholes, int[] parameters, int numel, str reduction,"
     " int world_size) -> Tensor",
-    lane=LINK,
-    starts=True,
-    reduces=True,
-    uniform=True,
+    **_REDUCES,
     sends=lambda node: node.args[2] * node.meta["val"].dtype.itemsize,
     traffic=lambda node: "reductions",
     holds="gradients",
@@ -267,7 +229,7 @@ def reduce_bucket_start(wholes, parameters, numel, reduction, world_size):
     return wholes[0].new_empty(numel // world_size)
 
 
-@_define(
+@define(
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
     " int flops, Tensor? found_inf=None) -> Tensor[]",
     flops=lambda node: node.args[5],
@@ -282,11 +244,11 @@ def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=Non
     return [torch.empty_like(grad) for grad in grads]
 
 
-@_define(
+@define(
     "copy_start(Tensor[] values, int[] parameters, str place, int slot=-1) -> Tensor",
     lane=lambda node: TO_HOST if node.args[2] == HOST else TO_DEVICE,
     starts=True,
-    carries=lambda node, table: (_shared_bytes if node.args[1] else _hinted_result)(node, table),
+    carries=lambda n, table: _shared_bytes(n, table) if n.args[1] else hinted_bytes(n),
     holds=lambda node: "staging" if node.args[1] else "activations",
 )
 def copy_start(values, parameters, place, slot=-1):
@@ -304,7 +266,7 @@ def copy_start(values, parameters, place, slot=-1):
     return values[0].new_empty(sum(value.shape[0] for value in values), device=device)
 
 
-@_define(
+@define(
     "copy_start.shards(Tensor[] values, int[] parameters, Tensor(a!)[] shards) -> Tensor(a!)[]",
     lane=TO_HOST,
     starts=True,
@@ -315,13 +277,10 @@ def copy_start_shards(values, parameters, shards):
     return [torch.empty_like(shard) for shard in shards]
 
 
-@_define(
+@define(
     "update_start(Tensor(a!) values, Tensor grads, int optimizer, int[] parameters,"
     " Tensor? found_inf=None) -> Tensor(a!)",
-    lane=UPDATES,
-    starts=True,
-    carries=_updates_bytes,
-    updates=lambda node: tuple(node.args[2:4]),
+    **_UPDATES_ON_HOST,
 )
 def update_start(values, grads, optimizer, parameters, found_inf=None):
     """Start the updates of neighbouring shards in host memory, in place, beside the step.
@@ -332,25 +291,22 @@ def update_start(values, grads, optimizer, parameters, found_inf=None):
     return torch.empty_like(values)
 
 
-@_define(
+@define(
     "update_start.shards(Tensor(a!)[] values, Tensor grads, int optimizer, int[] parameters,"
     " Tensor? found_inf=None) -> Tensor(a!)[]",
-    lane=UPDATES,
-    starts=True,
-    carries=_updates_bytes,
-    updates=lambda node: tuple(node.args[2:4]),
+    **_UPDATES_ON_HOST,
 )
 def update_start_shards(values, grads, optimizer, parameters, found_inf=None):
     """The same of a bucket's shards that are kept in host memory, where they lie."""
     return [torch.empty_like(shard) for shard in values]
 
 
-@_define(
+@define(
     "fetch_start(Tensor? evicted, str what, int[] parameters=[], int? optimizer=None,"
     " int nbytes=0) -> Tensor",
     lane=FILES,
     starts=True,
-    carries=_hinted_result,
+    carries=lambda node, table: hinted_bytes(node),
 )
 def fetch_start(evicted, what, parameters=(), optimizer=None, nbytes=0):
     """Start reading from files, to host memory, ``what`` files may hold.
@@ -362,7 +318,7 @@ def fetch_start(evicted, what, parameters=(), optimizer=None, nbytes=0):
     return torch.empty(nbytes, dtype=torch.uint8) if evicted is None else torch.empty_like(evicted)
 
 
-@_define(
+@define(
     "evict(Tensor there, str what, int[] parameters=[], int? optimizer=None, bool changed=True)"
     " -> Tensor",
     lane=FILES,
@@ -380,29 +336,15 @@ def evict(there, what, parameters=(), optimizer=None, changed=True):
     return torch.empty_like(there)
 
 
-@_define("wait.shards(Tensor(a)[] started) -> Tensor(a)[]", waits=True, acts=True)
+@define("wait.shards(Tensor(a)[] started) -> Tensor(a)[]", waits=True, acts=True)
 def wait_shards(started):
     """The same of shards that are kept in host memory and have been written to."""
     return [torch.empty_like(shard) for shard in started]
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """One argument of a call of one of our operators, or what it is if not given."""
-    for position, one in enumerate(node.target._schema.arguments):
-        if one.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, one.default_value)
-    raise KeyError(name)
-
-
-def _at(rule: Any, node: fx.Node) -> Any:
-    return rule(node) if callable(rule) else rule
-
-
 def lane(node: fx.Node) -> str:
     """The lane that a node keeps busy beside the step's compute; empty for none."""
-    return _at(rules(node).lane, node)
+    return at(rules(node).lane, node)
 
 
 def starts(node: fx.Node) -> bool:
@@ -413,11 +355,6 @@ def starts(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Return whether a node starts what ranks do together."""
     return starts(node) and lane(node) == LINK
-
-
-def reduction_of(start: fx.Node) -> str:
-    """Return how a node's reduction combines: ``sum``, ``mean``, ``max`` or ``min``."""
-    return argument(start, "reduction")
 
 
 def is_move(node: fx.Node) -> bool:
@@ -435,31 +372,26 @@ def is_wait(node: fx.Node) -> bool:
     return rules(node).waits
 
 
+def wait_of(start: fx.Node) -> fx.Node:
+    """The wait for what a node starts."""
+    return next(filter(is_wait, start.users))
+
+
 def waits_on(node: fx.Node) -> str:
     """The lane of what a node waits for; empty if it waits for nothing that was started."""
     return lane(node.args[0]) if is_wait(node) and starts(node.args[0]) else ""
 
 
-def ends_collective(node: fx.Node) -> bool:
-    """Return whether a node waits for what ranks do together."""
-    return waits_on(node) == LINK
-
-
 def acts(node: fx.Node) -> bool:
     """Return whether a node counts though nobody reads its result, and though it writes to none."""
-    return _at(rules(node).acts, node)
+    return at(rules(node).acts, node)
 
 
 def holds(node: fx.Node) -> str:
     """The kind of memory that a node's result is; empty if its readers say."""
-    return _at(rules(node).holds, node)
+    return at(rules(node).holds, node)
 
 
 def gives_up(node: fx.Node) -> bool:
     """Return whether nothing is to be read any more of the first operand's memory."""
-    return _at(rules(node).gives_up, node)
-
-
-def is_ours(target: Any) -> bool:
-    """Return whether ``target`` is a ``zerofx::`` operator."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+    return at(rules(node).gives_up, node)

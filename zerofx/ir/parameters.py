@@ -60,8 +60,7 @@ class ParameterInfo:
         """Its place in its bucket: one of its own, unless it has been assigned one."""
         if self.assigned is not None:
             return self.assigned
-        per_rank = shard_numel(self.numel, self.world_size)
-        return Place(self.index, 0, per_rank * self.world_size, per_rank)
+        return Place(self.index, 0, self.share_numel * self.world_size, self.share_numel)
 
     @cached_property
     def numel(self) -> int:
@@ -91,6 +90,11 @@ class ParameterInfo:
         """
         start, stop = self.extent_of(rank)
         return min(start, self.numel), min(stop, self.numel)
+
+    @property
+    def share_numel(self) -> int:
+        """Elements of an equal share of it: by these ranks plan alike, whose shards differ."""
+        return shard_numel(self.numel, self.world_size)
 
     @cached_property
     def shard_numel(self) -> int:

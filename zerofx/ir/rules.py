@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 if TYPE_CHECKING:
@@ -60,3 +61,51 @@ class Rules:
     uniform: bool = False
     updates: Callable[[fx.Node], tuple[int, list[int]]] | None = None
     holds: str | Callable[[fx.Node], str] = ""
+
+
+NAMESPACE = "zerofx"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_RULES: dict[Any, Rules] = {}
+_OF_OTHERS = Rules()
+
+
+def define(schema: str, **rules: Any):
+    """Define an operator with these rules; the decorated function is its fake implementation."""
+
+    def register(fake):
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        qualified = schema.split("(", 1)[0]
+        torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
+        name, _, overload = qualified.partition(".")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        defined = getattr(packet, overload or "default")
+        _RULES[defined] = Rules(**rules)
+        return defined
+
+    return register
+
+
+def rules(node: fx.Node) -> Rules:
+    """The rules of a node's operator; of what is none of ours, those that say nothing."""
+    return _RULES.get(node.target, _OF_OTHERS)
+
+
+def at(rule: Any, node: fx.Node) -> Any:
+    """A rule as it is for one node: some depend on its arguments."""
+    return rule(node) if callable(rule) else rule
+
+
+def is_ours(target: Any) -> bool:
+    """Return whether ``target`` is a ``zerofx::`` operator."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """One argument of a call of one of our operators, or what it is if not given."""
+    for position, one in enumerate(node.target._schema.arguments):
+        if one.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, one.default_value)
+    raise KeyError(name)

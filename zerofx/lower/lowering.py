@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import fx, nn
 
 from zerofx.ir import ops
-from zerofx.ir.lowered import gradient_work
+from zerofx.ir.interface import gradient_work
 from zerofx.ir.rules import LINK
 from zerofx.lower.regions import with_compiled_regions
 

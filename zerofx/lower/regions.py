@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
-from zerofx.ir.aliases import aliased_inputs, aliases
-from zerofx.ir.lowered import region_of
+from zerofx.ir.aliases import aliased_inputs, uses
+from zerofx.ir.interface import region_of
 from zerofx.ir.source import call_text, layout_text
 
 aten = torch.ops.aten
@@ -107,8 +107,7 @@ def _dies_in(number: int, source: fx.Node) -> bool:
         (region := region_of(user)) is not None
         and region <= number
         and (alias is source or region == region_of(alias))
-        for alias in aliases(source)
-        for user in alias.users
+        for user, alias in uses(source)
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, mutated_inputs
+from zerofx.ir.aliases import mutated_inputs, readers
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.offload import changes_files, copies_to_device, is_fetch
 from zerofx.ir.parameters import ParameterTable
@@ -39,8 +41,16 @@ def _nothing_is_used_that_was_not_asked_for(graph: fx.Graph) -> None:
             raise broken(node, "is about what nobody has asked for.")
 
 
-def _fetches(graph: fx.Graph, what: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if is_fetch(node, what)]
+def _reads(graph: fx.Graph, what: str) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """The starts of reads of states or shards, with their waits and what lets go of them."""
+    for start in graph.nodes:
+        if is_fetch(start, what):
+            wait = _only_reader(start, ops.wait, f"{what} that are read")
+            release = _only_reader(wait, ops.evict, f"{what} that are there")
+            for name in ("optimizer", "parameters"):
+                if ops.argument(release, name) != ops.argument(start, name):
+                    raise broken(release, f"lets go of other {what} than {start.name} reads.")
+            yield start, wait, release
 
 
 def _states_are_there_for_updates(
@@ -50,17 +60,12 @@ def _states_are_there_for_updates(
 
     They are there in the order in which they are asked for.
     """
-    starts = _fetches(graph, "states")
+    reads = list(_reads(graph, "states"))
     updates = list(filter(ops.updates_on_host, graph.nodes))
     before = -1
     covered: set[fx.Node] = set()
-    for start in starts:
-        wait = _only_reader(start, ops.wait, "states that are read")
-        release = _only_reader(wait, ops.evict, "states that are there")
+    for start, wait, release in reads:
         optimizer, indices = ops.argument(start, "optimizer"), ops.argument(start, "parameters")
-        let_go = ops.argument(release, "optimizer"), ops.argument(release, "parameters")
-        if let_go != (optimizer, indices):
-            raise broken(release, f"lets go of other states than {start.name} reads.")
         if not changes_files(release):
             raise broken(release, "lets go of states as if no update had changed them.")
         if order[wait] < before:
@@ -71,14 +76,14 @@ def _states_are_there_for_updates(
             for update in updates
             if update.args[2:4] == (optimizer, indices)
             and order[wait] < order[update]
-            and order[_end_of(update)] < order[release]
+            and order[ops.wait_of(update)] < order[release]
         }
         if len(inside) != 1:
             names = ", ".join(table[index].name for index in indices)
             raise broken(wait, f"is not followed by one update each of {names}, and no others.")
         covered |= inside
     for node in updates:
-        if starts and node not in covered:
+        if reads and node not in covered:
             raise broken(node, "changes states that may be in files: nobody has read them.")
 
 
@@ -87,14 +92,10 @@ def _shards_are_there_for_their_users(
 ) -> None:
     """Check that a node that uses a shard in a file has it in memory from start to end."""
     there: dict[int, list[tuple[int, int, bool]]] = {}
-    for start in _fetches(graph, "shards"):
-        wait = _only_reader(start, ops.wait, "shards that are read")
-        release = _only_reader(wait, ops.evict, "shards that are there")
-        indices, changed = ops.argument(start, "parameters"), changes_files(release)
-        if list(indices) != list(ops.argument(release, "parameters")):
-            raise broken(release, f"lets go of other shards than {start.name} reads.")
-        for index in indices:
-            there.setdefault(index, []).append((order[wait], order[release], changed))
+    for start, wait, release in _reads(graph, "shards"):
+        window = order[wait], order[release], changes_files(release)
+        for index in ops.argument(start, "parameters"):
+            there.setdefault(index, []).append(window)
     if not there:
         return
     unused = {(index, window) for index, windows in there.items() for window in windows}
@@ -102,10 +103,10 @@ def _shards_are_there_for_their_users(
         if not input_role(shard).on_host:
             continue
         index = input_role(shard).parameter
-        for user in {user for alias in aliases(shard) for user in alias.users}:
+        for user in readers(shard):
             if not (ops.is_move(user) or ops.updates_on_host(user)):
                 continue
-            begins, ends = order[user], order[_end_of(user)]
+            begins, ends = order[user], order[ops.wait_of(user)]
             around = {
                 (index, window)
                 for window in there.get(index, ())
@@ -135,13 +136,8 @@ def _values_come_back_from_files(graph: fx.Graph) -> None:
             names = ", ".join(reader.name for reader in readers) or "nobody"
             raise broken(there, f"is to be brought back to the device once and dropped; {names}.")
         reload, drop = readers
-        if drop < _end_of(reload):
+        if drop < ops.wait_of(reload):
             raise broken(drop, f"drops what {reload.name} still copies.")
-
-
-def _end_of(start: fx.Node) -> fx.Node:
-    """The wait of what goes on beside the step."""
-    return next(filter(ops.is_wait, start.users))
 
 
 def _only_reader(node: fx.Node, target: object, what: str) -> fx.Node:

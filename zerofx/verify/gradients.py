@@ -19,14 +19,16 @@ def verify_averages(graph: fx.Graph, table: ParameterTable) -> None:
 
     Raises: GraphError.
     """
-    _updates_read_averaged_gradients(graph, table)
-    _stored_gradients_are_what_they_are_called(graph, table)
+    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
+    _updates_read_averaged_gradients(graph, table, varying)
+    _stored_gradients_are_what_they_are_called(graph, table, varying)
 
 
-def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> None:
+def _updates_read_averaged_gradients(
+    graph: fx.Graph, table: ParameterTable, varying: set[fx.Node]
+) -> None:
     """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
     written: dict[fx.Node, fx.Node] = {}
-    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
     for node in graph.nodes:
         if node.target is ops.gradient:
             raise broken(node, "is a gradient that nobody averages over the ranks.")
@@ -40,24 +42,18 @@ def _updates_read_averaged_gradients(graph: fx.Graph, table: ParameterTable) -> 
                     raise broken(node, f"updates what {written[value].name} has updated.")
                 written[value] = node
         for gradient, parameter in operands:
+            what = f"updates {table[parameter].name!r} with {gradient.name}, which"
             if not _is_average_of(gradient, table[parameter]):
-                raise broken(
-                    node,
-                    f"updates {table[parameter].name!r} with {gradient.name}, which is not "
-                    "computed from the average of its gradient.",
-                )
+                raise broken(node, f"{what} is not computed from the average of its gradient.")
             if gradient in varying:
-                raise broken(
-                    node,
-                    f"updates {table[parameter].name!r} with {gradient.name}, which differs "
-                    "between ranks.",
-                )
+                raise broken(node, f"{what} differs between ranks.")
 
 
-def _stored_gradients_are_what_they_are_called(graph: fx.Graph, table: ParameterTable) -> None:
+def _stored_gradients_are_what_they_are_called(
+    graph: fx.Graph, table: ParameterTable, varying: set[fx.Node]
+) -> None:
     """Check that ``p.grad`` is left the same on all ranks, or declared to be unreduced."""
     results = graph.output_node().args[0]
-    varying = rank_varying(graph, max((info.world_size for info in table), default=1))
     declared = unreduced_results(graph)
     for position, parameter in {**gradient_outputs(graph), **written_gradients(graph)}.items():
         result = results[position]
@@ -82,7 +78,7 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     else:
         parameters = reduction.args[0].args[1]
     return (
-        ops.reduction_of(reduction) == "mean"
+        ops.argument(reduction, "reduction") == "mean"
         and info.index in parameters
         and (dim, start) == (0, info.position_in_shard)
         and stop - start == info.shard_numel
@@ -106,7 +102,7 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             continue
         origin = provenance(node)
         if origin and origin.role == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            if origin.parameter == parameter and ops.reduction_of(node.args[0]) == "mean":
+            if origin.parameter == parameter and ops.argument(node.args[0], "reduction") == "mean":
                 return True
             continue
         if origin and origin.role == Role.REDUCED_GRADIENT:

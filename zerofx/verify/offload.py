@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, is_kept_on_host, memory_of, mutated_inputs, shard_of, writers
+from zerofx.ir.aliases import is_kept_on_host, memory_of, mutated_inputs, shard_of, uses, writers
 from zerofx.ir.interface import input_role
 from zerofx.ir.offload import (
     brought_from,
@@ -66,17 +67,13 @@ def _moves_are_waited_once(graph: fx.Graph) -> None:
 def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """Check that nothing overwrites the operands of a copy or a started update before its wait."""
     for start in filter(_goes_on, graph.nodes):
-        wait = _wait_of(start)
+        wait = ops.wait_of(start)
         is_move = ops.is_move(start)
         for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
                 if order[start] < order[writer] < order[wait]:
                     what = "copies" if is_move else "reads"
                     raise broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
-
-
-def _wait_of(start: fx.Node) -> fx.Node:
-    return next(filter(ops.is_wait, start.users))
 
 
 def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
@@ -141,12 +138,9 @@ def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None
         raise broken(
             wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
         )
-    for alias in aliases(value):
-        for reader in alias.users:
-            if order[reader] > order[wait]:
-                raise broken(
-                    reader, f"reads {alias.name}, which has left the device at {wait.name}."
-                )
+    for reader, alias in uses(value):
+        if order[reader] > order[wait]:
+            raise broken(reader, f"reads {alias.name}, which has left the device at {wait.name}.")
 
 
 def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
@@ -181,12 +175,8 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                 _is_stored(node, value, index, table)
         if node.op == "placeholder" and input_role(node).on_host:
             _is_read_where_it_is(node)
-        is_copy = node.target is aten.copy_.default
-        if (
-            is_copy
-            and role(node) == Role.STORE
-            and shard_of(node.args[0]) != parameter_of(node.args[1])
-        ):
+        is_store = node.target is aten.copy_.default and role(node) == Role.STORE
+        if is_store and shard_of(node.args[0]) != parameter_of(node.args[1]):
             raise broken(node, f"stores {node.args[1].name}, which is of another parameter.")
 
 
@@ -201,10 +191,9 @@ def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:
 def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) -> None:
     """Of what has arrived, each parameter's range is read, and nothing else."""
     (wait,) = start.users
-    position, ranges = 0, {}
-    for info in infos:
-        ranges[info.index] = (0, position, position + info.shard_numel)
-        position += info.shard_numel
+    stops = itertools.accumulate((info.shard_numel for info in infos), initial=0)
+    parts = zip(infos, itertools.pairwise(stops), strict=True)
+    ranges = {info.index: (0, *part) for info, part in parts}
     read = set()
     for piece in wait.users:
         index = parameter_of(piece)
@@ -249,22 +238,17 @@ def _is_stored(update: fx.Node, value: fx.Node, index: int, table: ParameterTabl
 
 def _is_read_where_it_is(shard: fx.Node) -> None:
     """Check that only copies and host updates read a shard that is kept on the host."""
-    for alias in aliases(shard):
-        for reader in alias.users:
-            on_host = reader.target is ops.update_start_shards
-            passes_on = reader.target in (ops.wait_shards, operator.getitem)
-            moves = copies_to_device(reader) or (
-                reader.target is ops.copy_start_shards and alias not in reader.args[0]
-            )
-            if not (on_host or passes_on or moves or reader.op == "output"):
-                raise broken(reader, f"reads {alias.name}, which is in host memory.")
+    for reader, alias in uses(shard):
+        on_host = reader.target in (ops.update_start_shards, ops.wait_shards, operator.getitem)
+        stores = reader.target is ops.copy_start_shards and alias not in reader.args[0]
+        if not (on_host or stores or copies_to_device(reader) or reader.op == "output"):
+            raise broken(reader, f"reads {alias.name}, which is in host memory.")
 
 
 def _host_memory_is_for_updates(start: fx.Node) -> None:
-    for alias in aliases(start):
-        for reader in alias.users:
-            if not _goes_on(reader.args[0] if ops.is_wait(reader) else reader):
-                raise broken(reader, f"reads {alias.name}, which is in host memory.")
+    for reader, alias in uses(start):
+        if not _goes_on(reader.args[0] if ops.is_wait(reader) else reader):
+            raise broken(reader, f"reads {alias.name}, which is in host memory.")
 
 
 def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> None:
@@ -289,8 +273,8 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
         is_a_shard = operands.value.op == "placeholder" or role(operands.value) is not None
         if is_a_shard and shard_of(operands.value) not in (operands.parameter, -1):
             raise broken(update, f"updates {name!r} from the value of another parameter.")
-    wait = _wait_of(update)
-    if any(_wait_of(operand) > wait for operand in moved):
+    wait = ops.wait_of(update)
+    if any(ops.wait_of(operand) > wait for operand in moved):
         raise broken(update, "is waited for before what it reads.")
     if not is_kept and (len(wait.users) != 1 or not all(map(copies_to_device, wait.users))):
         raise broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")

@@ -5,6 +5,7 @@ A program that breaks one would corrupt training in silence, or hang a cluster.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -14,10 +15,9 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, mutated_inputs, shard_of
+from zerofx.ir.aliases import aliases, mutated_inputs, readers, shard_of, uses
 from zerofx.ir.graph import program_order, updates
-from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders
-from zerofx.ir.lowered import region_of
+from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders, region_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
@@ -90,12 +90,10 @@ def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> N
     for free in graph.nodes:
         if free.target is not ops.free:
             continue
-        for alias in aliases(free.args[0]):
-            for reader in alias.users:
-                if reader is not free and order[reader] > order[free]:
-                    raise broken(
-                        reader, f"reads {alias.name}, whose memory {free.name} has freed before."
-                    )
+        for reader, alias in uses(free.args[0]):
+            if order[reader] > order[free]:
+                what = f"reads {alias.name}, whose memory {free.name} has freed before."
+                raise broken(reader, what)
 
 
 def _gathers_are_freed(graph: fx.Graph) -> None:
@@ -104,8 +102,7 @@ def _gathers_are_freed(graph: fx.Graph) -> None:
         if wait.target is not ops.wait or role(wait) != Role.GATHER:
             continue
         frees = [user for user in wait.users if user.target is ops.free]
-        escapes = any(output in alias.users for alias in aliases(wait))
-        if len(frees) != (0 if escapes else 1):
+        if len(frees) != (0 if output in readers(wait) else 1):
             raise broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
 
 
@@ -157,7 +154,8 @@ def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
 def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
     """Shapes and dtypes of inserted nodes, and of who reads one, are what operators compute."""
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_touched(node):
+        is_touched = any(map(provenance, (node, *node.all_input_nodes)))
+        if node.op != "call_function" or not is_touched:
             continue
         recorded = node.meta["val"]
         made_from = (id(recorded), *(id(source.meta["val"]) for source in node.all_input_nodes))
@@ -172,11 +170,8 @@ def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
             checked.computed[call] = actual.dtype, actual.shape
         dtype, shape = checked.computed[call]
         if (dtype, shape) != (recorded.dtype, recorded.shape):
-            raise broken(
-                node,
-                f"is recorded as {recorded.dtype}{list(recorded.shape)} but computes "
-                f"{dtype}{list(shape)}.",
-            )
+            said = f"is recorded as {recorded.dtype}{list(recorded.shape)}"
+            raise broken(node, f"{said} but computes {dtype}{list(shape)}.")
 
 
 def _run_fake(node: fx.Node) -> torch.Tensor:
@@ -186,10 +181,6 @@ def _run_fake(node: fx.Node) -> torch.Tensor:
             return node.target(*args, **kwargs)
     except Exception as error:
         raise broken(node, f"refuses its operands: {error}") from error
-
-
-def _is_touched(node: fx.Node) -> bool:
-    return any(provenance(n) is not None for n in (node, *node.all_input_nodes))
 
 
 def _is_symbolic(value: torch.Tensor) -> bool:
@@ -217,9 +208,8 @@ def _buckets_hold_what_they_say(
         elif node.target is ops.pack:
             for part, info in _members(node, table, num_shards=1):
                 if shard_of(part) != info.index:
-                    raise broken(
-                        node, f"packs {part.name} as if it were the shard of {info.name!r}."
-                    )
+                    what = f"packs {part.name} as if it were the shard of {info.name!r}."
+                    raise broken(node, what)
         elif node.target in (ops.flatten_bucket, ops.reduce_bucket_start):
             num_shards = table[node.args[1][0]].world_size
             for part, info in _members(node, table, num_shards):
@@ -227,9 +217,8 @@ def _buckets_hold_what_they_say(
                 marked = {parameter_of(part)} if is_cast else gradient_of(part)
                 fits = tuple(part.meta["val"].shape) == info.shape
                 if not fits or (marked and info.index not in marked):
-                    raise broken(
-                        node, f"lays out {part.name} as if it were the gradient of {info.name!r}."
-                    )
+                    what = f"lays out {part.name} as if it were the gradient of {info.name!r}."
+                    raise broken(node, what)
         elif role(node) == Role.WHOLE and node.args[0].target is ops.wait:
             packed = node.args[0].args[0].args[0]
             if role(packed) == Role.GATHER_CAST:
@@ -251,7 +240,7 @@ def _writes_back_what_was_gathered(node: fx.Node, order: dict[fx.Node, int]) -> 
     for whole, index in zip(wholes, indices, strict=True):
         made = updated[index]
         update = made.args[0] if made.target is operator.getitem else made
-        for reader in {reader for alias in aliases(whole) for reader in alias.users}:
+        for reader in readers(whole):
             if reader is not node and order[reader] > order[update]:
                 raise broken(
                     reader,
@@ -286,18 +275,15 @@ def _reads_its_own_range(node: fx.Node, packed: fx.Node, info: ParameterInfo) ->
 def _regions_are_runs_of_compute(graph: fx.Graph) -> None:
     """A region is one run, of what can be compiled: neither our operators nor writes."""
     ended: set[int | None] = set()
-    current = None
-    for node in graph.nodes:
-        region = region_of(node)
-        if region != current:
-            ended.add(current)
-            current = region
-        if region is None:
-            continue
-        if region in ended:
-            raise broken(node, f"is in region {region}, which has ended before it.")
-        if ops.is_ours(node.target) or mutated_inputs(node):
-            raise broken(node, f"is in region {region}, and is none of its compute.")
+    for region, run in itertools.groupby(list(graph.nodes), region_of):
+        for node in run:
+            if region is None:
+                break
+            if region in ended:
+                raise broken(node, f"is in region {region}, which has ended before it.")
+            if ops.is_ours(node.target) or mutated_inputs(node):
+                raise broken(node, f"is in region {region}, and is none of its compute.")
+        ended.add(region)
 
 
 def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
@@ -306,11 +292,7 @@ def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
     if expected is None:
         return
     found = updates(graph)
-    for (optimizer, parameter), count in (expected - found).items():
-        raise GraphError(
-            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} are missing."
-        )
-    for (optimizer, parameter), count in (found - expected).items():
-        raise GraphError(
-            f"{count} update(s) of {table[parameter].name!r} by optimizer {optimizer} too many."
-        )
+    for difference, words in ((expected - found, "are missing"), (found - expected, "too many")):
+        for (optimizer, parameter), count in difference.items():
+            of = f"{table[parameter].name!r} by optimizer {optimizer}"
+            raise GraphError(f"{count} update(s) of {of} {words}.")
