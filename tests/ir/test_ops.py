@@ -66,7 +66,7 @@ def gather_in_int8():
     """An operator that no file of the product knows: shards travel as a quarter of their bytes."""
 
     @define(
-        "gather_in_int8_start(Tensor shard, int world_size) -> Tensor",
+        "gather_in_int8_start(Tensor shard, int world_size, str axis='data') -> Tensor",
         lane=LINK,
         starts=True,
         gathers=True,
@@ -75,7 +75,7 @@ def gather_in_int8():
         traffic=lambda node: "gathers",
         holds="gathered parameters",
     )
-    def gather_in_int8_start(shard, world_size):
+    def gather_in_int8_start(shard, world_size, axis="data"):
         return shard.new_empty(shard.shape[0] * world_size)
 
     return gather_in_int8_start
@@ -120,3 +120,13 @@ def test_a_new_operator_is_agreed_on_and_printed_by_its_name(programs):
     assert any(line.startswith("gather_in_int8 ") for line in lines)
     assert target_text(start.target) == "zerofx.gather_in_int8_start"
     assert start in aliases(start.args[0], through_gathers=True)  # as in a world of one
+
+
+def test_a_collective_names_the_axis_whose_ranks_it_is_between(programs):
+    before, _ = programs
+    (start, *_) = nodes_of(before, ops.all_gather_start)
+    assert ops.axis(start) == ops.DATA
+    start.kwargs = {"axis": "node"}
+    refused(before, "is over axis 'node', and the mesh has 'data'")
+    with pytest.raises(ValueError, match="say which, with str axis='data'"):
+        define("gather_of_nobody_start(Tensor shard) -> Tensor", lane=LINK, starts=True)(None)

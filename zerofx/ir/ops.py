@@ -19,6 +19,9 @@ from zerofx.ir.sizes import hinted_bytes, value_bytes
 HOST = "host"
 """The place that is no device's: host memory."""
 
+DATA = "data"
+"""The mesh's one axis: the ranks that each have a batch of their own."""
+
 UPDATE_STREAMS = 7
 """The streams that AdamW reads and writes: a gradient, the value and both moments twice."""
 
@@ -75,31 +78,31 @@ def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
 
 
 @define(
-    "all_reduce_start(Tensor input, str reduction) -> Tensor",
+    "all_reduce_start(Tensor input, str reduction, str axis='data') -> Tensor",
     **_REDUCES,
     sends=_operand_bytes,
     rounds=lambda node: 2 if _is_of_gradient(node) else 1,
     traffic=lambda node: "reductions" if _is_of_gradient(node) else "scalars",
     holds=lambda node: "gradients" if _is_of_gradient(node) else "temporaries",
 )
-def all_reduce_start(input, reduction):
+def all_reduce_start(input, reduction, axis=DATA):
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
 @define(
-    "reduce_scatter_start(Tensor flat, str reduction, int world_size) -> Tensor",
+    "reduce_scatter_start(Tensor flat, str reduction, int world_size, str axis='data') -> Tensor",
     **_REDUCES,
     sends=_operand_bytes,
     traffic=lambda node: "reductions",
     holds=lambda node: "gradients" if _is_of_gradient(node) else "temporaries",
 )
-def reduce_scatter_start(flat, reduction, world_size):
-    """Reduce a flat [world_size * n] buffer over the ranks; each keeps its own [n] of it."""
+def reduce_scatter_start(flat, reduction, world_size, axis=DATA):
+    """Reduce a flat [world_size * n] buffer over an axis's ranks; each keeps its own [n] of it."""
     return flat.new_empty(flat.shape[0] // world_size)
 
 
 @define(
-    "all_gather_start(Tensor shard, int world_size) -> Tensor",
+    "all_gather_start(Tensor shard, int world_size, str axis='data') -> Tensor",
     lane=LINK,
     starts=True,
     gathers=True,
@@ -108,8 +111,8 @@ def reduce_scatter_start(flat, reduction, world_size):
     traffic=lambda node: "gathers",
     holds="gathered parameters",
 )
-def all_gather_start(shard, world_size):
-    """Concatenate every rank's flat [n] shard to [world_size * n]."""
+def all_gather_start(shard, world_size, axis=DATA):
+    """Concatenate the flat [n] shards of an axis's ranks to [world_size * n]."""
     return shard.new_empty(shard.shape[0] * world_size)
 
 
@@ -218,13 +221,13 @@ def write_back(gathered, wholes, parameters):
 
 @define(
     "reduce_bucket_start(Tensor[] wholes, int[] parameters, int numel, str reduction,"
-    " int world_size) -> Tensor",
+    " int world_size, str axis='data') -> Tensor",
     **_REDUCES,
     sends=lambda node: node.args[2] * node.meta["val"].dtype.itemsize,
     traffic=lambda node: "reductions",
     holds="gradients",
 )
-def reduce_bucket_start(wholes, parameters, numel, reduction, world_size):
+def reduce_bucket_start(wholes, parameters, numel, reduction, world_size, axis=DATA):
     """Reduce what ``flatten_bucket`` would copy into one buffer, from where it lies."""
     return wholes[0].new_empty(numel // world_size)
 
@@ -355,6 +358,11 @@ def starts(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Return whether a node starts what ranks do together."""
     return starts(node) and lane(node) == LINK
+
+
+def axis(node: fx.Node) -> str:
+    """The axis of the mesh whose ranks a collective is between."""
+    return argument(node, "axis")
 
 
 def is_move(node: fx.Node) -> bool:

@@ -71,7 +71,12 @@ _OF_OTHERS = Rules()
 
 
 def define(schema: str, **rules: Any):
-    """Define an operator with these rules; the decorated function is its fake implementation."""
+    """Define an operator with these rules; the decorated function is its fake implementation.
+
+    Raises: ValueError for a collective whose schema names no axis of the mesh.
+    """
+    if rules.get("starts") and rules.get("lane") == LINK and "str axis" not in schema:
+        raise ValueError(f"{schema} is between ranks: say which, with str axis='data'")
 
     def register(fake):
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

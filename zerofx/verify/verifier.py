@@ -58,6 +58,7 @@ def verify(
     order = program_order(gm.graph)
     verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
+    _collectives_are_of_the_mesh(gm.graph)
     verify_offload(gm.graph, table, order)
     verify_files(gm.graph, table, order)
     _nothing_reads_freed_memory(gm.graph, order)
@@ -70,6 +71,12 @@ def verify(
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
         verify_averages(gm.graph, table)
+
+
+def _collectives_are_of_the_mesh(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if ops.is_collective(node) and ops.axis(node) != ops.DATA:
+            raise broken(node, f"is over axis {ops.axis(node)!r}, and the mesh has {ops.DATA!r}.")
 
 
 def _starts_are_waited_once(graph: fx.Graph) -> None:
