@@ -32,7 +32,7 @@ from tabulate import tabulate
 
 from zerofx.backend import zero
 from zerofx.cost.timeline import predict
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 
 # What each lane has to do, in units of what compute has: copies to the host, updates, the link,
 # files (with --directory).
@@ -108,14 +108,14 @@ def results(
     (function,) = (f for f in zero.functions if f.code is step.__code__ and f.programs)
     (program,) = function.programs
     # At one unit a second, what each lane has to do is its seconds.
-    unit = Figures(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0, 1.0)
+    unit = Hardware(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0, 1.0)
     work = predict(program.gm.graph, unit, program.table, ranks).lanes
     found = []
     for regime in regimes:
         speed = {lane: work[lane] / (part * seconds) for lane, part in REGIMES[regime].items()}
         if "files" in speed and not speed["files"]:
             raise SystemExit(f"regime {regime!r} is about files: give --directory")
-        figures = Figures(
+        figures = Hardware(
             latency_s=1e-9,
             bytes_per_s=speed["link"] or FREE,
             flops_per_s=work["compute"] / seconds,

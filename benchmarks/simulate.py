@@ -17,7 +17,7 @@ from torch import fx
 from zerofx.backend import CompiledFunction
 from zerofx.compiler.program import Program
 from zerofx.cost.timeline import LANES, Timeline, Work, predict, work_of
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.graph import copied
 from zerofx.lower.lowering import lower
@@ -31,7 +31,7 @@ _WORK = "zerofx_simulated"
 
 
 @contextlib.contextmanager
-def simulated(function: CompiledFunction, figures: Figures) -> Iterator[list[Timeline]]:
+def simulated(function: CompiledFunction, figures: Hardware) -> Iterator[list[Timeline]]:
     """Have the programs of a function take as long as ``figures`` say; call its step twice before.
 
     Whatever is computed, moved or updated is so in fact, operator by operator, and counts as done
@@ -132,7 +132,7 @@ def _no_earlier(due_s: float) -> float:
 
 
 def _slowed(
-    program: Program, figures: Figures, clock: _Clock, lanes: dict[str, ThrottledWorker]
+    program: Program, figures: Hardware, clock: _Clock, lanes: dict[str, ThrottledWorker]
 ) -> Callable:
     """Lower a program once more, each node taking the time that it has by these figures."""
     runtime, ranks = program.runtime, program.function.communicator.world_size

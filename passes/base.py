@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from zerofx.hardware import NOMINAL, Figures
+from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.parameters import KeptGathered, ParameterTable
 from zerofx.options import Options
 
@@ -35,7 +35,7 @@ class PassContext:
     num_backwards: int = 1
     bound: frozenset[int] = frozenset()
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
-    figures: Figures = NOMINAL
+    figures: Hardware = NOMINAL
     whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
     state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
     host_parameters: frozenset[int] = frozenset()

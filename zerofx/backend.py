@@ -28,7 +28,7 @@ from zerofx.capture.step import CapturedStep, StepCapture
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.program import Program
 from zerofx.errors import GraphError, StepError
-from zerofx.hardware import NOMINAL, Figures
+from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options, environment, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
@@ -159,7 +159,7 @@ class CompiledFunction:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _figures(self, inputs: list[Any]) -> Figures:
+    def _figures(self, inputs: list[Any]) -> Hardware:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
         assert self.options is not None
         if self.options.hardware is not None:

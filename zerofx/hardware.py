@@ -18,8 +18,8 @@ NEEDED = ("latency_s", "bytes_per_s")
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The figures of a group's slowest rank and link.
+class Hardware:
+    """Figures of a group's slowest rank and link.
 
     ``latency_s`` is what a collective takes that carries nothing, ``bytes_per_s`` what each rank
     sends in a second; ``overlaps`` says whether that goes on while the rank computes: reads of a
@@ -63,7 +63,7 @@ class Figures:
     def __str__(self) -> str:
         """The text that the option ``hardware`` takes, without what is assumed of the host."""
         names = ("copy_bytes_per_s", "host_bytes_per_s", "file_bytes_per_s")
-        assumed = {name: getattr(Figures, name) for name in names}
+        assumed = {name: getattr(Hardware, name) for name in names}
         values = {
             name: value
             for name, value in asdict(self).items()
@@ -72,11 +72,11 @@ class Figures:
         return " ".join(f"{name}={value:g}" for name, value in values.items())
 
 
-NOMINAL = Figures(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
+NOMINAL = Hardware(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
 """Accelerators on a fast network: for programs that no group of ranks will run."""
 
 
-def parse(text: str) -> Figures:
+def parse(text: str) -> Hardware:
     """Read ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good as spaces.
 
     Raises: ValueError for what is no such text.
@@ -90,13 +90,13 @@ def parse(text: str) -> Figures:
     return of(values)
 
 
-def of(values: Mapping[str, object]) -> Figures:
+def of(values: Mapping[str, object]) -> Hardware:
     """Figures of these names; ``latency_s`` and ``bytes_per_s`` must be among them.
 
     Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
     ``overlaps`` is 0 or 1, and a latency may be 0.
     """
-    known = [field.name for field in fields(Figures) if field.name != "source"]
+    known = [field.name for field in fields(Hardware) if field.name != "source"]
     for name in values:
         if name not in known:
             raise ValueError(f"{name!r} is unknown; known: {', '.join(known)}")
@@ -107,7 +107,7 @@ def of(values: Mapping[str, object]) -> Figures:
     overlaps = numbers.pop("overlaps", 1.0)
     if overlaps not in (0.0, 1.0):
         raise ValueError(f"overlaps is 0 or 1, not {values['overlaps']!r}")
-    return Figures(**numbers, overlaps=bool(overlaps))
+    return Hardware(**numbers, overlaps=bool(overlaps))
 
 
 def _number(name: str, value: object) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zerofx import hardware
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 
 ENVIRONMENT_PREFIX = "ZEROFX_"
 
@@ -165,8 +165,8 @@ class _Hardware(_Kind):
 
     EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
 
-    def check(self, name: str, value: Any) -> Figures:
-        if isinstance(value, Figures):
+    def check(self, name: str, value: Any) -> Hardware:
+        if isinstance(value, Hardware):
             return value
         if not isinstance(value, str | Mapping):
             raise TypeError(
@@ -274,7 +274,7 @@ class Options:
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _Bytes())
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
-    hardware: Figures | None = _option(None, _Hardware())
+    hardware: Hardware | None = _option(None, _Hardware())
     """The figures that plans are made with; None measures the group's own at its first call."""
     offload: tuple[str, ...] = _option((), _Several("optimizer", "params", "activations", "auto"))
     """The targets that leave the device.  ``optimizer``: states, and updates run on the host;

@@ -16,7 +16,7 @@ from tests.kit.models import VOCABULARY, Gpt
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.cost.timeline import predict
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.runtime.storage.copies import Worker
 
 FREE = 1e30
@@ -63,10 +63,10 @@ class Trained:
         tokens = torch.randint(VOCABULARY, (2, 17), generator=generator)
         return self.compiled(*self.pair, tokens).item()
 
-    def figures(self, copies: float, updates: float, link: float) -> Figures:
-        unit = Figures(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0)
+    def figures(self, copies: float, updates: float, link: float) -> Hardware:
+        unit = Hardware(1e-9, 1.0, True, 1.0, FREE, 1.0, 1.0)
         work = predict(self.program.gm.graph, unit, self.program.table, self.ranks).lanes
-        return Figures(
+        return Hardware(
             latency_s=1e-9,
             bytes_per_s=work["link"] / (link * SECONDS) or FREE,
             flops_per_s=work["compute"] / SECONDS,

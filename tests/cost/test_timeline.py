@@ -9,7 +9,7 @@ from torch import fx
 from tests.kit.programs import mlp_step, rewritten, rewritten_by_rank
 from zerofx.cost.program import flops, seconds
 from zerofx.cost.timeline import LANES, Timeline, predict
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.ir.parameters import ParameterTable
@@ -18,11 +18,11 @@ aten = torch.ops.aten
 NONE = ParameterTable(())
 
 # Values are of 1 KiB: an operator of one operand takes a second, and so does a gather on 2 ranks.
-FIGURES = Figures(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
-READ_LATE = Figures(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0, overlaps=False)
+FIGURES = Hardware(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
+READ_LATE = Hardware(latency_s=0.0, bytes_per_s=512.0, memory_bytes_per_s=2048.0, overlaps=False)
 
 
-def predicted(program: str, figures: Figures = FIGURES, world_size: int = 2) -> Timeline:
+def predicted(program: str, figures: Hardware = FIGURES, world_size: int = 2) -> Timeline:
     """Of statements: ``compute``, or ``start`` and ``wait`` of a gather with a name."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -54,7 +54,7 @@ def test_what_is_waited_for_at_once_is_exposed():
 def test_compute_in_between_hides_as_much_as_it_takes():
     assert predicted("start a; compute; wait a").exposed_s == 0.0
     assert predicted("start a; compute; compute; wait a").exposed_s == 0.0
-    slow = Figures(latency_s=0.5, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
+    slow = Hardware(latency_s=0.5, bytes_per_s=512.0, memory_bytes_per_s=2048.0)
     assert exposed(predicted("start a; compute; wait a", slow)) == [0.5]
 
 
@@ -142,8 +142,8 @@ def test_a_product_takes_its_arithmetic_or_its_memory():
     node = call(aten.mm.default, meta(8, 16), meta(16, 4))
     assert flops(node) == 2 * 8 * 16 * 4
     nbytes = 4 * (8 * 16 + 16 * 4 + 8 * 4)
-    slow_at_arithmetic = Figures(0.0, 1.0, flops_per_s=1.0)
-    slow_at_memory = Figures(0.0, 1.0, memory_bytes_per_s=1.0)
+    slow_at_arithmetic = Hardware(0.0, 1.0, flops_per_s=1.0)
+    slow_at_memory = Hardware(0.0, 1.0, memory_bytes_per_s=1.0)
     assert seconds(node, slow_at_arithmetic, NONE) == 2 * 8 * 16 * 4
     assert seconds(node, slow_at_memory, NONE) == nbytes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zerofx.compiler.choices import choose
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
 
 
@@ -81,7 +81,7 @@ def test_no_options_and_empty_options_are_the_same():
         ("bucket_bytes", 1),
         ("bucket_bytes", 2**40),
         ("hardware", None),
-        ("hardware", Figures(latency_s=0.0, bytes_per_s=1.0)),
+        ("hardware", Hardware(latency_s=0.0, bytes_per_s=1.0)),
         ("dump", None),
         ("dump", "programs"),
         ("master_weights", True),
@@ -110,8 +110,8 @@ def test_every_allowed_value_is_kept(name, value):
         ("reduce_dtype", "torch.float32", torch.float32),
         ("bucket_bytes", "1048576", 1048576),
         ("bucket_bytes", "25e6", 25_000_000),
-        ("hardware", "latency_s=1e-4,bytes_per_s=1e9", Figures(1e-4, 1e9)),
-        ("hardware", "bytes_per_s=2 latency_s=0 overlaps=0", Figures(0.0, 2.0, overlaps=False)),
+        ("hardware", "latency_s=1e-4,bytes_per_s=1e9", Hardware(1e-4, 1e9)),
+        ("hardware", "bytes_per_s=2 latency_s=0 overlaps=0", Hardware(0.0, 2.0, overlaps=False)),
         ("dump", "programs/of a step", "programs/of a step"),
         ("master_weights", "1", True),
         ("stochastic_rounding", "on", True),
@@ -305,7 +305,7 @@ def test_a_number_of_bytes_in_the_environment_is_positive(text):
 
 def test_a_link_is_text_or_a_dict():
     given = {"latency_s": 1e-4, "bytes_per_s": 10**9, "overlaps": False}
-    expected = Figures(1e-4, 1e9, overlaps=False)
+    expected = Hardware(1e-4, 1e9, overlaps=False)
     assert resolve({"hardware": given}, {}).hardware == expected
     assert resolve({"hardware": str(expected)}, {}).hardware == expected
 

@@ -34,7 +34,7 @@ from zerofx import StepError
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
-from zerofx.hardware import NOMINAL, Figures
+from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order, updates
 from zerofx.ir.offload import operands_of_updates, slot_of
@@ -185,7 +185,7 @@ def test_the_timeline_has_the_moves():
     timeline = predict(program.graph, NOMINAL, program.table, 2)
     moves = nodes_of(program, *MOVES)
     assert all(timeline.transfers[move].seconds > 0 for move in moves)
-    slow = Figures(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
+    slow = Hardware(latency_s=1e-4, bytes_per_s=2.5e10, copy_bytes_per_s=1.0)
     exposed = predict(program.graph, slow, program.table, 2).exposed_s
     nbytes = moved_bytes(program.gm)
     assert exposed == pytest.approx(nbytes.to_host + nbytes.to_device, rel=0.5)

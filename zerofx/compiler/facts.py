@@ -8,7 +8,7 @@ from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.rewrite.whole_tensors import whole_update_flops
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir.graph import updates
 from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options
@@ -23,7 +23,7 @@ def context_of(
     step: CapturedStep,
     options: Options,
     communicator: Communicator,
-    figures: Figures,
+    figures: Hardware,
     kept_gathered: Mapping[tuple[str, ...], KeptGathered],
 ) -> PassContext:
     """Collect what is known of a step before its passes; parameters take the places they have."""

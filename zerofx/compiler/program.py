@@ -20,7 +20,7 @@ from zerofx.compiler.facts import context_of
 from zerofx.compiler.progress import progress
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.interface import kept_gathered
 from zerofx.ir.parameters import ParameterTable
@@ -92,7 +92,7 @@ class Program:
         return self.rewritten.ctx.table
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> Hardware:
         return self.rewritten.ctx.figures
 
     @property

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, is_compute, mutated_inputs
 from zerofx.ir.interface import input_role
@@ -195,7 +195,7 @@ _COUNTED_LIKE = {
 }
 
 
-def seconds(node: fx.Node, figures: Figures, table: ParameterTable) -> float:
+def seconds(node: fx.Node, figures: Hardware, table: ParameterTable) -> float:
     """Return a node's seconds by a roofline: its arithmetic or its memory, the slower one.
 
     Nothing for views and for communication, which is the link's.  Operators count one by one,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from zerofx.cost.program import owned_bytes, seconds
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES
@@ -93,7 +93,7 @@ class Work:
     seconds: float
 
 
-def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: int) -> Work:
+def work_of(node: fx.Node, figures: Hardware, table: ParameterTable, world_size: int) -> Work:
     """Return one node's work by these figures; a wait's work is its start's."""
     lane = ops.lane(node)
     if not lane:
@@ -109,7 +109,7 @@ def work_of(node: fx.Node, figures: Figures, table: ParameterTable, world_size: 
     return Work(lane, ops.rules(node).carries(node, table) / speed[lane])
 
 
-def predict(graph: fx.Graph, figures: Figures, table: ParameterTable, world_size: int) -> Timeline:
+def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_size: int) -> Timeline:
     """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
@@ -200,7 +200,7 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
     return max(bounds)
 
 
-def transfer_s(start: fx.Node, figures: Figures, world_size: int) -> float:
+def transfer_s(start: fx.Node, figures: Hardware, world_size: int) -> float:
     """Return the time that a collective travels, by the buffer that its ranks make of it."""
     nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
     return figures.transfer_s(nbytes, world_size)

@@ -20,7 +20,7 @@ from zerofx.cost.program import owned_bytes
 from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, provenance, role
@@ -63,7 +63,7 @@ StateBytes = Mapping[tuple[int, int], float]
 def trace_of(
     graph: fx.Graph,
     table: ParameterTable,
-    hardware: Figures,
+    hardware: Hardware,
     world_size: int,
     *,
     title: str = "step",

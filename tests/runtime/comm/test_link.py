@@ -16,7 +16,7 @@ import zerofx
 from tests.kit.covering import first
 from tests.kit.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
 from zerofx import backend
-from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Figures, parse
+from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, parse
 from zerofx.runtime.comm import measure
 from zerofx.runtime.comm.agreement import AgreementError
 from zerofx.runtime.comm.communication import Communicator
@@ -25,8 +25,8 @@ MIB = 2**20
 MEASURING = {"ZEROFX_HARDWARE": ""}
 
 
-def figures(**values) -> Figures:
-    return dataclasses.replace(Figures(latency_s=1e-4, bytes_per_s=1e9), **values)
+def figures(**values) -> Hardware:
+    return dataclasses.replace(Hardware(latency_s=1e-4, bytes_per_s=1e9), **values)
 
 
 # The rule for buckets.
@@ -114,7 +114,7 @@ def train(function=step, calls: int = 1, **options):
     return compiled, program, made.communicator
 
 
-def measure_with_a_slow_rank() -> tuple[Figures, Figures, int, dict]:
+def measure_with_a_slow_rank() -> tuple[Hardware, Hardware, int, dict]:
     """The figures of two functions' programs, how often this rank measured, bytes it sent."""
     measure._known.clear()
     own, calls = measure.own_figures, []
@@ -149,7 +149,7 @@ def test_ranks_plan_with_the_figures_of_the_slow_one_measured_once(ranks):  # no
     assert sent["gather"] < 3 * 4 * 2 * 80
 
 
-def measure_what_is_there() -> tuple[Figures, bool]:
+def measure_what_is_there() -> tuple[Hardware, bool]:
     measure._known.clear()
     with mock.patch.dict(os.environ, MEASURING):
         _, program, communicator = train()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import compat
-from zerofx.hardware import Figures
+from zerofx.hardware import Hardware
 from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
 
@@ -27,14 +27,14 @@ LONGEST_S = 0.1
 MATRIX = {"cpu": (512, torch.float32), "cuda": (4096, torch.bfloat16)}
 NUMEL = {"cpu": 2**22, "cuda": 2**26}
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Figures]] = (
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Hardware]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def measured(
     communicator: Communicator, device: torch.device, name: str, timeout_s: float
-) -> Figures | None:
+) -> Hardware | None:
     """The group's figures for tensors of this device; measured, collectively, at the first call.
 
     The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  ``name``
@@ -66,10 +66,10 @@ def rounded(figure: float) -> float:
     return 2.0 ** round(math.log2(figure))
 
 
-def slowest(figures: Iterable[Figures], source: str = "given") -> Figures:
+def slowest(figures: Iterable[Hardware], source: str = "given") -> Hardware:
     """Return the figures that all ranks reach: of each, the slowest rank's."""
     figures = list(figures)
-    return Figures(
+    return Hardware(
         latency_s=rounded(max(each.latency_s for each in figures)),
         bytes_per_s=rounded(min(each.bytes_per_s for each in figures)),
         overlaps=all(each.overlaps for each in figures),
@@ -79,7 +79,7 @@ def slowest(figures: Iterable[Figures], source: str = "given") -> Figures:
     )
 
 
-def _measure(group: dist.ProcessGroup, device: torch.device) -> Figures:
+def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
     # A communicator of its own: what it sends is no step's traffic.
     probe = Communicator(group)
     mine = own_figures(probe, device)
@@ -88,14 +88,14 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Figures:
     probe.settle()
     return slowest(
         (
-            Figures(latency, speed, mine.overlaps, flops, memory)
+            Hardware(latency, speed, mine.overlaps, flops, memory)
             for latency, speed, flops, memory in every.view(-1, len(numbers)).tolist()
         ),
         source=f"measured, the slowest of {probe.world_size} ranks",
     )
 
 
-def own_figures(probe: Communicator, device: torch.device) -> Figures:
+def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     """Return this rank's figures.  Collective: all ranks exchange the same buffers."""
     ranks = probe.world_size
 
@@ -123,7 +123,7 @@ def own_figures(probe: Communicator, device: torch.device) -> Figures:
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     vector = torch.ones(NUMEL["cpu" if device.type == "cpu" else "cuda"], device=device)
     other = torch.ones_like(vector)
-    return Figures(
+    return Hardware(
         latency_s=latency_s,
         bytes_per_s=sent / max(seconds - latency_s, seconds / 10),
         overlaps=probe.overlaps(here),
