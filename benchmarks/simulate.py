@@ -112,14 +112,15 @@ class ThrottledWorker(Worker):
         return _Throttled(super().start(throttled), clock)
 
 
-class _Throttled:
-    """What a throttled lane has started: as a future, but for when it has ended."""
+class _Throttled(Future):
+    """The future of what a throttled lane has started, which notes when it has ended."""
 
     def __init__(self, future: Future, clock: _Clock) -> None:
+        super().__init__()
         self._future, self._clock = future, clock
 
-    def result(self) -> Any:
-        result, ended_s = self._future.result()
+    def result(self, timeout: float | None = None) -> Any:
+        result, ended_s = self._future.result(timeout)
         self._clock.note(ended_s)
         return result
 
