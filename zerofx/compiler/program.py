@@ -170,7 +170,7 @@ class Program:
                 HostSetup(
                     self.function.copies,
                     keeps_states="optimizer" in options.offload,
-                    joins_updates=any(node.target is ops.update_together for node in nodes),
+                    joins_updates=self.lowered.has_run("merge_updates"),
                     open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,
                 ),

@@ -76,6 +76,10 @@ class Lowered:
     gm: fx.GraphModule
     reports: tuple[PassReport, ...]
 
+    def has_run(self, name: str) -> bool:
+        """Return whether the lowering pass of this name has not been skipped."""
+        return any(report.name == name and not report.skipped for report in self.reports)
+
 
 def rewrite(
     step: CapturedStep, ctx: PassContext, dump: ProgramDump | None
