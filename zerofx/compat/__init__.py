@@ -7,6 +7,7 @@ from zerofx.compat.aot import (
     checkpointed_nodes,
     draws_randomly,
     forget_checkpoints,
+    graph_module,
     is_kept_by_policy,
     is_traced,
     scalar_hint,

@@ -13,6 +13,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch.utils.checkpoint
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from zerofx.errors import GraphError
 
@@ -65,6 +66,14 @@ def is_kept_by_policy(node: torch.fx.Node) -> bool:
     """
     policies = torch.utils.checkpoint.CheckpointPolicy
     return node.meta.get("recompute") in (policies.MUST_SAVE, policies.PREFER_SAVE)
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Return a module of a graph whose Python code is made when somebody calls or reads it.
+
+    For 2.11 to 2.15; can go when ``fx.GraphModule`` waits for that itself.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import fx
-
 from zerofx.capture.step import CapturedStep
 from zerofx.errors import BudgetError
-from zerofx.ir.graph import copied
+from zerofx.ir.graph import copied_module
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
@@ -45,7 +43,7 @@ def first_that_fits(step: CapturedStep, contexts: Sequence[PassContext]) -> int:
     Raises: BudgetError if none does, with what the last one would need.
     """
     for number, ctx in enumerate(contexts):
-        gm = fx.GraphModule(step.gm, copied(step.gm.graph))
+        gm = copied_module(step.gm)
         try:
             run_pipeline(gm, ctx, rewrites(PIPELINE))
             return number

@@ -21,7 +21,7 @@ from zerofx.compiler.facts import bytes_kept
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import copied
+from zerofx.ir.graph import Copies, copied_module
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import Established, PassReport, run_pipeline
 from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
@@ -90,11 +90,13 @@ def rewrite(
     """
     observers = _Observers(step, ctx, dump)
     hooks, established = (observers.on_program, observers.on_rejected), Established()
-    gm = fx.GraphModule(step.gm, copied(step.gm.graph))
+    gm = copied_module(step.gm)
     reports = run_pipeline(gm, ctx, rewrites(PIPELINE), *hooks, established)
     rewritten = Rewritten(gm, ctx, tuple(reports), observers.captured_peak)
     observers.kept = None  # times are not predicted behind it
-    gm = fx.GraphModule(gm, copied(gm.graph))
+    copies: Copies = {}
+    gm = copied_module(gm, copies)
+    established.metadata.follow(copies)
     lowered = Lowered(gm, tuple(run_pipeline(gm, ctx, lowerings(PIPELINE), *hooks, established)))
     if dump:
         timeline = predict(rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)

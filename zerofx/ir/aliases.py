@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,48 +23,59 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     shares = ops.rules(node).shares
     if shares is not None:
         return list(shares(node))
-    if node.target is operator.getitem and node.args[0].target is ops.update_together:
-        values, position = node.args[0].args[0], node.args[1]
-        return list(values[position : position + 1])  # what is behind the values is new
-    if node.target is operator.getitem and node.args[0].target is ops.wait_shards:
-        (start,) = node.args[0].args
-        return [mutated_inputs(start)[node.args[1]]]  # and not those written to with it
-    if node.target in (operator.getitem, aten._unsafe_view.default):  # its schema does not say so
-        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if node.target is operator.getitem:
+        return _whole_of(*node.args)
+    return _arguments(node, _memory_arguments(node.target)[0])
+
+
+def _whole_of(whole: fx.Node | Any, position: int) -> list[fx.Node]:
+    """The memory that one of several results is in."""
+    if not isinstance(whole, fx.Node):
         return []
-    return _arguments(node, _aliased_arguments(node.target))
+    if whole.target is ops.update_together:
+        return list(whole.args[0][position : position + 1])  # what is behind the values is new
+    if whole.target is ops.wait_shards:
+        (start,) = whole.args
+        return [mutated_inputs(start)[position]]  # and not those written to with it
+    return [whole]
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node writes to."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    return _arguments(node, _written_arguments(node.target))
+    return _arguments(node, _memory_arguments(node.target)[1])
 
 
-@cache
-def _aliased_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments whose memory a result may share."""
-    schema = operator_._schema
-    return tuple(
-        (position, argument.name)
+Arguments = tuple[tuple[int, str], ...]
+"""Positions and names."""
+
+_NONE: Arguments = ()
+
+_KNOWN: dict[int, tuple[Arguments, Arguments, Any]] = {}
+"""By the ``id`` of an operator, which is kept: to hash one takes torch longer."""
+
+
+def _memory_arguments(target: Any) -> tuple[Arguments, Arguments, Any]:
+    """Arguments whose memory a result may share, those that are written to, and the operator."""
+    known = _KNOWN.get(id(target))
+    if known is not None:
+        return known
+    if not isinstance(target, torch._ops.OpOverload):
+        return _NONE, _NONE, None
+    schema = target._schema
+    marked = [
+        (argument.alias_info.is_write, (position, argument.name))
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and schema.returns
-    )
+        if argument.alias_info is not None
+    ]
+    shared = tuple(which for _, which in marked if schema.returns)
+    if target is aten._unsafe_view.default:  # its schema does not say so
+        shared = ((0, "self"),)
+    written = tuple(which for is_write, which in marked if is_write)
+    _KNOWN[id(target)] = shared, written, target
+    return _KNOWN[id(target)]
 
 
-@cache
-def _written_arguments(operator_: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operator writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(operator_._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _arguments(node: fx.Node, which: Iterable[tuple[int, str]]) -> list[fx.Node]:
+def _arguments(node: fx.Node, which: Arguments) -> list[fx.Node]:
     found: list[fx.Node] = []
     for position, name in which:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -94,10 +105,12 @@ def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
     pending = [node]
     while pending:
         for user in pending.pop().users:
+            if user in found:
+                continue
             sources = aliased_inputs(user)
             if through_gathers and ops.rules(user).gathers:
                 sources = user.all_input_nodes
-            if user not in found and any(source in found for source in sources):
+            if any(source in found for source in sources):
                 found.add(user)
                 pending.append(user)
     return found

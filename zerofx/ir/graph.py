@@ -174,12 +174,21 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a program, with what is recorded about its inputs and results."""
+Copies = dict[fx.Node, fx.Node]
+"""Node -> its copy."""
+
+
+def copied(graph: fx.Graph, copies: Copies | None = None) -> fx.Graph:
+    """A copy of a program, with what is recorded about its inputs and results; fills ``copies``."""
     copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy.output(copy.graph_copy(graph, {} if copies is None else copies))
     copy.output_node().meta = dict(graph.output_node().meta)
     return copy
+
+
+def copied_module(gm: fx.GraphModule, copies: Copies | None = None) -> fx.GraphModule:
+    """The same of a module, whose attributes both have then."""
+    return compat.graph_module(gm, copied(gm.graph, copies))
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:

@@ -17,7 +17,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.errors import ValidationError
-from zerofx.ir.graph import copied
+from zerofx.ir.graph import copied_module
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.source import source_line
 from zerofx.passes.base import Pass, PassContext
@@ -105,7 +105,7 @@ class Validator:
             found[name] = ObservedProgram.of(gm, ctx, self.optimizers)
 
         try:
-            run_pipeline(fx.GraphModule(gm, copied(gm.graph)), ctx, pipeline, keep)
+            run_pipeline(copied_module(gm), ctx, pipeline, keep)
         except Exception as error:
             self._errors[rank] = error
         return found

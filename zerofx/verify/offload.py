@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -39,15 +40,16 @@ def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, 
 
     Raises: GraphError.
     """
-    _moves_are_waited_once(graph)
-    _nothing_changes_while_it_moves(graph, order)
+    going = list(filter(_goes_on, graph.nodes))
+    _moves_are_waited_once(going)
+    _nothing_changes_while_it_moves(going, order)
     _staging_buffers_are_free(graph, order)
     _what_left_comes_back(graph, order)
     _moves_carry_what_they_say(graph, table)
 
 
-def _moves_are_waited_once(graph: fx.Graph) -> None:
-    for node in filter(_goes_on, graph.nodes):
+def _moves_are_waited_once(going: Sequence[fx.Node]) -> None:
+    for node in going:
         readers = sorted(node.users)
         updates = [reader for reader in readers if ops.updates_on_host(reader)]
         others = [reader for reader in readers if reader not in updates]
@@ -64,9 +66,9 @@ def _moves_are_waited_once(graph: fx.Graph) -> None:
             )
 
 
-def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _nothing_changes_while_it_moves(going: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
     """Check that nothing overwrites the operands of a copy or a started update before its wait."""
-    for start in filter(_goes_on, graph.nodes):
+    for start in going:
         wait = ops.wait_of(start)
         is_move = ops.is_move(start)
         for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,10 @@ class CheckedMetadata:
 
     made_from: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     computed: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+
+    def follow(self, copies: Mapping[fx.Node, fx.Node]) -> None:
+        """Go on with a copy of the program: node -> its copy."""
+        self.made_from |= {copies[n]: made for n, made in self.made_from.items() if n in copies}
 
 
 def verify(
