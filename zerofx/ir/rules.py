@@ -66,9 +66,9 @@ class Rules:
 NAMESPACE = "zerofx"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_RULES: dict[int, Rules] = {}
-"""By the ``id`` of an operator, which lives as long as the library: to hash one takes torch longer.
-"""
+_RULES: dict[Any, Rules] = {}
+_BY_ID: dict[int, Rules] = {}
+"""The same by the ``id`` of an operator: to hash one takes torch longer."""
 _OF_OTHERS = Rules()
 
 
@@ -87,7 +87,7 @@ def define(schema: str, **rules: Any):
         name, _, overload = qualified.partition(".")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         defined = getattr(packet, overload or "default")
-        _RULES[id(defined)] = Rules(**rules)
+        _RULES[defined] = _BY_ID[id(defined)] = Rules(**rules)
         return defined
 
     return register
@@ -95,7 +95,7 @@ def define(schema: str, **rules: Any):
 
 def rules(node: fx.Node) -> Rules:
     """The rules of a node's operator; of what is none of ours, those that say nothing."""
-    return _RULES.get(id(node.target), _OF_OTHERS)
+    return _BY_ID.get(id(node.target), _OF_OTHERS)
 
 
 def at(rule: Any, node: fx.Node) -> Any:
