@@ -78,7 +78,7 @@ def test_what_validation_rejects_is_dumped_and_its_file_named(tmp_path, capsys):
     )
     assert (folder / "04_planted.trace.json").exists()
     assert command_line.main(["diff", str(folder), "data_parallel", "planted"]) == 0
-    assert "+ aten.mul.Tensor: mul_tensor" in capsys.readouterr().out
+    assert "+    mul_tensor: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("validate", (False, True))
@@ -89,9 +89,9 @@ def test_what_validation_rejects_is_dumped_and_its_file_named(tmp_path, capsys):
             reductions_forgotten,
             GraphError,
             "not computed from the average",
-            "t_5 instead of reduce_gradient_2_weight",
+            "+    return (detach, t_8, view_1, t_5, view)",
         ),
-        (half_done, KeyError, "no such bucket", "+ aten.mul.Tensor: mul_tensor"),
+        (half_done, KeyError, "no such bucket", "+    mul_tensor: "),
     ),
 )
 def test_what_breaks_a_rule_is_dumped_under_another_name(

@@ -200,11 +200,6 @@ def test_a_folder_without_dumps_is_refused(tmp_path, capsys):
     assert f"no dumped timeline (*.trace.json) in {tmp_path}" in error and "ZEROFX_DUMP" in error
 
 
-def test_a_dump_of_an_older_version_is_told_from_none(tmp_path, capsys):
-    (tmp_path / "09_prefetch.timeline.json").write_text("{}")
-    assert "was dumped by an older zerofx" in refused(capsys, tmp_path)
-
-
 def test_what_does_not_exist_and_what_is_no_timeline_is_refused(tmp_path, capsys):
     assert "does not exist" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "00_captured.py").write_text("")

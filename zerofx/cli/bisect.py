@@ -32,15 +32,15 @@ NEEDED = tuple(
 _INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
+PASSES = ("data_parallel", *NEEDED, *SWITCHED)
 LEVELS = (
-    *((name, Level(SWITCHED, name)) for name in ("data_parallel", *NEEDED[:-1])),
-    (NEEDED[-1], Level(SWITCHED)),
-    *((name, Level(SWITCHED[n + 1 :])) for n, name in enumerate(SWITCHED)),
+    *(Level(SWITCHED, name) for name in ("data_parallel", *NEEDED[:-1])),
+    *(Level(SWITCHED[n:]) for n in range(len(SWITCHED) + 1)),
 )
-"""From data parallelism alone to everything: a pass, and all before it with it."""
+"""From data parallelism alone to everything: each of ``PASSES``, and all before it with it."""
 
-REFERENCE = len(NEEDED)
-"""The level with every optional pass off."""
+LEAST, REFERENCE, ALL = 0, len(NEEDED), len(LEVELS) - 1
+"""The levels with data parallelism alone, with every optional pass off, and with everything."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -157,7 +157,7 @@ class Search:
         found = bisect_left(
             range(failed), True, lo=passed + 1, key=lambda level: self.is_bad(self._trial(level))
         )
-        name, before, behind = LEVELS[found][0], self.at[found - 1], self.at[found]
+        name, before, behind = PASSES[found], self.at[found - 1], self.at[found]
         self._again(before)
         self._again(behind, ZEROFX_DUMP=str(self.dumps.absolute()))
         without = None
@@ -189,47 +189,41 @@ class Search:
 
     def _trial(self, level: int) -> Trial:
         if level not in self.at:
-            name, what = LEVELS[level]
-            why = {
-                0: "data_parallel alone",
-                REFERENCE: "every pass off",
-                len(LEVELS) - 1: "as it is",
-            }
-            self.at[level] = self.command.run(why.get(level, f"up to {name}"), what)
+            known = {LEAST: "data_parallel alone", REFERENCE: "every pass off", ALL: "as it is"}
+            why = known.get(level, f"up to {PASSES[level]}")
+            self.at[level] = self.command.run(why, LEVELS[level])
         return self.at[level]
 
     def _ends(self) -> tuple[int, int]:
         """Run the ends of the search; return a good level and a higher, bad one."""
-        top = len(LEVELS) - 1
-        everything = self._trial(top)
-        if everything.succeeded and self.command.metric is None:
+        if self._trial(ALL).succeeded and self.command.metric is None:
             raise CommandError(
                 "the command succeeds as it is, so there is nothing to find. If what it prints is "
                 "wrong, say where with --metric, and how wrong with --tolerance."
             )
-        needed = self._trial(REFERENCE)
-        if needed.succeeded:
-            self._refer_to(needed)
-            if self.is_bad(everything):
-                return REFERENCE, top
-        least = self._trial(0)
-        if not least.succeeded:
-            failed = least if needed.succeeded else needed
-            says = f"It says: {failed.error()}. " if failed.error() else ""
-            what = "data_parallel alone" if needed.succeeded else "every optional pass off"
+        higher = ALL
+        for level in (REFERENCE, LEAST):
+            if self._trial(level).succeeded:
+                self._refer_to(self._trial(level))
+                if self.is_bad(self._trial(higher)):
+                    return level, higher
+            higher = level
+        if self._trial(LEAST).succeeded:
+            furthest_apart = max(self.difference(self._trial(level)) for level in (REFERENCE, ALL))
             raise CommandError(
-                f"the command fails ({failed.ending}) with {what} too: no pass can be named. "
-                f"{says}Try ZEROFX_VALIDATE=1, which says of any pass whether it computes "
-                "something else; then ZEROFX_LOWERING=eager and ZEROFX_PEER_MEMORY=0, one after "
-                "the other."
+                "no run differs: with every optional pass off, and with data_parallel alone, the "
+                f"numbers are the same to {furthest_apart:.3g}, and --tolerance is "
+                f"{self.tolerance:g}."
             )
-        self._refer_to(least)
-        if self.is_bad(needed):
-            return 0, REFERENCE
+        failed, what = self._trial(REFERENCE), "every optional pass off"
+        if failed.succeeded:
+            failed, what = self._trial(LEAST), "data_parallel alone"
+        says = f"It says: {failed.error()}. " if failed.error() else ""
         raise CommandError(
-            "no run differs: with every optional pass off, and with data_parallel alone, the "
-            f"numbers are the same to {max(map(self.difference, (needed, everything))):.3g}, and "
-            f"--tolerance is {self.tolerance:g}."
+            f"the command fails ({failed.ending}) with {what} too: no pass can be named. "
+            f"{says}Try ZEROFX_VALIDATE=1, which says of any pass whether it computes "
+            "something else; then ZEROFX_LOWERING=eager and ZEROFX_PEER_MEMORY=0, one after "
+            "the other."
         )
 
     def _refer_to(self, trial: Trial) -> None:
@@ -290,9 +284,8 @@ def _minimal(dumps: Path) -> Iterator[str]:
         yield from ("", "The least that shows it, before the pass and behind it:")
         for path in (before, before.with_name("minimal_after.py")):
             yield from ("", f"  $ python -m zerofx run {path} --random")
-            lines = "\n".join(read(path).lines).split("\nif __name__")[0].splitlines()
-            shown = (line for line in lines if line.strip() and not line.lstrip().startswith("#"))
-            yield from (f"    {line}" for line in shown)
+            shown = re.sub(r"^\s*(#.*)?\n", "", read(path).function, flags=re.M)
+            yield from (f"    {line}" for line in shown.splitlines())
 
 
 def _programs(name: str, dumps: Path) -> Iterator[str]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from zerofx.errors import CommandError
 
-_OLD_SUFFIX = ".timeline.json"
-
 
 def add_to(subparsers: Any) -> None:
     """Add the command ``timeline``."""
@@ -87,11 +85,6 @@ def _traces(folder: Path) -> list[Path]:
     last = {path.parent: path for path in sorted(folder.rglob(f"*{SUFFIX}"))}
     if last:
         return list(last.values())
-    if any(folder.rglob(f"*{_OLD_SUFFIX}")):
-        raise CommandError(
-            f"{folder} was dumped by an older zerofx (*{_OLD_SUFFIX}), and this one reads "
-            f"*{SUFFIX}: dump the step again."
-        )
     raise CommandError(
         f"there is no dumped timeline (*{SUFFIX}) in {folder}: run the training with "
         "ZEROFX_DUMP set to a folder, and give that."

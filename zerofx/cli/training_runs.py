@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,43 +51,35 @@ class Level(NamedTuple):
 class Trial:
     """One run of the command.
 
-    ``status`` is its exit status, None if the time limit ended it; ``numbers`` are those that it
-    printed for the metric; ``output`` is the file with all that it printed.
+    ``ending`` is ``exit 1``, ``SIGSEGV`` or ``timed out``; ``numbers`` are those that it printed
+    for the metric; ``output`` is the file with all that it printed.
     """
 
     number: int
     why: str
     level: Level
-    status: int | None
+    ending: str
     numbers: tuple[float, ...]
     seconds: float
     output: Path
 
     @property
     def succeeded(self) -> bool:
-        return self.status == 0
-
-    @property
-    def ending(self) -> str:
-        """``exit 1``, ``SIGSEGV``, or that it took too long."""
-        if self.status is None:
-            return "timed out"
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-self.status).name
-        return f"exit {self.status}"
+        return self.ending == "exit 0"
 
     def text(self) -> str:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def error(self) -> str:
         """The first line of its output that names an exception; empty for none, and if it hung."""
-        found = _ERROR.search(self.text()) if self.status else None
-        return found[1] if found else ""
+        found = _ERROR.search(self.text())
+        return found[1] if found and self.ending not in ("exit 0", "timed out") else ""
 
 
 _ERROR = re.compile(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.M)
 
 
+@dataclass
 class Command:
     """A command that is run again and again, and writes to ``folder/run1.txt`` and so on.
 
@@ -95,19 +87,16 @@ class Command:
     ``timeout_s`` is for each run, None for no limit.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        folder: Path,
-        metric: re.Pattern[str] | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        self.words, self.folder = tuple(words), folder
-        self.metric, self.timeout_s = metric, timeout_s
-        self.trials: list[Trial] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("run*.txt"):
-            if re.fullmatch(r"run\d+\.txt", old.name):
+    words: Sequence[str]
+    folder: Path
+    metric: re.Pattern[str] | None
+    timeout_s: float | None
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("run*.txt"):
+            if old.stem.removeprefix("run").isdigit():
                 old.unlink()
 
     def run(self, why: str, level: Level, **variables: str) -> Trial:
@@ -117,12 +106,11 @@ class Command:
         """
         number = len(self.trials) + 1
         output = self.folder / f"run{number}.txt"
-        changed = {**level.variables, **variables}
         began = time.monotonic()
         with output.open("ab") as file:
-            status = self._status({**environment(), **changed}, file)
+            status = self._status({**environment(), **level.variables, **variables}, file)
         seconds = time.monotonic() - began
-        trial = Trial(number, why, level, status, self._numbers(output), seconds, output)
+        trial = Trial(number, why, level, _ending(status), self._numbers(output), seconds, output)
         self.trials.append(trial)
         return trial
 
@@ -167,6 +155,12 @@ class Command:
         """The same run, as one types it."""
         words = [f"{name}={shlex.quote(value)}" for name, value in level.variables.items()]
         return " ".join([*words, shlex.join(self.words)])
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "timed out"
+    return signal.Signals(-status).name if -status in set(signal.Signals) else f"exit {status}"
 
 
 def _end(process: subprocess.Popen) -> None:

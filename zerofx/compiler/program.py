@@ -29,7 +29,7 @@ from zerofx.options import Options, environment
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport
 from zerofx.report.explain import explanation, first_words
-from zerofx.report.write import ProgramDump
+from zerofx.report.write import EXPLANATION, ProgramDump
 from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
 from zerofx.runtime.memory.pages import return_freed_memory
@@ -222,7 +222,7 @@ class Program:
             results = self._run(self.runtime, inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
-            self.dump.write_explanation(explanation(self, with_seconds=False))
+            self.dump.write_file(EXPLANATION, explanation(self, with_seconds=False) + "\n")
         return results
 
     def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:

@@ -6,8 +6,7 @@ Source of the idea: Weiser 1981, "Program Slicing".
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,15 +15,17 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, memory_of, mutated_inputs, writers
+from zerofx.ir.aliases import aliases, memory_of, mutated_inputs
 from zerofx.ir.graph import copied, program_order
-from zerofx.ir.interface import InputRole, placeholders, set_input_role
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.replay.in_process_group import in_turns
 from zerofx.replay.replayed import ObservedProgram
 
 logger = logging.getLogger("zerofx")
 
 Same = Callable[[Any, Any], bool]
+Programs = Sequence[ObservedProgram]
+"""One program of all ranks, by rank."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,7 @@ class Differences:
     given: Mapping[str, bool]
 
 
-def compare_by_name(
-    before: Sequence[ObservedProgram], after: Sequence[ObservedProgram], rank: int, same: Same
-) -> Differences:
+def compare_by_name(before: Programs, after: Programs, rank: int, same: Same) -> Differences:
     """Run both programs of all ranks, and compare nodes of one name; the first is this rank's."""
     results: list[dict[str, torch.Tensor]] = [{} for _ in before]
     alike: list[set[str]] = [set() for _ in before]
@@ -63,8 +62,7 @@ def compare_by_name(
             first.append(node)
 
     for programs, watch in ((before, note), (after, compare)):
-        watches = [partial(watch, of) for of in range(len(programs))]
-        in_turns([partial(one.run, watch=w) for one, w in zip(programs, watches, strict=True)])
+        in_turns([partial(one.run, watch=partial(watch, of)) for of, one in enumerate(programs)])
     given = {
         name: all(bitwise(results[0][name], ranks[name]) for ranks in results)
         for name in set.intersection(*alike)
@@ -73,53 +71,26 @@ def compare_by_name(
 
 
 def minimal(
-    before: Sequence[ObservedProgram],
-    after: Sequence[ObservedProgram],
-    what: str,
-    found: Differences,
-    same: Same,
-) -> tuple[list[ObservedProgram], list[ObservedProgram]] | None:
-    """The least part of both programs, by rank, that still differs; None if no part does.
-
-    ``what`` names a result that differs, in case no two nodes of one name do.
-    """
+    before: Programs, after: Programs, found: Differences, same: Same
+) -> tuple[Programs, Programs] | None:
+    """The least part of both programs, by rank, that still differs; None if no part does."""
+    if found.first is None:
+        return None
+    name = found.first.name
     for given in (found.given, {}):
         try:
-            parts = _parts(before, what, found, given), _parts(after, what, found, given)
+            parts = [
+                [one.reduced_to(cut_out(one.module(), name, given)) for one in programs]
+                for programs in (before, after)
+            ]
             seen = [in_turns([one.run for one in programs]) for programs in parts]
         except Exception as error:  # a part need not run: the caller has the whole
             logger.debug("no part of the programs with %d inputs runs: %s", len(given), error)
             continue
         pairs = zip(*seen, strict=True)
         if any(not same(one.get(w), two.get(w)) for one, two in pairs for w in {**one, **two}):
-            return parts
+            return parts[0], parts[1]
     return None
-
-
-def _parts(
-    programs: Sequence[ObservedProgram], what: str, found: Differences, given: Mapping[str, bool]
-) -> list[ObservedProgram]:
-    """Cut out what leads to the first difference, of each rank's program."""
-    parts = []
-    for program in programs:
-        ends = _makers(program, what)
-        if found.first is not None:
-            ends = [node for node in program.graph.nodes if node.name == found.first.name]
-        parts.append(program.reduced_to(cut_out(program.module(), ends, given)))
-    return parts
-
-
-def _makers(program: ObservedProgram, what: str) -> list[fx.Node]:
-    """Return the nodes that write to the parameter, gradient or buffer that ``what`` names."""
-    facts = program.facts
-    found = _NAMED.search(what)
-    inputs = zip(placeholders(program.graph), facts["INPUTS"].items(), strict=True)
-    names = {node: of.get("parameter", name) for node, (name, of) in inputs}
-    inputs_named = [node for node, name in names.items() if found and name == found[1]]
-    return [writer for node in inputs_named for writer in writers(node)]
-
-
-_NAMED = re.compile(r"(?:parameter|buffer|gradient of|is given for) (.+?)(?: for the \d+\. time)?$")
 
 
 def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -130,20 +101,17 @@ def bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*data)
 
 
-def cut_out(
-    gm: fx.GraphModule, targets: Sequence[fx.Node], given: Mapping[str, bool]
-) -> fx.GraphModule:
-    """Return the least part of a program that computes ``targets``, and returns them.
+def cut_out(gm: fx.GraphModule, target: str, given: Mapping[str, bool]) -> fx.GraphModule:
+    """Return the least part of a program that computes the node ``target``, and returns it.
 
     Nodes named in ``given`` become inputs, the same on all ranks where it says so; nodes whose
     memory is written to do not, for more than their value counts.
     """
     graph = copied(gm.graph)
     nodes = {node.name: node for node in graph.nodes}
-    ends = [nodes[target.name] for target in targets]
     changers = _changers(graph)
-    inputs = {nodes[name] for name in given} - set(ends) - changers.keys()
-    needed = _needed(graph, ends, inputs, changers)
+    inputs = {nodes[name] for name in given if name != target} - changers.keys()
+    needed = _needed(graph, nodes[target], inputs, changers)
     least, kept = fx.Graph(), {}
     for node in filter(needed.__contains__, graph.nodes):  # inputs come first
         if node.op == "placeholder":
@@ -155,8 +123,7 @@ def cut_out(
     for node in graph.nodes:
         if node in needed and node not in kept:
             kept[node] = least.node_copy(node, lambda source: kept[source])
-    returned = [kept[end] for end in ends if isinstance(end.meta.get("val"), torch.Tensor)]
-    least.output(tuple(returned))
+    least.output((kept[nodes[target]],))
     return fx.GraphModule(gm, least)
 
 
@@ -171,15 +138,12 @@ def _changers(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _needed(
-    graph: fx.Graph,
-    ends: Iterable[fx.Node],
-    inputs: Set[fx.Node],
-    changers: Mapping[fx.Node, Set[fx.Node]],
+    graph: fx.Graph, end: fx.Node, inputs: Set[fx.Node], changers: Mapping[fx.Node, Set[fx.Node]]
 ) -> set[fx.Node]:
-    """Return the nodes that the ends depend on: operands, and earlier writes to their memory."""
+    """Return the nodes that the end depends on: operands, and earlier writes to their memory."""
     order = program_order(graph)
     needed: set[fx.Node] = set()
-    pending = list(ends)
+    pending = [end]
     while pending:
         node = pending.pop()
         if node in needed:

@@ -25,11 +25,15 @@ MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
 
 
-class Updates:
-    """Optimizers that update any tensor in place of their parameters."""
+NoteUpdate = Callable[[int, int, Tensor, bool], None]
+"""Is told of an update: its optimizer and parameter, the gradient, and whether that is whole."""
 
-    def __init__(self, table: ParameterTable, make: MakeOptimizer):
-        self._table, self._make = table, make
+
+class Updates:
+    """Optimizers that update any tensor in place of their parameters, and ``note`` each update."""
+
+    def __init__(self, table: ParameterTable, make: MakeOptimizer, note: NoteUpdate | None = None):
+        self._table, self._make, self._note = table, make, note
         self._made: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter]]] = {}
 
     def step(
@@ -45,6 +49,9 @@ class Updates:
 
         ``whole`` says that they are no shards, whatever the stage is.
         """
+        if self._note is not None:
+            for index, grad in zip(parameters, grads, strict=True):
+                self._note(optimizer, index, grad, whole)
         if found_inf is not None and found_inf.item():
             return
         if optimizer not in self._made:
@@ -287,12 +294,23 @@ class Reference:
         return evicted if changed else there
 
 
-class Interpreter(fx.Interpreter):
-    """Runs a program with a reference's kernels for our operators."""
+Watch = Callable[[fx.Node, Any], None]
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, reference: Reference) -> None:
+
+class Interpreter(fx.Interpreter):
+    """Runs a program with a reference's kernels for our operators; shows ``watch`` each result."""
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, reference: Reference, watch: Watch | None = None
+    ) -> None:
         super().__init__(root, graph=graph)
-        self.reference = reference
+        self.reference, self.watch = reference, watch
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if self.watch is not None:
+            self.watch(node, result)
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if ops.is_ours(target):

@@ -5,7 +5,7 @@ Passes may change everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,12 @@ from torch import Tensor, fx, nn
 from zerofx.errors import CommandError
 from zerofx.ir.graph import copied
 from zerofx.ir.interface import unreduced_results, written_gradients
-from zerofx.ir.parameters import ParameterTable
 from zerofx.passes.base import PassContext
 from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, optimizers_of, random_inputs
-from zerofx.replay.reference import Interpreter, MakeOptimizer, Reference, Updates
+from zerofx.replay.reference import Interpreter, Reference, Updates, Watch
 from zerofx.report.read import ProgramFacts
 from zerofx.report.text import program_facts
-
-Watch = Callable[[fx.Node, Any], None]
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,19 @@ class ObservedProgram(ProgramFacts):
             except CommandError:  # all programs are compared with the same one
                 return torch.optim.SGD(stand_ins, lr=0.01)
 
-        updates = _NotingUpdates(self.table(), optimizer, self.facts["STAGE"])
+        given: dict[tuple[int, int], list[tuple[Tensor, bool]]] = {}
+
+        def note(optimizer: int, index: int, grad: Tensor, whole: bool) -> None:
+            noted = grad.detach().clone(), self.facts["STAGE"] > 0 and not whole
+            given.setdefault((optimizer, index), []).append(noted)
+
+        updates = Updates(self.table(), optimizer, note)
         reference = Reference(self.table(), self.rank, exchange, updates)
         inputs = self._inputs(reference)
         torch.manual_seed(self.rank)
         with torch.no_grad():
-            returned = _Run(self, reference, watch).run(*inputs.values())
-            return dict(self._visible(reference, inputs, returned, updates.given))
+            returned = Interpreter(self.root, self.graph, reference, watch).run(*inputs.values())
+            return dict(self._visible(reference, inputs, returned, given))
 
     def _inputs(self, reference: Reference) -> dict[str, Any]:
         own = {name: {**self.facts["INPUTS"][name], "unreduced": True} for name in self.averaged}
@@ -97,9 +100,13 @@ class ObservedProgram(ProgramFacts):
         reference: Reference,
         inputs: Mapping[str, Any],
         returned: Sequence[Any],
-        given: Mapping[tuple[int, int], list[tuple[Tensor, bool]]],
+        updated: Mapping[tuple[int, int], list[tuple[Tensor, bool]]],
     ) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and value; of two of one name, the later one is what is seen."""
+        """Pairs of name and value; of two of one name, the later one is what is seen.
+
+        ``updated`` has the gradients that updates were given, by optimizer and parameter, and
+        whether each was a shard.
+        """
         facts = self.facts
         names = list(facts["PARAMETERS"])
 
@@ -130,49 +137,9 @@ class ObservedProgram(ProgramFacts):
             value = whole(value, index, is_shard, position in unreduced)
             yield f"the gradient of {names[index]}", value
         yield from left_behind(self, reference, inputs).items()
-        for (handle, index), gradients in given.items():
+        for (handle, index), gradients in updated.items():
             kind = facts["OPTIMIZERS"][handle]["class"].rpartition(".")[2]
             for number, (value, is_shard) in enumerate(gradients):
                 again = f" for the {number + 1}. time" if number else ""
                 what = f"the gradient that {kind} is given for {names[index]}{again}"
                 yield what, whole(value, index, is_shard, False)
-
-
-class _NotingUpdates(Updates):
-    """Keeps the gradients that updates are ``given``, and whether each was a shard.
-
-    They are by optimizer and parameter.
-    """
-
-    def __init__(self, table: ParameterTable, make: MakeOptimizer, stage: int) -> None:
-        super().__init__(table, make)
-        self.stage = stage
-        self.given: dict[tuple[int, int], list[tuple[Tensor, bool]]] = {}
-
-    def step(
-        self,
-        optimizer: int,
-        parameters: Sequence[int],
-        values: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        found_inf: Tensor | None,
-        whole: bool = False,
-    ) -> None:
-        for index, grad in zip(parameters, grads, strict=True):
-            noted = grad.detach().clone(), self.stage > 0 and not whole
-            self.given.setdefault((optimizer, index), []).append(noted)
-        super().step(optimizer, parameters, values, grads, found_inf, whole)
-
-
-class _Run(Interpreter):
-    """Shows ``watch`` each result."""
-
-    def __init__(self, program: ObservedProgram, reference: Reference, watch: Watch | None) -> None:
-        super().__init__(program.root, program.graph, reference)
-        self.watch = watch
-
-    def run_node(self, node: fx.Node) -> Any:
-        result = super().run_node(node)
-        if self.watch is not None:
-            self.watch(node, result)
-        return result

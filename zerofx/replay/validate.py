@@ -201,7 +201,7 @@ class Validator:
         how = "bitwise" if self.is_bitwise[name] else "but for rounding"
         written = ""
         if self.write_minimal is not None:
-            parts = minimal(before, after, what, found, same)
+            parts = minimal(before, after, found, same)
             mine = [everyone[self.ctx.rank].module() for everyone in parts or ()]
             written = f" {self.write_minimal(*mine)}" if mine else ""
         remedy = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -21,8 +20,6 @@ CLAIM = ".zerofx-run"
 
 MARKER = ".zerofx-dump"
 """A file in every folder that a run has made and the next run may remove."""
-
-_MOST_RUNS = 1000
 
 
 class DumpFolder:
@@ -122,18 +119,17 @@ def run_of_this_process() -> str:
 
 
 def _claimed(path: Path, run: str) -> DumpFolder:
-    candidates = [path, *(path / f"run{number}" for number in range(2, _MOST_RUNS))]
-    known = [folder for folder in candidates if (folder / CLAIM).exists()]
+    claims = (path / CLAIM, *path.glob(f"run*/{CLAIM}"))
+    known = [claim.parent for claim in claims if claim.exists()]
     for folder in known:
         if (folder / CLAIM).read_bytes() == run.encode():
             return _taken(folder, run)
-    free = [folder for folder in known if _is_free(folder)]
-    for folder in free:
-        _remove_dumps(folder)
-    for folder in candidates:
-        if folder not in known or folder in free:
-            return _taken(folder, run)
-    raise OSError(errno.EBUSY, f"{_MOST_RUNS} runs that live write there", str(path))
+    alive = [folder for folder in known if not _is_free(folder)]
+    for folder in known:
+        if folder not in alive:
+            _remove_dumps(folder)
+    candidates = (path, *(path / f"run{number}" for number in range(2, len(alive) + 2)))
+    return _taken(next(folder for folder in candidates if folder not in alive), run)
 
 
 def _taken(folder: Path, run: str) -> DumpFolder:

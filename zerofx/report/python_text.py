@@ -23,11 +23,9 @@ def quoted_name(name: str) -> str:
 
 def comment(text: str) -> list[str]:
     """Return the lines of one comment; all but the first are indented."""
-    if len(text) <= WIDTH - 6:
-        return [f"    # {text}"]
-    wrapped = textwrap.wrap(
-        text, WIDTH - 10, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+    wrapped = [text]
+    if len(text) > WIDTH - 6:
+        wrapped = textwrap.wrap(text, WIDTH - 10, break_long_words=False, break_on_hyphens=False)
     return [f"    # {wrapped[0]}", *(f"    #     {line}" for line in wrapped[1:])]
 
 
@@ -84,14 +82,12 @@ def target_text(target: Any) -> str | None:
     return f"{module}.{name}" if found is target else None
 
 
-def dict_text(name: str, items: Iterable[tuple[str, str]]) -> str:
-    lines = [f"    {key}: {value}," for key, value in items]
-    return "\n".join([f"{name} = {{", *lines, "}"]) if lines else f"{name} = {{}}"
-
-
-def list_text(name: str, items: Iterable[str]) -> str:
+def literal_text(name: str, brackets: str, items: Iterable[str]) -> str:
+    """Return the assignment of a list or dict to a name, with a line for each item."""
     lines = [f"    {item}," for item in items]
-    return "\n".join([f"{name} = [", *lines, "]"]) if lines else f"{name} = []"
+    if not lines:
+        return f"{name} = {brackets}"
+    return "\n".join([f"{name} = {brackets[0]}", *lines, brackets[1]])
 
 
 def one_line(text: str) -> str:

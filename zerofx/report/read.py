@@ -1,10 +1,10 @@
-"""Reads dumped programs: their facts and statements as text, and their function to run it."""
+"""Reads dumped programs: their facts, their text, and their function to run it."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,9 @@ from zerofx.report.text import FORMAT
 
 _VERSIONS = re.compile(r"# zerofx dump (\d+), torch (\S+), zerofx (\S+)$")
 _TITLE = re.compile(r"# (\d+) (\w+), rank \d+ of \d+, stage \d$")
-_STATEMENT = re.compile(r'    (\w+): "((?:[^"\\]|\\.)*)" = (.*?)(?:;  del [\w, ]+)?$')
-_INPUT = re.compile(r'    (\w+): "((?:[^"\\]|\\.)*)",$')
-_NAME = r'(?:"(?:[^"\\]|\\.)*"|[^\s,;:()"]+)'
-_ORIGIN = re.compile(
-    rf"(?P<by>\w+): (?P<role>\w+)(?: (?P<names>{_NAME}(?:, {_NAME})*))?"
-    r"(?: \(bucket (?P<bucket>\d+)\))?(?:; (?P<why>.*))?$"
-)
-_SOURCE = re.compile(r"from (?P<place>.*?:\d+)(?: \((?P<module>[^:]*)\))?: (?P<text>.*)$")
-_GRADIENT = "this rank's gradient of "
 _FACTS = {"RANK", "WORLD_SIZE", "STAGE", "PARAMETERS", "OPTIMIZERS", "INPUTS", "GRADIENTS"}
 _FACTS |= {"SHARDED_RESULTS", "OBSTACLES"}
 """The facts that every dump has."""
-
-WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=])")
-"""A name in a call that may be a statement's: no attribute, and no keyword."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +59,13 @@ class ProgramFacts:
 
 @dataclass(frozen=True)
 class DumpedProgram(ProgramFacts):
-    """One dumped file; ``lines`` are those from ``def program(`` on."""
+    """One dumped file; ``function`` is the part of its text that defines ``program``."""
 
     path: Path
     torch_version: str
     title: str
     text: str
-    lines: tuple[str, ...]
+    function: str
 
     def namespace(self) -> dict[str, Any]:
         """Execute the file, and return its names; the function ``program`` is defined, not run.
@@ -117,18 +105,15 @@ def read(path: str | Path) -> DumpedProgram:
             f"reads format {FORMAT}. Use that zerofx, or dump the step again."
         )
     title = _TITLE.match(lines[1]) if len(lines) > 1 else None
+    head, start, tail = text.partition("\ndef program(\n")
+    function = (start + tail).strip().partition("\nif __name__")[0]
     try:
-        start = lines.index("def program(")
-        facts = _literals("\n".join(lines[:start]))
-    except (ValueError, SyntaxError):
-        start, facts = 0, {}
-    is_whole = facts.keys() >= _FACTS and any(
-        line.startswith("    return") for line in lines[start:]
-    )
-    if title is None or not is_whole:
+        facts = _literals(head)
+    except SyntaxError:
+        facts = {}
+    if title is None or not facts.keys() >= _FACTS or "\n    return" not in function:
         raise CommandError(f"{path} is not whole: dump the step again")
-    name = f"{title[1]} {title[2]}"
-    return DumpedProgram(facts, path, versions[2], name, text, tuple(lines[start:]))
+    return DumpedProgram(facts, path, versions[2], f"{title[1]} {title[2]}", text, function)
 
 
 def function_folders(folder: Path, rank: int, function: str | None = None) -> list[Path]:
@@ -174,78 +159,3 @@ def _literals(text: str) -> dict[str, Any]:
                 except ValueError:
                     continue
     return found
-
-
-@dataclass(frozen=True)
-class Statement:
-    """One line of a program: ``name: annotation = call``, and what the comments say of it.
-
-    ``names`` are the parameters that it serves, as they are written, ``by`` the pass that inserted
-    it, ``place`` and ``module`` where the user wrote it; ``gradient_of`` are the parameters whose
-    local gradient it is.  ``reads`` are the statements and inputs in its call, each once.
-    """
-
-    name: str
-    value: str
-    call: str
-    reads: tuple[str, ...] = ()
-    by: str = ""
-    role: str = ""
-    names: str = ""
-    bucket: int = -1
-    why: str = ""
-    place: str = ""
-    module: str = ""
-    gradient_of: str = ""
-
-    @property
-    def operator(self) -> str:
-        """``zerofx.wait``, ``aten.mm.default`` or ``getitem``."""
-        head = self.call.split("(", 1)[0]
-        return head if head != self.call and "[" not in head else "getitem"
-
-
-def statements(program: DumpedProgram) -> list[Statement]:
-    """List a program's inputs and statements, in order; what it returns is called ``return``."""
-    found: list[Statement] = []
-    known: set[str] = set()
-    comments: list[str] = []
-    source: tuple[str, str] = ("", "")
-    for line in program.lines:
-        if line.startswith("    #     "):
-            comments[-1] += f" {line[10:]}"
-        elif line.startswith("    # "):
-            comments.append(line[6:])
-        elif match := _INPUT.match(line):
-            found.append(Statement(match[1], match[2], "", role="input"))
-            known.add(match[1])
-        elif match := _STATEMENT.match(line):
-            name, value, call = match.groups()
-            origin, source = _noted(comments, source)
-            reads = _reads(call, known)
-            place, module = source
-            found.append(Statement(name, value, call, reads, **origin, place=place, module=module))
-            known.add(name)
-            comments = []
-        elif line.startswith("    return "):
-            call = line.strip().removeprefix("return ")
-            found.append(Statement("return", "", call, _reads(call, known)))
-    return found
-
-
-def _noted(comments: Iterable[str], source: tuple[str, str]) -> tuple[dict, tuple[str, str]]:
-    origin: dict[str, object] = {}
-    for comment in comments:
-        if match := _SOURCE.match(comment):
-            source = f"{match['place']}: {match['text']}", match["module"] or ""
-        elif comment.startswith(_GRADIENT):
-            origin["gradient_of"] = comment.removeprefix(_GRADIENT)
-        elif match := _ORIGIN.match(comment):
-            fields = match.groupdict(default="")
-            origin |= {**fields, "bucket": int(fields["bucket"] or -1)}
-    return origin, source
-
-
-def _reads(call: str, known: set[str]) -> tuple[str, ...]:
-    words: Sequence[str] = WORD.findall(call)
-    return tuple(dict.fromkeys(word for word in words if word in known))

@@ -31,8 +31,7 @@ from zerofx.ir.source import source_of
 from zerofx.report.python_text import (
     EXACT,
     comment,
-    dict_text,
-    list_text,
+    literal_text,
     one_line,
     quoted_name,
     target_text,
@@ -61,8 +60,6 @@ if __name__ == "__main__":
     from zerofx.__main__ import main
 
     sys.exit(main(["run", __file__, *sys.argv[1:]]))"""
-
-_GLOBAL_NAMES = {"operator", "inf", "nan", "Path", "torch", "aten", "prims", "zerofx", "CONSTANTS"}
 
 _FEW = 3
 """A bucket with at most so many parameters is named in full by each node that serves it."""
@@ -106,7 +103,6 @@ class _Text:
         constants: dict[str, torch.Tensor],
     ):
         self.gm, self.table, self.optimizers = gm, table, optimizers
-        self.names = _python_names(gm.graph)
         self.handles: dict[int, int] = {}
         self.in_file = constants
         self.reads_file = False
@@ -121,16 +117,18 @@ class _Text:
         facts = self.facts()
 
         def as_dict(fact: str) -> str:
-            return dict_text(fact, ((repr(k), repr(v)) for k, v in facts[fact].items()))
+            return literal_text(fact, "{}", (f"{k!r}: {v!r}" for k, v in facts[fact].items()))
+
+        optimizers = (repr(self.optimizers.get(handle, {})) for handle in self.handles)
 
         return "\n\n".join(
             [
                 as_dict("PARAMETERS"),
-                list_text("OPTIMIZERS", (repr(self.optimizers.get(h, {})) for h in self.handles)),
+                literal_text("OPTIMIZERS", "[]", optimizers),
                 as_dict("INPUTS"),
                 as_dict("GRADIENTS"),
                 f"SHARDED_RESULTS = {facts['SHARDED_RESULTS']}",
-                list_text("OBSTACLES", map(repr, self.obstacles)),
+                literal_text("OBSTACLES", "[]", map(repr, self.obstacles)),
                 _IMPORTS,
                 self._constants(),
                 f"\n{program}\n",
@@ -143,13 +141,13 @@ class _Text:
         gradients = gradient_outputs(graph).items()
         return {
             "PARAMETERS": {info.name: _described(info) for info in self.table},
-            "INPUTS": {self.names[node]: self._input(node) for node in placeholders(graph)},
+            "INPUTS": {node.name: self._input(node) for node in placeholders(graph)},
             "GRADIENTS": {position: self.table[index].name for position, index in gradients},
             "SHARDED_RESULTS": sorted(sharded_results(graph)),
         }
 
     def _constants(self) -> str:
-        text = dict_text("CONSTANTS", ((repr(k), v) for k, v in self.constants.items()))
+        text = literal_text("CONSTANTS", "{}", (f"{k!r}: {v}" for k, v in self.constants.items()))
         if self.reads_file:
             path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
             text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
@@ -170,7 +168,7 @@ class _Text:
             return described
         value = compat.scalar_hint(value)
         if value is not None and not isinstance(value, int | float | str):
-            self.obstacles.append(f"its input {self.names[node]} is a {type(value).__name__}")
+            self.obstacles.append(f"its input {node.name} is a {type(value).__name__}")
             value = None
         return {**described, "value": value}
 
@@ -178,7 +176,7 @@ class _Text:
         graph = self.gm.graph
         lines = ["def program("]
         for node in placeholders(graph):
-            lines.append(f"    {self.names[node]}: {_annotation(node)},")
+            lines.append(f"    {node.name}: {_annotation(node)},")
         lines.append("):")
         dying = _last_reads(graph)
         place = ""
@@ -194,10 +192,10 @@ class _Text:
                 place = source
             for note in self._notes(node):
                 lines += comment(note)
-            gone = ", ".join(self.names[read] for read in dying.get(node, ()))
+            gone = ", ".join(read.name for read in dying.get(node, ()))
             end = f";  del {gone}" if gone else ""
             call = self._call(node)
-            lines.append(f"    {self.names[node]}: {_annotation(node)} = {call}{end}")
+            lines.append(f"    {node.name}: {_annotation(node)} = {call}{end}")
         return "\n".join(lines)
 
     def _notes(self, node: fx.Node) -> list[str]:
@@ -280,7 +278,7 @@ class _Text:
     def _leaf(self, value: Any) -> _AsItIs:
         """Write what an argument's lists, tuples, dicts and slices hold."""
         if isinstance(value, fx.Node):
-            return _AsItIs(self.names[value])
+            return _AsItIs(value.name)
         value = compat.scalar_hint(value)
         if value is None or type(value) in (bool, int, float, complex, str):
             return _AsItIs(repr(value))
@@ -298,8 +296,8 @@ class _Text:
 
     def _unknown(self, node: fx.Node, why: str) -> str:
         """Write a node that cannot be run again, to be read; note it as an obstacle."""
-        self.obstacles.append(f"{self.names[node]}: {one_line(without_addresses(why))}")
-        reads = ", ".join(self.names[read] for read in node.all_input_nodes)
+        self.obstacles.append(f"{node.name}: {one_line(without_addresses(why))}")
+        reads = ", ".join(read.name for read in node.all_input_nodes)
         return f"({without_addresses(str(node.target))!r}, [{reads}])"
 
 
@@ -321,19 +319,6 @@ def _described(info: ParameterInfo) -> dict[str, Any]:
         place = info.assigned
         described["place"] = (place.bucket, place.offset, place.extent, place.shard_numel)
     return described
-
-
-def _python_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return every node's name; one that the file uses for something else gets a ``_``."""
-    names = {node: node.name for node in graph.nodes}
-    taken = set(names.values())
-    for node, name in names.items():
-        if name in _GLOBAL_NAMES:
-            while name in taken or name in _GLOBAL_NAMES:
-                name += "_"
-            taken.add(name)
-            names[node] = name
-    return names
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

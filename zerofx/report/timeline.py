@@ -152,7 +152,7 @@ def span_event(
         "name": name,
         "cat": kind,
         "ts": _microseconds(begin_s),
-        "dur": (_nanoseconds(end_s) - _nanoseconds(begin_s)) / 1000,
+        "dur": round(_microseconds(end_s) - _microseconds(begin_s), 3),
         "args": args,
     }
 
@@ -347,9 +347,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
 def _microseconds(seconds: float) -> float:
-    return _nanoseconds(seconds) / 1000
+    """Microseconds, in whole nanoseconds."""
+    return round(seconds * 1e6, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,8 @@ REJECTED = ".rejected"
 """Ends the name of a program that has broken a rule: ``06_bucket.rejected.py``."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """A program's costs on one rank and in one step.
-
-    ``peak`` is the most that it allocates on the device at once, beside its inputs.  Units: bytes.
-    """
-
-    peak: int
-    sent: int
-    collectives: int
-    to_host: int
-    to_device: int
+Costs = Mapping[str, str]
+"""What a program costs one rank in one step, as its header says it."""
 
 
 class ProgramDump:
@@ -111,9 +100,9 @@ class ProgramDump:
         comments = (f"# {line}".rstrip() for line in lines)
         head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts.items())]
         content = "\n".join([*head, "", text])
-        path = self._write(f"{stem}.py", content)
+        path = self.write_file(f"{stem}.py", content)
         if len(self.constants) > self._num_saved:
-            self._write(CONSTANTS_FILE, _saved(self.constants))
+            self.write_file(CONSTANTS_FILE, _saved(self.constants))
             self._num_saved = len(self.constants)
         compat.trace_program(f"zerofx_{stem}", lambda: content)
         return path
@@ -137,15 +126,11 @@ class ProgramDump:
             sockets=not ctx.options.peer_memory,
             state_bytes=state_bytes,
         )
-        self._write(f"{program}{SUFFIX}", text_of(trace))
+        self.write_file(f"{program}{SUFFIX}", text_of(trace))
 
     def write_kernel(self, name: str, source: str) -> None:
         """Write a kernel that was generated for the program."""
-        self._write(name, source)
-
-    def write_explanation(self, text: str) -> None:
-        """Write what a program that has run keeps, sends and waits for."""
-        self._write(EXPLANATION, text + "\n")
+        self.write_file(name, source)
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         """Write a table of the passes: what each did, its seconds, and the costs around it."""
@@ -169,36 +154,33 @@ class ProgramDump:
         lines += [self.hardware]
         lines += [f"predicted: {predicted}"] if predicted else []
         text = "\n".join(lines) + "\n"
-        self._write("summary.txt", text)
+        self.write_file("summary.txt", text)
         compat.trace_program("zerofx_summary", lambda: text)
 
     def _costs_of(self, gm: fx.GraphModule) -> Costs:
         wire, moved = wire_bytes(gm, self.ctx.world_size), moved_bytes(gm)
         alive = live_bytes(gm.graph, self.ctx.world_size, table=self.ctx.table, hinted=True)
-        return Costs(
-            peak=max(alive, default=0),
-            sent=wire.gathers + wire.reductions + wire.scalars + wire.exchanges,
-            collectives=wire.num_collectives,
-            to_host=moved.to_host,
-            to_device=moved.to_device,
-        )
+        return {
+            "allocated at most": size_text(max(alive, default=0)),
+            "sent": size_text(wire.gathers + wire.reductions + wire.scalars + wire.exchanges),
+            "collectives": str(wire.num_collectives),
+            "moved to the host": size_text(moved.to_host),
+            "moved to the device": size_text(moved.to_device),
+        }
 
     def _header(self, number: int, name: str, report) -> list[str]:
-        after = self.costs[number][1]
-        before = self.costs[number - 1][1] if number else None
+        costs = [of for _, of in self.costs[max(number - 1, 0) :]]
         lines = self._first_lines(number, name)
         if report is not None:
             lines.append(_counts(report.counts))
-        costs = [after] if before is None else [before, after]
         rows = [
-            (what, *(_amount(what, getattr(c, field)) for c in costs))
-            for what, field in _COSTS.items()
-            if not what.startswith("moved") or any(getattr(c, field) for c in costs)
+            (what, *(of[what] for of in costs))
+            for what in costs[0]
+            if not what.startswith("moved") or any(of[what] != "0 B" for of in costs)
         ]
-        headers = ("per rank and step", "before", "after") if before else ("per rank and step", "")
+        headers = ("per rank and step", *(("before", "after") if number else ("",)))
         table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
-        lines += ["", *table.splitlines(), ""]
-        lines.append(self.hardware)
+        lines += ["", *table.splitlines(), "", self.hardware]
         return [*lines, f"Run it again: python -m zerofx run {number:02d}_{name}.py --random"]
 
     def _first_lines(self, number: int, name: str) -> list[str]:
@@ -208,21 +190,14 @@ class ProgramDump:
             f"{number:02d} {name}, rank {ctx.rank} of {ctx.world_size}, stage {ctx.options.stage}",
         ]
 
-    def _write(self, name: str, content: str | bytes) -> Path | None:
+    def write_file(self, name: str, content: str | bytes) -> Path | None:
+        """Write one file beside the programs; return its path, if it could be written."""
         if self.folder is None:
             return None
         return self.folder.write(f"{self.name}/{name}", content)
 
 
 _PEAK = "allocated on the device at most, beside parameters, states and the batch"
-
-_COSTS = {
-    "allocated at most": "peak",
-    "sent": "sent",
-    "collectives": "collectives",
-    "moved to the host": "to_host",
-    "moved to the device": "to_device",
-}
 
 
 def file_name(function: str) -> str:
@@ -240,13 +215,9 @@ def file_name(function: str) -> str:
 _LONGEST_NAME = 100
 
 
-def _amount(what: str, value: int) -> str:
-    return str(value) if what == "collectives" else size_text(value)
-
-
 def _shown(before: Costs | None, after: Costs) -> tuple[str, ...]:
-    was = "" if before is None else size_text(before.peak)
-    return (str(after.collectives), size_text(after.sent), was, size_text(after.peak))
+    was = before["allocated at most"] if before else ""
+    return (after["collectives"], after["sent"], was, after["allocated at most"])
 
 
 def _counts(counts: Mapping[str, int]) -> str:
