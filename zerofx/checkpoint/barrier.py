@@ -227,32 +227,25 @@ class Saving:
 
     last: ClassVar[Saving | None] = None
 
-    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._work: Callable[[], None] | None = work
+        self.was_raised = False  # the error, if there is one
         self._error: Exception | None = None
-        self._was_raised = False
         self._thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Write it now, once.  Raises: what goes wrong."""
-        work, self._work = self._work, None
-        assert work is not None, "it is written once"
-        work()
-
-    def start(self) -> None:
-        """Write it in a thread of its own, for which the interpreter waits before it ends.
+    def start(self, work: Callable[[], None]) -> None:
+        """Write it by ``work`` in a thread, for which the interpreter waits before it ends.
 
         Call ``meet`` before.
         """
         Saving.last = self
-        self._thread = threading.Thread(target=self._run_behind, name="zerofx checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(work,), name="zerofx checkpoint")
         self._thread.start()
 
-    def _run_behind(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         _yield_to_others()
         try:
-            self.run()
+            work()
         except Exception as error:
             self._error = error
             logger.error("checkpoint %s was not written: %s", self.path, error)
@@ -270,11 +263,6 @@ class Saving:
         """Return whether it is complete, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
-    @property
-    def is_settled(self) -> bool:
-        """It is done, and its error has been raised if there is one."""
-        return self.done() and (self._error is None or self._was_raised)
-
     def wait(self, timeout_s: float | None = None) -> Path:
         """Return its path when all ranks have written it.
 
@@ -285,7 +273,7 @@ class Saving:
             if self._thread.is_alive():
                 raise TimeoutError(f"{self.path} is still being written after {timeout_s:g} s")
         if self._error is not None:
-            self._was_raised = True
+            self.was_raised = True
             atexit.unregister(self._fail_at_exit)
             raise self._error
         return self.path
@@ -327,5 +315,5 @@ def meet(model: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, 
     REGISTRY.settle(bounds, optimizers)
     ranks = Ranks.of(bounds, process_group, name)
     last, Saving.last = Saving.last, None
-    ranks.together(lambda: last.wait() if last is not None and not last.is_settled else None)
+    ranks.together(lambda: last.wait() if last is not None and not last.was_raised else None)
     return ranks

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerofx.codegen.rewrite.storage import ADDED
-from zerofx.runtime.optimizer.states import states_after_a_step
-
 HOW_NOT_WHAT = frozenset("foreach fused capturable differentiable maximize".split())
 """Hyperparameters of how an update is computed: another version of torch may lack or have them."""
 
@@ -54,30 +51,3 @@ def _hyperparameters() -> frozenset[str]:
         for name in inspect.signature(kind).parameters
         if name != "params"
     )
-
-
-def other_states(
-    optimizer: Optimizer,
-    place: int,
-    saved: Mapping[str, tuple[torch.Tensor, Collection[str]]],
-    values: Mapping[str, Any],
-) -> dict[str, str]:
-    """Return parameters of a group whose saved states are not those that it keeps, and how.
-
-    ``saved`` are the parameters and the names of their states, ``values`` the group's saved
-    hyperparameters.  Empty for optimizers that are not torch's: their states may depend on sizes.
-    """
-    found: dict[str, str] = {}
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return found
-
-    @functools.cache
-    def kept(num_dims: int, dtype: torch.dtype) -> Mapping[str, Any] | None:
-        return states_after_a_step(optimizer, place, (2,) * num_dims, dtype, values)
-
-    for name, (parameter, states) in saved.items():
-        here, there = kept(parameter.dim(), parameter.dtype), set(states) - ADDED
-        if here is not None and there and here.keys() != there:
-            its, own = (", ".join(sorted(names)) or "none" for names in (there, here))
-            found[name] = f"{its} in the checkpoint, {own} here"
-    return found

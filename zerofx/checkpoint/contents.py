@@ -11,21 +11,23 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.pieces import Changes, FlatPiece, Range, encode
+from zerofx.checkpoint.pieces import Piece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
-from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.parameters.snapshots import Snapshot
 from zerofx.runtime.storage.bucket import Reader
 from zerofx.wrappers import unwrapped
 
@@ -43,15 +45,6 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     """Return the entries of ``model.state_dict()``: parameters and buffers themselves."""
     entries = model.state_dict(keep_vars=True)
     return {plain_name(name): value for name, value in entries.items()}
-
-
-def frozen_names(model: nn.Module) -> list[str]:
-    """Return all names of the parameters that require no gradient."""
-    return [name for name, value in model_entries(model).items() if _is_frozen(value)]
-
-
-def _is_frozen(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -134,14 +127,17 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 
 class Contents:
-    """Collects what one rank of ``world_size`` saves.
+    """Collects what one rank of ``world_size`` saves: tensors, ``Piece``s, and values as bytes.
 
     Each rank saves an equal part of a tensor that all ranks have alike.  Of tensors that may differ
     (buffers, parameters that no compiled step has seen) the lowest rank's is saved.
+
+    With a ``snapshot`` all tensors are as they are now, whenever they are written: it copies those
+    that only compiled updates change, before they do; others are copied at once.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, snapshot: Snapshot | None = None) -> None:
+        self.rank, self.world_size, self.snapshot = rank, world_size, snapshot
         self._reader = Reader()
 
     def collect(
@@ -156,9 +152,14 @@ class Contents:
         Raises: ValueError for what cannot be saved.
         """
         names = parameter_names(model, optimizers)
-        frozen = frozen_names(model) if trainable_only else []
-        entries = ((name, value) for name, value in self.of_model(model) if name not in frozen)
-        found: dict[str, Any] = {MODEL: dict(entries)}
+        found: dict[str, Any] = {MODEL: {}}
+        frozen = []
+        for name, value in model_entries(model).items():
+            is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            if trainable_only and is_frozen:
+                frozen.append(name)
+            else:
+                found[MODEL][name] = self.of_model(name, value)
         if trainable_only:
             found[FROZEN] = encode(frozen, "the list of frozen parameters")
         if optimizers:
@@ -166,49 +167,69 @@ class Contents:
             groups: list[dict[str, Any]] = []
             for optimizer in optimizers:
                 states |= self._states_of(optimizer, names)
-                groups += _groups_of(optimizer, names)
+                groups += self._groups_of(optimizer, names)
             found[OPTIMIZER] = {"state": states, "param_groups": groups}
         found[RNG] = {str(self.rank): encode(rng_state(), "the state of random numbers")}
         if extra is not None:
-            found[EXTRA] = dict(_encoded(extra))
+            found[EXTRA] = {name: self._extra(name, value) for name, value in extra.items()}
         return found
 
-    def of_model(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        for name, value in model_entries(model).items():
-            if not isinstance(value, torch.Tensor):
-                yield name, encode(value, f"the state {name!r} of the model")
-                continue
-            if value.is_meta:
-                raise ValueError(
-                    f"{name!r} is on the meta device and has no values to save. Materialize the "
-                    "model first."
-                )
-            bound = REGISTRY.lookup(value)
-            if LEDGER.memory_of(value) is not None:
-                yield name, self._deferred(value)
-            elif bound is None:
-                yield name, value.detach()
-            elif bound.is_sharded and not bound.is_open:
-                yield name, self._shard_of_parameter(bound)
-            else:
-                yield name, self._part(value.detach())
+    def of_model(self, name: str, value: Any) -> torch.Tensor | Piece | bytes:
+        """Return what is saved of one entry of a model's state dict."""
+        if not isinstance(value, torch.Tensor):
+            return encode(value, f"the state {name!r} of the model")
+        if value.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values to save. Materialize the "
+                "model first."
+            )
+        bound = REGISTRY.lookup(value)
+        if LEDGER.memory_of(value) is not None:
+            return self._by_lowest_rank(value, lambda: LEDGER.value_of(value))
+        if bound is None:
+            return self._whole(value)
+        if bound.is_sharded and not bound.is_open:
+            return self._shard_of_parameter(bound)
+        return self._part(value.detach())
 
-    def _deferred(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is not made yet; the lowest rank makes it when it is written."""
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        return tensor if self.snapshot is None else tensor.to("cpu", copy=True)
+
+    def _piece(self, part: Range, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Piece:
+        if self.snapshot is not None:
+            values = read().detach().to("cpu", copy=True)
+            return Piece(part, dtype, lambda: values)
+        return Piece(part, dtype, read)
+
+    def _range(
+        self, tensor: torch.Tensor, start: int, stop: int, read: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | Piece:
+        """Return a range of a tensor, which is ``read`` when it is written; all if it is not dense.
+
+        The range is of the elements in their order in memory.
+        """
         try:
             order = storage_order(tuple(tensor.shape), tensor.stride())
         except ValueError:
-            return LEDGER.value_of(tensor)
-        return self._by_lowest_rank(tensor, order, lambda: LEDGER.value_of(tensor))
+            return self._whole(read())
+        part = Range(tuple(tensor.shape), order, start, stop)
+        return self._piece(
+            part, tensor.dtype, lambda: read().permute(order).reshape(-1)[start:stop]
+        )
 
     def _by_lowest_rank(
-        self, tensor: torch.Tensor, order: Sequence[int], read: Callable[[], torch.Tensor]
-    ) -> FlatPiece:
-        """Return all of a tensor whose values the lowest rank ``read``s when they are written."""
-        held = Range(tuple(tensor.shape), order, 0, tensor.numel() if self.rank == 0 else 0)
-        return FlatPiece(held, tensor.dtype, lambda: read().permute(order).reshape(-1))
+        self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | Piece:
+        return self._range(tensor, 0, tensor.numel() if self.rank == 0 else 0, read)
 
-    def _shard_of_parameter(self, bound: ParameterState) -> FlatPiece:
+    def _part(self, whole: torch.Tensor) -> torch.Tensor | Piece:
+        """Return this rank's part of a tensor that all ranks have."""
+        per_rank = shard_numel(whole.numel(), self.world_size)
+        start = min(self.rank * per_rank, whole.numel())
+        return self._range(whole, start, min(start + per_rank, whole.numel()), lambda: whole)
+
+    def _shard_of_parameter(self, bound: ParameterState) -> Piece:
         if bound.file is not None:
             return self._shard(bound, bound.info.dtype, lambda: bound.values(self._reader), None)
         shard = bound.values().detach()  # where it is now
@@ -221,31 +242,22 @@ class Contents:
         read: Callable[[], torch.Tensor],
         sources: Sequence[torch.Tensor] | None,
         key: str = "",
-    ) -> FlatPiece:
+    ) -> Piece:
         """Return this rank's shard of a parameter, or of its state ``key``.
 
         ``sources`` are the tensors that it is read from, if only compiled updates change these.
         """
         info, parameter = bound.info, bound.parameter
-        changes = None
-        if sources is not None and parameter is not None:
-            name = f"the state {key!r} of {bound.name!r}" if key else repr(bound.name)
-            changes = Changes(parameter, sources, name)
         start, stop = info.owned_by(bound.communicator.rank)
         held = Range(info.shape, info.storage_order, start, stop)
-        return FlatPiece(held, dtype, lambda: read()[: stop - start], changes)
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor that all ranks have; all of it if it is not dense."""
-        try:
-            order = storage_order(tuple(whole.shape), whole.stride())
-        except ValueError:
-            return whole
-        per_rank = shard_numel(whole.numel(), self.world_size)
-        start = min(self.rank * per_rank, whole.numel())
-        stop = min(start + per_rank, whole.numel())
-        held = Range(tuple(whole.shape), order, start, stop)
-        return FlatPiece(held, whole.dtype, lambda: whole.permute(order).reshape(-1)[start:stop])
+        def own() -> torch.Tensor:
+            return read()[: stop - start]
+
+        if self.snapshot is None or sources is None or parameter is None:
+            return self._piece(held, dtype, own)
+        name = f"the state {key!r} of {bound.name!r}" if key else repr(bound.name)
+        return Piece(held, dtype, self.snapshot.add(parameter, sources, own, name))
 
     def _states_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         sharded = sharded_in(optimizer)
@@ -275,31 +287,25 @@ class Contents:
             if not isinstance(value, torch.Tensor):
                 yield key, encode(value, f"the state {key!r} of {bound.name!r}")
             elif value.dim() == 0:
-                yield key, value.detach()
+                yield key, self._whole(value)
             else:
                 there = dict(state)  # an update may put others in their place
                 tensors = [v for v in there.values() if isinstance(v, torch.Tensor) and v.dim()]
                 is_elsewhere = any(isinstance(one, GuardedState) for one in tensors)
                 sources = None if is_elsewhere else tensors
-                yield key, self._shard(bound, dtype, self._reading_state(there, key), sources, key)
+                read = partial(self._state_with_values, there, key)
+                yield key, self._shard(bound, dtype, read, sources, key)
 
-    def _reading_state(self, state: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
-        def value(there: Any) -> Any:
-            return there.read_by(self._reader) if isinstance(there, GuardedState) else there
-
-        def read() -> torch.Tensor:
-            with ordinary_tensors():
-                return widened(state, key, value)
-
-        return read
+    def _state_with_values(self, state: Mapping[str, Any], key: str) -> torch.Tensor:
+        with ordinary_tensors():
+            return widened(state, key, partial(state_value, reader=self._reader))
 
     def _whole_state(self, value: Any, parameter: nn.Parameter, alike: bool, name: str) -> Any:
         if isinstance(value, LazyState):
-            return self._by_lowest_rank(value, value.order, value.read)
+            return self._by_lowest_rank(value, value.read)
         if isinstance(value, torch.Tensor):
-            value = value.detach()
             is_large = value.dim() > 0 and value.shape == parameter.shape
-            return self._part(value) if alike and is_large else value
+            return self._part(value.detach()) if alike and is_large else self._whole(value)
         if isinstance(value, Mapping):
             return {
                 str(key): self._whole_state(inner, parameter, False, f"{name}.{key}")
@@ -307,27 +313,27 @@ class Contents:
             }
         return encode(value, f"the state {name!r}")
 
+    def _groups_of(
+        self, optimizer: Optimizer, names: Mapping[int, str]
+    ) -> Iterator[dict[str, Any]]:
+        for number, group in enumerate(optimizer.param_groups):
+            found: dict[str, Any] = {}
+            for key, value in group.items():
+                if key == "params":
+                    value = [names[id(parameter)] for parameter in value]
+                if isinstance(value, torch.Tensor):
+                    found[key] = self._whole(value)
+                else:
+                    found[key] = encode(value, f"{key!r} of param_groups[{number}]")
+            yield found
 
-def _groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    for number, group in enumerate(optimizer.param_groups):
-        found: dict[str, Any] = {}
-        for key, value in group.items():
-            if key == "params":
-                value = [names[id(parameter)] for parameter in value]
-            is_tensor = isinstance(value, torch.Tensor)
-            found[key] = (
-                value.detach() if is_tensor else encode(value, f"{key!r} of param_groups[{number}]")
-            )
-        yield found
-
-
-def _encoded(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in extra.items():
+    def _extra(self, name: object, value: Any) -> torch.Tensor | bytes:
         if not isinstance(name, str):
             raise ValueError(f"extra goes by names, and {name!r} is a {type(name).__name__}")
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-        is_plain = is_plain and not value.is_meta and not value.is_quantized
-        yield name, value.detach() if is_plain else encode(value, f"extra[{name!r}]")
+        if is_plain and not value.is_meta and not value.is_quantized:
+            return self._whole(value)
+        return encode(value, f"extra[{name!r}]")
 
 
 def rng_state() -> dict[str, Any]:

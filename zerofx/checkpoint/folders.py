@@ -15,24 +15,21 @@ import json
 import logging
 import os
 import shutil
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerofx.errors import CheckpointError, NewerFormatError, RankError
+from zerofx.versions import __version__
 
 logger = logging.getLogger("zerofx")
 
 NOTES = "zerofx.json"
 METADATA = ".metadata"
 FORMAT = 1
-
-NOT_WRITTEN = (
-    "Nothing else was changed: earlier checkpoints are whole, and what was written of this one is "
-    "removed."
-)
 
 _SAVING, _REMOVING = ".saving", ".removing"
 
@@ -62,11 +59,11 @@ class Notes:
     one is never removed.  ``metadata_crc32`` is of the file that says where everything is.
     """
 
-    serial: int
-    keep: int | None
-    metadata_crc32: int
-    torch: str
-    zerofx: str
+    serial: int = 0
+    keep: int | None = None
+    metadata_crc32: int = 0
+    torch: str = torch.__version__
+    zerofx: str = __version__
     format: int = FORMAT
 
 
@@ -94,41 +91,28 @@ def notes_of(folder: Path) -> Notes | None:
         ) from error
 
 
-def complete_in(folder: Path) -> list[tuple[Notes, Path]]:
+def checkpoints_in(folder: Path) -> tuple[list[tuple[Notes, Path]], dict[Path, CheckpointError]]:
     """Return the checkpoints that zerofx has written in a folder, the oldest first.
 
-    A link to one of them, such as a user's ``latest``, does not count.
+    Beside them those whose notes or metadata are lost, and how.  A link to one of them, such as a
+    user's ``latest``, does not count.
     """
-    found = []
-    for path in _saved_in(folder):
-        with contextlib.suppress(CheckpointError):
-            found.append((_notes_of_complete(path), path))
-    return sorted(found, key=lambda one: one[0].serial)
-
-
-def damaged_in(folder: Path) -> dict[Path, str]:
-    """Return the checkpoints in a folder whose notes or metadata are lost, and how.
-
-    Raises: CheckpointError if one is of a newer format: it may be the last.
-    """
-    found = {}
-    for path in _saved_in(folder):
+    complete, damaged = [], {}
+    for path in folder.iterdir() if folder.exists() else ():
+        is_link_within = path.is_symlink() and path.resolve().parent == path.parent.resolve()
+        if path.name.startswith(".") or is_link_within or not _is_saved(path):
+            continue
         try:
-            _notes_of_complete(path)
-        except NewerFormatError:
-            raise
+            notes = notes_of(path)
+            if notes is None or not (path / METADATA).is_file():
+                raise CheckpointError(
+                    f"{path} is damaged: it has {NOTES} and no {METADATA}. Load another checkpoint."
+                )
+            complete.append((notes, path))
         except CheckpointError as error:
             if os.path.lexists(path):  # else another process has just removed it
-                found[path] = str(error)
-    return found
-
-
-def _saved_in(folder: Path) -> Iterator[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            is_hidden = path.name.startswith(".")
-            if not is_hidden and not _is_link_within(path) and _is_saved(path):
-                yield path
+                damaged[path] = error
+    return sorted(complete, key=lambda one: one[0].serial), damaged
 
 
 def _is_saved(path: Path) -> bool:
@@ -140,81 +124,50 @@ def _is_saved(path: Path) -> bool:
     return NOTES in names and any(name == METADATA or name.endswith(".distcp") for name in names)
 
 
-def _notes_of_complete(path: Path) -> Notes:
-    notes = notes_of(path)
-    if notes is None or not (path / METADATA).is_file():
-        raise CheckpointError(
-            f"{path} is damaged: it has {NOTES} and no {METADATA}. Load another checkpoint."
-        )
-    return notes
-
-
-def _is_link_within(path: Path) -> bool:
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
-
-
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in ``folder`` that ``zerofx.save`` has completed last, None if none.
 
     Folders that are being written or were left half written do not count.
     """
-    found = complete_in(Path(folder))
-    return found[-1][1] if found else None
-
-
-def draft_of(target: Path) -> Path:
-    """Return the folder that a checkpoint is written to."""
-    return target.with_name(f".{target.name}{_SAVING}")
-
-
-@contextlib.contextmanager
-def telling_what_failed(target: Path, rank: int) -> Iterator[None]:
-    """Raise a CheckpointError that names ``target`` for whatever fails while it is written."""
-    try:
-        yield
-    except RankError as error:
-        raise CheckpointError(f"{target} could not be written: {error}. {NOT_WRITTEN}") from error
-    except (ValueError, FileExistsError, CheckpointError):
-        raise  # which say it
-    except Exception as error:
-        words = f"on rank {rank}: {type(error).__name__}: {error}"
-        raise CheckpointError(f"{target} could not be written: {words}. {NOT_WRITTEN}") from error
+    complete, _ = checkpoints_in(Path(folder))
+    return complete[-1][1] if complete else None
 
 
 class Draft:
-    """The folder of a checkpoint while rank 0 has it written; ``publish`` or ``discard`` it.
+    """The folder of a checkpoint while all ranks write it; rank 0 makes, publishes or discards it.
 
-    Raises: FileExistsError if ``target`` exists, or another process is writing it.
+    ``publish`` and ``discard`` do nothing unless ``begin`` has been called.
     """
 
-    def __init__(self, target: Path) -> None:
-        if target in SKIPPED and os.path.lexists(target):
-            _set_aside(target)
-        if os.path.lexists(target):
+    def __init__(self, target: Path, rank: int = 0) -> None:
+        self.target, self.rank = target, rank
+        self.folder = target.with_name(f".{target.name}{_SAVING}")
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """Make the folder.
+
+        Raises: FileExistsError if ``target`` exists, or another process is writing it.
+        """
+        if self.target in SKIPPED and os.path.lexists(self.target):
+            _set_aside(self.target)
+        if os.path.lexists(self.target):
             raise FileExistsError(
-                f"{target} exists, and a checkpoint is never written over another: killed in the "
-                "middle it would be a mix of both. Save under a new name, such as one with the "
+                f"{self.target} exists, and a checkpoint is never written over another: killed in "
+                "the middle it would be a mix of both. Save under a new name, such as one with the "
                 "step's number; keep=K removes old ones."
             )
-        self.target = target
-        self.folder = draft_of(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent)
-        self._lock = self._begin()
-
-    def _begin(self) -> int:
-        for _ in range(100):
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.target.parent)
+        for _ in range(100):  # another process may just have removed it
             self.folder.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                descriptor = os.open(self.folder / NOTES, os.O_RDWR | os.O_CREAT, 0o666)
-                with contextlib.ExitStack() as unless_kept:
-                    unless_kept.callback(os.close, descriptor)
-                    if not _lock(descriptor):
-                        break
-                    if _is_at(descriptor, self.folder / NOTES):
-                        _empty(self.folder)
-                        unless_kept.pop_all()
-                        return descriptor
+            self._lock = _locked(self.folder / NOTES, os.O_CREAT)
+            if self._lock is None:
+                continue
+            if os.listdir(self.folder) == [NOTES]:
+                return
+            _remove(self.folder)  # a killed process has left it
+            os.close(self._lock)
         raise FileExistsError(
             f"another process is writing {self.target} (it holds {self.folder}). Let each training "
             "save to a folder of its own."
@@ -222,6 +175,8 @@ class Draft:
 
     def publish(self, notes: Notes) -> None:
         """Give it its name, with all of it on the disk."""
+        if self._lock is None:
+            return
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, (json.dumps(asdict(notes), indent=1) + "\n").encode(), 0)
         os.fsync(self._lock)
@@ -232,29 +187,40 @@ class Draft:
         except OSError as error:  # it is there, all of it
             logger.warning("the disk has not confirmed the name of %s: %s", self.target, error)
         os.close(self._lock)
+        self._lock = None
 
     def discard(self) -> None:
+        if self._lock is None:
+            return
         try:
             _remove(self.folder)
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+        self._lock = None
 
-
-@contextlib.contextmanager
-def discarded_on_error(drafts: Sequence[Draft]) -> Iterator[None]:
-    """Discard what is in ``drafts`` then, if an error is raised."""
-    try:
-        yield
-    except BaseException:
-        for draft in drafts:
-            draft.discard()
-        raise
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Discard it if anything fails, with a CheckpointError that names ``target``."""
+        try:
+            yield
+        except BaseException as error:
+            self.discard()
+            words = str(error)
+            if not isinstance(error, RankError):
+                says_it = (ValueError, FileExistsError, CheckpointError)
+                if isinstance(error, says_it) or not isinstance(error, Exception):
+                    raise
+                words = f"on rank {self.rank}: {type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{self.target} could not be written: {words}. Nothing else was changed: earlier "
+                "checkpoints are whole, and what was written of this one is removed."
+            ) from error
 
 
 def next_serial(parent: Path) -> int:
-    found = complete_in(parent)
-    return found[-1][0].serial + 1 if found else 1
+    complete, _ = checkpoints_in(parent)
+    return complete[-1][0].serial + 1 if complete else 1
 
 
 SKIPPED: set[Path] = set()
@@ -281,29 +247,14 @@ def state_of(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Use:
-    """A mark that this process will still read a checkpoint, for as long as the mark lives."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        _IN_USE.add(self)
-
-
-_IN_USE: weakref.WeakSet[Use] = weakref.WeakSet()
-
-
-def in_use() -> set[Path]:
-    """Return the checkpoints that this process will still read."""
-    return {use.folder for use in _IN_USE}
-
-
 def prune(parent: Path, keep: int, unread: Collection[Path]) -> None:
     """Remove all but the ``keep`` newest of the checkpoints that were saved with ``keep``.
 
     One that is still ``unread`` stays until the next time.
     """
     try:
-        rotating = [path for notes, path in complete_in(parent) if notes.keep is not None]
+        complete, _ = checkpoints_in(parent)
+        rotating = [path for notes, path in complete if notes.keep is not None]
         for path in rotating[:-keep]:
             if path.resolve() not in unread:
                 _remove(path)
@@ -319,12 +270,10 @@ def remove_leftovers(parent: Path) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(path)  # killed before it had notes; refused if there is anything in it
         with contextlib.suppress(OSError):
-            descriptor = os.open(path / NOTES, os.O_RDWR)
-            try:
-                if _lock(descriptor) and _is_at(descriptor, path / NOTES):
+            lock = _locked(path / NOTES)
+            if lock is not None:
+                with os.fdopen(lock):
                     _remove(path)
-            finally:
-                os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:
@@ -338,32 +287,24 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(removed)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file; return False if another process has.  True where files cannot be locked."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+def _locked(path: Path, flags: int = 0) -> int | None:
+    """Open and lock a file; return None if it is gone, or another process has locked it.
 
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _empty(folder: Path) -> None:
-    for path in list(folder.iterdir()):
-        if path.name == NOTES:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    Where files cannot be locked, it is opened.
+    """
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as unless_locked:
+        descriptor = os.open(path, os.O_RDWR | flags, 0o666)
+        unless_locked.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            unless_locked.pop_all()
+            return descriptor
+    return None
 
 
 def _sync(folder: Path) -> None:

@@ -19,11 +19,11 @@ from zerofx.checkpoint.contents import (
     check_model,
     set_rng_state,
 )
-from zerofx.checkpoint.folders import SKIPPED, as_path, complete_in, damaged_in
+from zerofx.checkpoint.folders import SKIPPED, as_path, checkpoints_in
 from zerofx.checkpoint.matching import Matching
 from zerofx.checkpoint.metadata import read_metadata, sort_out
 from zerofx.checkpoint.reading import Reader
-from zerofx.errors import CheckpointError, MismatchError, RankError
+from zerofx.errors import CheckpointError, MismatchError, NewerFormatError, RankError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 
@@ -84,13 +84,16 @@ def resume(
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.resume()")
     ranks.check_same(folder=Path(folder).absolute())
-    damaged = ranks.on_first(lambda: damaged_in(Path(folder)))
-    paths = ranks.on_first(lambda: [path for _, path in reversed(complete_in(Path(folder)))])
-    if damaged and not paths:
-        raise CheckpointError(" ".join(damaged.values()))
-    for path, words in damaged.items():
-        logger.error("%s The last of the others is loaded.", words)
+    complete, damaged = ranks.on_first(lambda: checkpoints_in(Path(folder)))
+    for error in damaged.values():
+        if isinstance(error, NewerFormatError):  # it may be the last
+            raise error
+    if damaged and not complete:
+        raise CheckpointError(" ".join(map(str, damaged.values())))
+    for path, error in damaged.items():
+        logger.error("%s The last of the others is loaded.", error)
         SKIPPED.add(path.absolute())
+    paths = [path for _, path in reversed(complete)]
     for path in paths:
         try:
             reading = _checked(path, model, optimizers, ranks, strict=True)
@@ -159,8 +162,6 @@ class _Reading:
                 "strict=False."
             )
         self.reader.check_all(self.matching.targets, ranks.rank, ranks.world_size)
-        for entry in self.matching.values:
-            self.reader.value(entry)
         if differences:
             logger.warning("zerofx.load left out what does not fit: %s", differences)
 

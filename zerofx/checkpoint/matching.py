@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,23 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.compatibility import other_states, why_another_kind
+from zerofx.checkpoint.compatibility import why_another_kind
 from zerofx.checkpoint.contents import parameter_names, plain_name
 from zerofx.checkpoint.metadata import Keys, Saved
-from zerofx.checkpoint.targets import (
-    Target,
-    into_shard,
-    into_tensor,
-    lazy_shard,
-    lazy_state,
-    new_shard,
-    new_tensor,
-)
+from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
 from zerofx.errors import CheckpointError
-from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.optimizer.states import states_after_a_step
+from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Reader
 
@@ -74,8 +66,8 @@ def target_of(entry: str, name: str, value: torch.Tensor) -> Target:
 class Matching:
     """Everything that one rank reads, and what does not fit.
 
-    ``targets`` are the tensors and ``values`` the entries that are no tensors, which ``value``
-    reads.  When both are there, ``finish`` is done in this order; it fills ``extra`` too.
+    ``targets`` are the tensors; other entries are read by ``value`` at once.  When the tensors are
+    there, ``finish`` is done in this order; it fills ``extra`` too.
 
     Raises: CheckpointError if the checkpoint has no optimizer, or one without names.
     """
@@ -90,7 +82,6 @@ class Matching:
         self.saved, self.model, self.value = saved, model, value
         self.names = parameter_names(model, optimizers)
         self.targets: list[Target] = []
-        self.values: list[str] = []
         self.finish: list[Callable[[], object]] = []
         self.differences = Differences()
         self.extra: dict[Any, Any] = {}
@@ -109,13 +100,12 @@ class Matching:
         """Plan to read an entry of any kind into new memory, and to ``keep`` it at the end."""
         tensor = self.saved.tensor(entry)
         if tensor is None:
-            self.values.append(entry)
-            self.finish.append(lambda: keep(self.value(entry)))
+            self.finish.append(partial(keep, self.value(entry)))
             return
         with ordinary_tensors():
             memory = torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype, device="cpu")
         self.targets.append(into_tensor(entry, memory))
-        self.finish.append(lambda: keep(memory))
+        self.finish.append(partial(keep, memory))
 
     def differs(
         self, entry: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
@@ -192,7 +182,7 @@ class Matching:
                 for parameter in group["params"]:
                     name = self.names[id(parameter)]
                     if name in group_of and name not in not_for_it:
-                        state = _StateMatching(self, name, parameter, group, optimizer)
+                        state = _StateMatching(self, optimizer, group, parameter)
                         state.match(self.saved.states.get(name, {}), numbers)
                         self.finish.append(state.complete)
         self.differences.unknown += [
@@ -237,6 +227,11 @@ class Matching:
             if self.saved.tensor(entry) is None
         }
         stateless = {self.names[id(p)]: p for p in group["params"] if not optimizer.state.get(p)}
+
+        @functools.cache
+        def kept(num_dims: int, dtype: torch.dtype) -> Mapping[str, Any] | None:
+            return states_after_a_step(optimizer, place, (2,) * num_dims, dtype, values)
+
         why = why_another_kind(optimizer, group, entries, values)
         if why:
             self.differences.different.append(
@@ -246,14 +241,19 @@ class Matching:
             return set(stateless)
         for key, entry in entries.items():
             self.read_whole(entry, partial(_set, group, key))
-        states = {
-            name: (parameter, {str(path[0]) for path in saved})
-            for name, parameter in stateless.items()
-            if (saved := self.saved.states.get(name))
-        }
-        others = other_states(optimizer, place, states, values)
-        self.differences.different += [f"states of {n} ({w})" for n, w in others.items()]
-        return set(others)
+        # Those of optimizers that are not torch's may depend on sizes.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        others: set[str] = set()
+        for name, parameter in stateless.items() if is_torchs else ():
+            there = {str(path[0]) for path in self.saved.states.get(name, {})} - ADDED
+            here = kept(parameter.dim(), parameter.dtype) if there else None
+            if here is not None and here.keys() != there:
+                its, own = (", ".join(sorted(names)) or "none" for names in (there, here))
+                self.differences.different.append(
+                    f"states of {name} ({its} in the checkpoint, {own} here)"
+                )
+                others.add(name)
+        return others
 
 
 def _put(into: dict[Any, Any], path: Keys, value: Any) -> None:
@@ -285,14 +285,14 @@ class _StateMatching:
     def __init__(
         self,
         matching: Matching,
-        name: str,
-        parameter: nn.Parameter,
-        group: Mapping[str, Any],
         optimizer: Optimizer,
+        group: Mapping[str, Any],
+        parameter: nn.Parameter,
     ) -> None:
-        self.matching, self.name = matching, name
-        self.parameter, self.group, self.optimizer = parameter, group, optimizer
+        self.matching, self.name = matching, matching.names[id(parameter)]
+        self.optimizer, self.group, self.parameter = optimizer, group, parameter
         bound = REGISTRY.lookup(parameter)
+        self.is_seen = bound is not None  # by a compiled step
         self.bound = bound if bound is not None and bound.stage > 0 else None
         self.state: Mapping[str, Any] = optimizer.state.get(parameter) or {}
         self.here = widened_dtypes(self.state)
@@ -325,9 +325,10 @@ class _StateMatching:
             return
         shape, dtype = tuple(tensor.size), tensor.properties.dtype
         old = self.state.get(key)
-        expected, is_shard = shape, False
+        expected, sharded = shape, None
         if self.bound is not None and len(path) == 1:
             is_shard = not is_number and (shape != () or self.bound.info.shape == ())
+            sharded = self.bound if is_shard else None
             expected = self.bound.info.shape if is_shard else ()
         elif isinstance(old, torch.Tensor) and len(path) == 1:
             expected = tuple(old.shape)
@@ -341,31 +342,16 @@ class _StateMatching:
             put(value)
             self.optimizer.state[self.parameter] = self.new
 
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        is_late = isinstance(old, GuardedState)  # in files: there is no room for all
+        if shape == tuple(self.parameter.shape):
+            stride = self.parameter.stride()
+            like = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+            # No step has said yet which part of it this rank keeps.
+            is_late |= not is_number and not self.is_seen and like.dim() > 0 and like.numel() > 0
         device = self._device(key, shape)
-        bound = self.bound
-        if bound is not None and is_shard and not isinstance(old, GuardedState):
-            target = new_shard(entry, bound, dtype, device, keep)
-        elif bound is not None and is_shard:  # this rank's are in files: there is no room for all
-            target = lazy_shard(entry, bound, dtype, device, keep)
-        elif not is_number and self._is_like_parameter(shape) and not self._is_seen:
-            target = lazy_state(entry, self.parameter, dtype, device, keep)
-        else:
-            like = self.parameter if bound is None else None
-            target = new_tensor(entry, shape, dtype, device, like, keep)
+        target = into_state(entry, like, device, keep, bound=sharded, is_late=is_late)
         self.matching.targets.append(target)
-
-    @property
-    def _is_seen(self) -> bool:
-        """A compiled step has seen the parameter."""
-        return REGISTRY.lookup(self.parameter) is not None
-
-    def _is_like_parameter(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a state has a number for each element of a dense parameter."""
-        try:
-            storage_order(tuple(self.parameter.shape), self.parameter.stride())
-        except ValueError:
-            return False
-        return shape == tuple(self.parameter.shape) and math.prod(shape) > 0 and shape != ()
 
     def _device(self, key: str, shape: tuple[int, ...]) -> torch.device:
         """Return the device where the optimizer has such a state, or would have it."""
@@ -379,13 +365,9 @@ class _StateMatching:
 
     def complete(self) -> None:
         """Give the optimizer the new state, with the entries that stay as they are."""
-        reader = Reader()
-
-        def value(there: Any) -> Any:
-            return there.read_by(reader) if isinstance(there, GuardedState) else there
-
+        read = partial(state_value, reader=Reader())
         for key in self.staying:
-            self.new[key] = widened(self.state, key, value)
+            self.new[key] = widened(self.state, key, read)
         if self.new:
             self.optimizer.state[self.parameter] = self.new
         else:

@@ -21,27 +21,18 @@ NEWEST_VERSION = (1, 0)
 """The newest major and minor version of torch's format that is known here."""
 
 _DCP = "torch.distributed.checkpoint"
+_METADATA = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+)
 _SAFE = {
-    **dict.fromkeys(
-        (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        (f"{_DCP}.metadata",),
-    ),
-    "_StorageInfo": (f"{_DCP}.filesystem",),
-    "Size": ("torch",),
-    "_get_layout": ("torch.serialization",),
-    "OrderedDict": ("collections",),
-    **dict.fromkeys(("PosixPath", "WindowsPath"), ("pathlib", "pathlib._local")),
+    *((f"{_DCP}.metadata", name) for name in _METADATA.split()),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
 }
-"""The classes that a checkpoint's metadata may hold, and the modules that they may come from."""
+"""The classes that a checkpoint's metadata may hold, beside dtypes and paths."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -50,25 +41,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in _SAFE.get(name, ()):
-            return _path if name.endswith("Path") else super().find_class(module, name)
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            return _path
+        if (module, name) in _SAFE:
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of metadata")
 
 
 def _path(*parts: str) -> str:
     """Return the path that a checkpoint was written to, maybe on another system, as text."""
     return os.path.join(*parts) if parts else ""
-
-
-def unpickled(data: bytes) -> Metadata:
-    """Return the metadata in a pickle.  Runs no code from it.
-
-    Raises: pickle.UnpicklingError; anything at all for a damaged pickle.
-    """
-    metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    return metadata
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -89,7 +71,7 @@ def read_metadata(folder: Path) -> Metadata:
             "checkpoint is damaged: load another."
         )
     try:
-        metadata = unpickled(data)
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         _check_version(getattr(metadata, "version", None), path)
         _check_shape(metadata)
     except CheckpointError:
@@ -129,8 +111,10 @@ def _check_version(version: str | None, path: Path) -> None:
         )
 
 
-def _check_shape(metadata: Metadata) -> None:
+def _check_shape(metadata: Any) -> None:
     """Raise for parts of other types than metadata has: later code would believe them."""
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     if not isinstance(metadata.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it has no table of tensors")
     if not isinstance(metadata.storage_data, dict):

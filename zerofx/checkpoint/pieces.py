@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -24,9 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerofx import compat
 from zerofx.errors import CheckpointError
-from zerofx.runtime.parameters.snapshots import Snapshot
 
 Shape = tuple[int, ...]
 
@@ -63,8 +60,8 @@ class Range:
     stop: int
 
     @classmethod
-    def whole(cls, shape: Shape, order: Sequence[int]) -> Range:
-        return cls(shape, order, 0, math.prod(shape))
+    def whole(cls, shape: Shape, order: Sequence[int] | None = None) -> Range:
+        return cls(shape, order or range(len(shape)), 0, math.prod(shape))
 
     @functools.cached_property
     def boxes(self) -> list[Box]:
@@ -94,6 +91,11 @@ class Range:
         """
         flat = values[box.start : box.start + box.numel]
         return flat.view([box.sizes[dim] for dim in self.order]).permute(self._inverse())
+
+    def view_at(self, values: torch.Tensor, offsets: Sequence[int] | None) -> torch.Tensor:
+        """View the part of the range's values that is in the box which begins at ``offsets``."""
+        (box,) = (box for box in self.boxes if torch.Size(box.offsets) == offsets)
+        return self.view(values, box)
 
     def _inverse(self) -> list[int]:
         return sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -126,83 +128,38 @@ def _cut(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:
 
 
 @dataclass(frozen=True)
-class Changes:
-    """The tensors that a piece is read from, if only compiled updates of ``parameter`` change them.
-
-    Until the next update ``read`` of the piece gives the same values, whenever it is called.
-    """
-
-    parameter: nn.Parameter
-    sources: Sequence[torch.Tensor]
-    name: str
-
-
-class FlatPiece(torch.Tensor):
-    """A ``part`` of a tensor, with the shape and dtype of the whole, and no memory.
+class Piece:
+    """A ``part`` of a tensor of this dtype.
 
     ``read`` returns the part's elements, ``[stop - start]``, when they are written: values that lie
-    in files come to memory one tensor at a time.  It is a tensor subclass because
-    torch.distributed.checkpoint asks only tensors for their parts, by ``__create_write_items__``
-    and so on.  Computing with it raises.
+    in files come to memory one tensor at a time.
     """
 
     part: Range
+    dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    changes: Changes | None
 
-    @staticmethod
-    def __new__(
-        cls,
-        part: Range,
-        dtype: torch.dtype,
-        read: Callable[[], torch.Tensor],
-        changes: Changes | None = None,
-    ) -> FlatPiece:
-        piece = compat.tensor_without_memory(cls, part.shape, dtype)
-        piece.part, piece.read, piece.changes = part, read, changes
-        return piece
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return torch.Size(self.part.shape)
 
-    def __init__(self, *_arguments: Any) -> None:
-        """Do nothing: ``__new__`` has, and a tensor's ``__init__`` takes no such arguments."""
-
-    def __repr__(self) -> str:
-        return f"FlatPiece({self.part}, dtype={self.dtype})"
-
-    def taken(self, snapshot: Snapshot) -> FlatPiece:
-        """Return this piece with its elements of now, in host memory of its own.
-
-        ``snapshot`` copies them if only updates change them; others are copied at once.
-        """
-        if (changes := self.changes) is not None:
-            read = snapshot.add(changes.parameter, changes.sources, self.read, changes.name)
-            return FlatPiece(self.part, self.dtype, read)
-        values = self.read().detach().to("cpu", copy=True)
-        return FlatPiece(self.part, self.dtype, lambda: values)
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        """Return what is to be written; torch.distributed.checkpoint asks for it by this name."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, box.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk_of(box), properties, self.size()),
+                tensor_data=TensorWriteData(chunk_of(box), properties, self.shape),
             )
             for box in self.part.boxes
         ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk_of(box) for box in self.part.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        # By offset: the index counts the chunks of all ranks.
-        (box,) = (box for box in self.part.boxes if torch.Size(box.offsets) == index.offset)
-        return self.part.view(self.read(), box)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> torch.Tensor:
-        raise NotImplementedError(f"{func} needs a tensor's values, and a FlatPiece has none")
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
@@ -210,28 +167,19 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A value as it will be in the file.
+def encode(value: Any, name: str) -> bytes:
+    """Pickle ``value`` as ``torch.save`` does, if it can be read again without running code.
 
     torch.distributed.checkpoint would take dicts apart, write their keys as text and forget empty
-    ones; this it leaves whole.
-    """
-
-    data: bytes
-
-
-def encode(value: Any, name: str) -> Encoded:
-    """Pickle ``value`` as ``torch.save`` does, if it can be read again without running code.
+    ones; bytes it leaves whole.
 
     Raises: ValueError, naming it ``name``, if it cannot.
     """
     if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 2**63):
         return _encoded_number(value, repr(value))
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        decode(buffer.getvalue(), name)
+        data = _pickled(value)
+        decode(data, name)
     except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{name} is a {type(value).__name__} that cannot be read again without running code "
@@ -239,15 +187,19 @@ def encode(value: Any, name: str) -> Encoded:
             "numbers, text, tensors, and lists, tuples and dicts of them, such as an object's "
             "state_dict()."
         ) from error
-    return Encoded(buffer.getvalue())
+    return data
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _encoded_number(value: Any, _text: str) -> Encoded:
-    """Encode a number once: many parameters have the same.  The text tells 0.0 from -0.0."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return Encoded(buffer.getvalue())
+def _encoded_number(value: Any, _text: str) -> bytes:
+    """Encode a number once: many groups have the same.  The text tells 0.0 from -0.0."""
+    return _pickled(value)
 
 
 def decode(data: bytes, name: str) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import math
 import os
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zerofx.checkpoint.folders import Use, state_of
+from zerofx.checkpoint.folders import state_of
 from zerofx.checkpoint.pieces import Range, chunk_of, decode
 from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, StepError
@@ -84,9 +86,11 @@ class Reader:
         }
         self.check_parts([*now, *share])
         self._checked = set(now)
+        if self._late:
+            _UNREAD.add(self)
 
     def _files_of(self, entry: str) -> list[str]:
-        known = (self._storage.get(part) for part in self._late[entry])
+        known = (self._storage.get(part) for part in self._late.get(entry, ()))
         return sorted({info.relative_path for info in known if info is not None})
 
     def check_parts(self, indices: Iterable[MetadataIndex]) -> None:
@@ -118,7 +122,8 @@ class Reader:
                             "checkpoint."
                         )
                     if not info.__dict__.get("transform_descriptors"):
-                        _check_sums(_Part(file, info.offset, info.length))
+                        file.seek(info.offset)
+                        _check_sums(file.read(info.length))
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
             raise CheckpointError(
                 f"{self.folder / path} is damaged where {name} is, from byte {info.offset} on: "
@@ -129,9 +134,6 @@ class Reader:
                 f"{self.folder / path} cannot be read: {error}. Bring the file back, or load "
                 "another checkpoint."
             ) from error
-
-    def use(self) -> Use:
-        return Use(self.folder)
 
     def check(self, entry: str) -> None:
         """Raise StepError if what is read late of an entry is not what it was."""
@@ -149,7 +151,9 @@ class Reader:
                     f"{path} has been written to, or replaced, since zerofx.load checked it, and "
                     f"{entry} was to be made from it. Load a checkpoint again."
                 )
-        self._check_again(entry, [part for part in self._late[entry] if part in self._share])
+        self._check_again(
+            entry, [part for part in self._late.get(entry, ()) if part in self._share]
+        )
 
     def _check_again(self, entry: str, parts: Sequence[MetadataIndex]) -> None:
         parts = [part for part in parts if part not in self._checked]
@@ -166,10 +170,9 @@ class Reader:
         """Fill ``into``, ``[stop - start]``, with a range of a tensor."""
         items = self.items(entry, wanted)
         self._check_again(entry, [item.storage_index for item in items])
-        by_offset = {torch.Size(box.offsets): box for box in wanted.boxes}
 
         def resolve(item: ReadItem) -> torch.Tensor:
-            view = wanted.view(into, by_offset[item.dest_index.offset])
+            view = wanted.view_at(into, item.dest_index.offset)
             ranges = zip(item.dest_offsets, item.lengths, strict=True)
             return view[tuple(slice(offset, offset + length) for offset, length in ranges)]
 
@@ -184,74 +187,45 @@ class Reader:
             index, nothing = MetadataIndex(name), torch.Size([0])
             self.check_parts([index])
             item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-            found: list[bytes] = []
-            self._reader.read_data(LoadPlan([item]), _Filling(take=found.append)).wait()
-            self.values[name] = decode(found[0], f"{name!r} in {self.folder}")
+            planner = _Filling()
+            self._reader.read_data(LoadPlan([item]), planner).wait()
+            self.values[name] = decode(planner.data, f"{name!r} in {self.folder}")
         return self.values[name]
 
 
-class _Filling(DefaultLoadPlanner):
-    """Lets torch's reader read into memory that is there already."""
+_UNREAD: weakref.WeakSet[Reader] = weakref.WeakSet()
+"""Those that will still read something, for as long as that refers to them."""
 
-    def __init__(
-        self,
-        resolve: Callable[[ReadItem], torch.Tensor] | None = None,
-        take: Callable[[bytes], object] | None = None,
-    ) -> None:
-        super().__init__()
-        self._resolve, self._take = resolve, take
+
+def in_use() -> set[Path]:
+    """Return the checkpoints that this process will still read."""
+    return {reader.folder for reader in _UNREAD}
+
+
+@dataclass
+class _Filling(DefaultLoadPlanner):
+    """Lets torch's reader read into memory that is there already, and values as they are."""
+
+    resolve: Callable[[ReadItem], torch.Tensor] | None = None
+    data: bytes = b""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        assert self._take is not None
-        self._take(value.getvalue())
+        self.data = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert self._resolve is not None
-        return self._resolve(read_item)
+        assert self.resolve is not None
+        return self.resolve(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place already."""
 
 
-class _Part(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._at)
-        wanted = min(len(buffer), max(self._length - self._at, 0))
-        data = self._file.read(wanted)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-_STRIDE = 1 << 20
-
-
-def _check_sums(part: io.RawIOBase) -> None:
+def _check_sums(part: bytes) -> None:
     """Compare every record that ``torch.save`` wrote with its checksum, which torch does not do.
 
     Raises: zipfile.BadZipFile if one differs.
     """
-    with zipfile.ZipFile(part) as archive:
-        for record in archive.infolist():
-            with archive.open(record) as data:
-                while data.read(_STRIDE):
-                    pass
+    with zipfile.ZipFile(io.BytesIO(part)) as archive:
+        record = archive.testzip()
+    if record is not None:
+        raise zipfile.BadZipFile(f"{record} does not have its CRC-32")

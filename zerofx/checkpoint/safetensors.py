@@ -21,21 +21,12 @@ from torch import nn
 
 from zerofx.checkpoint.barrier import Ranks, meet
 from zerofx.checkpoint.contents import Contents, model_entries
-from zerofx.checkpoint.folders import (
-    Draft,
-    Notes,
-    as_path,
-    discarded_on_error,
-    draft_of,
-    state_of,
-    telling_what_failed,
-)
+from zerofx.checkpoint.folders import Draft, Notes, as_path, state_of
 from zerofx.checkpoint.matching import Differences, target_of
-from zerofx.checkpoint.pieces import FlatPiece, Range
+from zerofx.checkpoint.pieces import Piece, Range
 from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, MismatchError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.versions import __version__
 
 logger = logging.getLogger("zerofx")
 
@@ -78,20 +69,19 @@ def export_safetensors(
     target = as_path(path)
     ranks = meet(model, [], process_group, "zerofx.export_safetensors()")
     ranks.check_same(path=target)
-    drafts: list[Draft] = []  # on rank 0
-    with discarded_on_error(drafts), telling_what_failed(target, ranks.rank):
-        ranks.on_first(lambda: drafts.append(Draft(target)))
-        _write(model, target, drafts, ranks, file_bytes)
+    draft = Draft(target, ranks.rank)
+    with draft.written():
+        ranks.on_first(draft.begin)
+        _write(model, draft.folder, ranks, file_bytes)
+        ranks.on_first(lambda: draft.publish(Notes()))
     return target
 
 
-def _write(
-    model: nn.Module, target: Path, drafts: list[Draft], ranks: Ranks, file_bytes: int
-) -> None:
-    folder = draft_of(target)
-    tensors = {
-        name: value
-        for name, value in Contents(ranks.rank, ranks.world_size).of_model(model)
+def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> None:
+    contents = Contents(ranks.rank, ranks.world_size)
+    tensors: dict[str, torch.Tensor | Piece] = {
+        name: contents.of_model(name, value)
+        for name, value in model_entries(model).items()
         if isinstance(value, torch.Tensor)
     }
     parts = list(split(tensors, file_bytes))
@@ -127,18 +117,12 @@ def _write(
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def publish() -> None:
-        for draft in drafts:
-            draft.publish(Notes(0, None, 0, torch.__version__, __version__))
-        drafts.clear()
-
     ranks.on_first(reserve)
     with torch.no_grad(), ordinary_tensors():
         ranks.together(fill)
-    ranks.together(publish)
 
 
-def split(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[dict[str, Any]]:
+def split(tensors: Mapping[str, torch.Tensor | Piece], most_bytes: int) -> Iterator[dict[str, Any]]:
     """Yield the tensors of one file after the other: at most so many bytes, or one tensor."""
     part: dict[str, Any] = {}
     total = 0
@@ -151,7 +135,7 @@ def split(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[dict
     yield part
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+def lay_out(tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[bytes, dict[str, int]]:
     """Return a file's header for tensors of these shapes, and the byte where each begins.
 
     Tensors of wide dtypes come first, so that each begins at a multiple of its own width.
@@ -179,8 +163,8 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]
     return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def _copy_part(into: torch.Tensor, value: torch.Tensor, rank: int) -> None:
-    if isinstance(value, FlatPiece):
+def _copy_part(into: torch.Tensor, value: torch.Tensor | Piece, rank: int) -> None:
+    if isinstance(value, Piece):
         flat = value.read()
         for box in value.part.boxes:
             into[box.slices].copy_(value.part.view(flat, box))
@@ -276,9 +260,6 @@ class OpenFile:
             f"{self.path} has been written to since zerofx.load_safetensors read its header, and "
             "parameters that deferred_init has put off were to be made from it. Load it again."
         )
-
-    def use(self) -> None:
-        """Return nothing: the file is mapped, and stays."""
 
 
 def _files_at(path: Path) -> list[Path]:

@@ -25,19 +25,14 @@ from zerofx.checkpoint.folders import (
     Draft,
     Notes,
     as_path,
-    discarded_on_error,
-    draft_of,
-    in_use,
     next_serial,
     prune,
-    telling_what_failed,
 )
-from zerofx.checkpoint.metadata import unpickled
-from zerofx.checkpoint.pieces import Encoded, FlatPiece
+from zerofx.checkpoint.pieces import Piece
+from zerofx.checkpoint.reading import in_use
 from zerofx.errors import CheckpointError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.parameters.snapshots import Snapshot
-from zerofx.versions import __version__
 
 
 def save(
@@ -82,44 +77,29 @@ def save(
         path=target, keep=keep, asynchronous=asynchronous, trainable_only=trainable_only
     )
     collected: dict[str, Any] = {}
-    snapshot = Snapshot()
-    drafts: list[Draft] = []  # on rank 0
+    snapshot = Snapshot()  # of what is written later
+    draft = Draft(target, ranks.rank)
 
     def begin() -> None:
         if ranks.rank == 0:
-            with telling_what_failed(target, ranks.rank):
-                drafts.append(Draft(target))
-        contents = Contents(ranks.rank, ranks.world_size)
-        found = contents.collect(model, optimizers, extra, trainable_only)
-        collected.update(_taken(found, snapshot) if asynchronous else found)
+            draft.begin()
+        contents = Contents(ranks.rank, ranks.world_size, snapshot if asynchronous else None)
+        collected.update(contents.collect(model, optimizers, extra, trainable_only))
         snapshot.begin()
 
     def write() -> None:
-        with discarded_on_error(drafts):
+        with draft.written():
             snapshot.run()
-            _write(collected, target, drafts, ranks, keep)
+            _write(collected, draft, ranks, keep)
 
-    with discarded_on_error(drafts):
+    with draft.written():
         ranks.together(begin)
-    saving = Saving(target, write)
+    saving = Saving(target)
     if asynchronous:
-        saving.start()
+        saving.start(write)
     else:
-        saving.run()
+        write()
     return saving
-
-
-def _taken(contents: Any, snapshot: Snapshot) -> Any:
-    """Return the contents as they are now, in host memory; ``snapshot`` may copy some later."""
-    if isinstance(contents, dict):
-        return {key: _taken(value, snapshot) for key, value in contents.items()}
-    if isinstance(contents, list):
-        return [_taken(value, snapshot) for value in contents]
-    if isinstance(contents, FlatPiece):
-        return contents.taken(snapshot)
-    if isinstance(contents, torch.Tensor):
-        return contents.detach().to("cpu", copy=True)
-    return contents
 
 
 _KEPT_BYTES = 1 << 16
@@ -142,27 +122,25 @@ class _Planner(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
             self._given.untyped_storage().resize_(0)
-        data = super().resolve_data(write_item)
-        if isinstance(data, torch.Tensor):
-            with ordinary_tensors():
-                data = self._given = data.detach().to("cpu", copy=True)
-        return data
+        index = write_item.index
+        found = self.state_dict[index.fqn]
+        if isinstance(found, bytes):
+            return io.BytesIO(found)
+        with ordinary_tensors():
+            if isinstance(found, Piece):
+                values = found.part.view_at(found.read(), index.offset)
+            else:
+                values = self.lookup_object(index)
+            self._given = values.detach().to("cpu", copy=True)
+        return self._given
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if isinstance(object, Encoded):
-            return io.BytesIO(object.data)
-        return super().transform_object(write_item, object)
 
-
-def _write(
-    contents: dict[str, Any], target: Path, drafts: list[Draft], ranks: Ranks, keep: int | None
-) -> None:
+def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | None) -> None:
     """Plan and write as ``torch.distributed.checkpoint.save`` does, then publish.
 
     That function needs a group which ``destroy_process_group`` ends; this one talks in ``ranks``.
     """
-    folder = draft_of(target)
-    writer, planner = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), _Planner()
+    writer, planner = dcp.FileSystemWriter(draft.folder, per_thread_copy_ahead=0), _Planner()
     described: list[Metadata] = []  # on rank 0
 
     def plan() -> SavePlan:
@@ -175,34 +153,24 @@ def _write(
         described.append(metadata)
         return writer.prepare_global_plan(plans)
 
-    def write() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(shared), planner).wait()
+    def write() -> tuple[list[WriteResult], set[Path]]:
+        return writer.write_data(planner.finish_plan(shared), planner).wait(), in_use()
 
-    def finish(results: list[list[WriteResult]]) -> list[None]:
+    def publish(written: list[tuple[list[WriteResult], set[Path]]]) -> list[None]:
+        (metadata,) = described
         with without_collections():
-            writer.finish(described.pop(), results)
+            writer.finish(metadata, [results for results, _ in written])
+        _check_files(draft.folder, metadata)
+        parent = draft.target.parent
+        crc = zlib.crc32((draft.folder / METADATA).read_bytes())
+        draft.publish(Notes(next_serial(parent), keep, crc))
+        if keep is not None:
+            prune(parent, keep, set().union(*(unread for _, unread in written)))
         return [None] * ranks.world_size
 
-    with telling_what_failed(target, ranks.rank):
-        with without_collections():
-            shared = ranks.exchange(plan, share_out)
-        ranks.exchange(write, finish)
-
-    unread = [] if keep is None else ranks.together(in_use)
-
-    def publish() -> None:
-        for draft in drafts:
-            metadata = (folder / METADATA).read_bytes()
-            _check_files(folder, unpickled(metadata))
-            crc = zlib.crc32(metadata)
-            serial = next_serial(target.parent)
-            draft.publish(Notes(serial, keep, crc, torch.__version__, __version__))
-            drafts.clear()
-            if keep is not None:
-                prune(target.parent, keep, set().union(*unread))
-
-    with telling_what_failed(target, ranks.rank):
-        ranks.together(publish)
+    with without_collections():
+        shared = ranks.exchange(plan, share_out)
+    ranks.exchange(write, publish)
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
@@ -213,16 +181,15 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         if isinstance(tensor, TensorStorageMetadata)
         for chunk in tensor.chunks
     }
+    ends: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
+        path, end = info.relative_path, info.offset + info.length
+        ends[path] = max(ends.get(path, 0), end)
         if info.length < sizes.get((index.fqn, index.offset), 0):
             raise CheckpointError(
                 f"{index.fqn} was not written whole: torch {torch.__version__} writes checkpoints "
                 "in another order than zerofx knows. Please report it, and use torch 2.11 to 2.14."
             )
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        path = info.relative_path
-        ends[path] = max(ends.get(path, 0), info.offset + info.length)
     absent = [
         path
         for path, end in sorted(ends.items())

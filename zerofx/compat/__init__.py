@@ -53,7 +53,6 @@ from zerofx.compat.scalars import (
     traced_node,
 )
 from zerofx.compat.tensors import (
-    Subclass,
     agreement_store,
     fake_tensors,
     has_global_optimizer_hooks,
@@ -63,7 +62,6 @@ from zerofx.compat.tensors import (
     is_storage_held,
     real_tensors,
     storage_key,
-    tensor_without_memory,
     timeout_s,
     without_dispatch_modes,
     without_function_modes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -107,16 +107,3 @@ def storage_key(tensor: torch.Tensor) -> int:
     ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
     """
     return tensor.untyped_storage()._cdata
-
-
-Subclass = TypeVar("Subclass", bound=torch.Tensor)
-
-
-def tensor_without_memory(
-    kind: type[Subclass], shape: tuple[int, ...], dtype: torch.dtype
-) -> Subclass:
-    """A tensor of this class, on the CPU, that has a shape and nothing else.
-
-    For 2.11 to 2.15; can go when torch has a public way to make a wrapper subclass.
-    """
-    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype)

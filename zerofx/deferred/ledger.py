@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -84,23 +84,15 @@ class Ledger:
 
     # Making
 
-    def fill_later(
-        self,
-        tensor: Tensor,
-        fill: Callable[[Tensor], object],
-        source: Source | None = None,
-    ) -> None:
-        """Have ``fill`` write all of a tensor that is not there, when it is made.
-
-        ``source`` is where it has that from, if it reads a file.
-        """
+    def fill_later(self, tensor: Tensor, source: Source) -> None:
+        """Have all of a tensor that is not there read from a file, when it is made."""
         memory = self.memory_of(tensor)
         assert memory is not None
         operand = Operand.of(tensor, memory)
         if operand.fills_memory:
             operand = replace(operand, after=None)
         default = torch.get_default_dtype()
-        memory.last = Write(fill, (operand,), {}, {}, None, default, source)
+        memory.last = Write(source.fill, (operand,), {}, {}, None, default, source)
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """Return the one read that fills a tensor; None if it takes more than a read.

@@ -135,6 +135,20 @@ class Source:
     read: Callable[[Sequence[int], int, int, Tensor], object]
     check: Callable[[], object]
 
+    def fill(self, tensor: Tensor) -> None:
+        """Read all of a tensor in place."""
+        shape, is_dense = tuple(tensor.shape), True
+        try:
+            order = storage_order(shape, tensor.stride())
+        except ValueError:
+            order, is_dense = tuple(range(len(shape))), False
+        flat = tensor.detach().permute(order).reshape(-1)  # a view; a copy if it is not dense
+        self.read(order, 0, flat.numel(), flat)
+        if not is_dense:
+            tensor.detach().copy_(flat.view(shape))
+        # A graph built on the old values says so when it is run backward.
+        torch.autograd.graph.increment_version(tensor)
+
 
 @dataclass(eq=False)
 class Write:

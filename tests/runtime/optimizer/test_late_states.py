@@ -26,8 +26,7 @@ from tests.kit.checkpoints import (
 )
 from tests.kit.covering import first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from zerofx.checkpoint import folders
-from zerofx.checkpoint.reading import Reader
+from zerofx.checkpoint.reading import Reader, in_use
 from zerofx.runtime.optimizer.lazy_states import LazyState, unread
 
 CPU = {"offload": "optimizer"}
@@ -266,9 +265,9 @@ def test_what_has_been_read_or_replaced_is_in_use_no_longer(path, tmp_path):
     try:
         pair = loaded(tmp_path / "a")
         zerofx.load(tmp_path / "b", *pair)
-        assert {use.folder.name for use in folders._IN_USE} == {"b"}
+        assert in_use() == {tmp_path / "b"}
         train(zero(3), pair, range(3, 4))
-        assert not folders._IN_USE
+        assert not in_use()
     finally:
         gc.enable()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerofx import compat
+from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.ir.parameters import ParameterInfo, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
@@ -23,41 +23,18 @@ from zerofx.runtime.memory.guard import guarded_among, read_or_write
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.storage.bucket import Reader
 
-FlatReader = Callable[[Sequence[int], int, int, Tensor], object]
-"""Fills a flat tensor ``[stop - start]`` with these elements of one, given the order of its
-dimensions in memory from slowest to fastest, ``start`` and ``stop``."""
-
-
-@dataclass(frozen=True, eq=False)
-class SavedState:
-    """One state in a checkpoint.
-
-    ``name`` is for errors, ``check`` raises if it cannot be read, ``use`` keeps what it is read
-    from.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: FlatReader
-    check: Callable[[], object]
-    use: object
-
-    def __post_init__(self) -> None:
-        _UNREAD.add(self)
-
-
-_UNREAD: weakref.WeakSet[SavedState] = weakref.WeakSet()
+_UNREAD: weakref.WeakSet[Source] = weakref.WeakSet()
+"""Those of states; they live as long as a tensor that stands for what they have."""
 
 
 class LazyState(GuardedState):
-    """Stands for ``saved``, from element ``start`` to ``stop`` of it in ``order``.
+    """Stands for what is in ``source``, from element ``start`` to ``stop`` of it in ``order``.
 
     Elements beyond that are padding, which is zero.  The first use of its values reads them: it is
     an ordinary tensor from then on.
     """
 
-    saved: SavedState
+    source: Source
     order: tuple[int, ...]
     start: int
     stop: int
@@ -86,10 +63,10 @@ class LazyState(GuardedState):
         return func(*args, **kwargs)
 
     def read(self) -> Tensor:
-        """Its values, in memory of their own.  Raises: what ``saved.read`` does."""
+        """Its values, in memory of their own.  Raises: what the source does."""
         with ordinary_tensors(), compat.real_tensors(), compat.without_dispatch_modes():
             flat = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
-            self.saved.read(self.order, self.start, self.stop, flat[: self.stop - self.start])
+            self.source.read(self.order, self.start, self.stop, flat[: self.stop - self.start])
             return flat.as_strided(self.shape, self.stride())
 
     def read_by(self, reader: Reader) -> Tensor:
@@ -101,27 +78,41 @@ class LazyState(GuardedState):
         with ordinary_tensors(), compat.real_tensors(), compat.without_dispatch_modes():
             self.__class__ = Tensor
             self.set_(values)
-        del self.saved
+        del self.source
 
     def shard(self, info: ParameterInfo, rank: int) -> LazyState:
         """Return a tensor that stands for the range of it that ``rank`` owns.
 
         Shapes: ``info.shape`` -> ``[info.shard_numel]``, in storage order.
         """
-        start, stop = info.owned_by(rank)
-        shape = (info.shard_numel,)
-        return _without_memory(
-            self.saved, shape, (1,), info.storage_order, (start, stop), info.device
+        like = torch.empty(info.shard_numel, dtype=self.dtype, device="meta")
+        return standing_for(
+            self.source, like, self.device, (info.storage_order, *info.owned_by(rank))
         )
 
 
-def standing_for(saved: SavedState, like: Tensor, device: torch.device) -> LazyState:
-    """Return a tensor that stands for all of a state, strided as the parameter ``like`` is.
+def standing_for(
+    source: Source,
+    like: Tensor,
+    device: torch.device,
+    part: tuple[Sequence[int], int, int] | None = None,
+) -> LazyState:
+    """Return a tensor of the shape, strides and dtype of ``like`` that stands for a state.
 
-    Raises: ValueError if that is not dense.
+    It is dense, and the whole of what is in ``source``; or a ``part``: the order of dimensions, the
+    first element and the one behind the last.
     """
-    order = storage_order(tuple(like.shape), like.stride())
-    return _without_memory(saved, saved.shape, like.stride(), order, (0, like.numel()), device)
+    shape, stride = tuple(like.shape), like.stride()
+    with ordinary_tensors():
+        late = torch.empty(0, dtype=like.dtype, device=device)
+        late.set_(late.untyped_storage(), 0, shape, stride)
+        late.untyped_storage().resize_(0)
+    late.__class__ = LazyState
+    late.source, late.of = source, source.name
+    order, late.start, late.stop = part or (storage_order(shape, stride), 0, like.numel())
+    late.order = tuple(order)
+    _UNREAD.add(source)
+    return late
 
 
 def unread() -> bool:
@@ -135,23 +126,4 @@ def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, LazyState):
-                    value.saved.check()
-
-
-def _without_memory(
-    saved: SavedState,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    order: Sequence[int],
-    bounds: tuple[int, int],
-    device: torch.device,
-) -> LazyState:
-    with ordinary_tensors():
-        late = torch.empty(0, dtype=saved.dtype, device=device)
-        late.set_(late.untyped_storage(), 0, tuple(shape), tuple(stride))
-        late.untyped_storage().resize_(0)
-    late.__class__ = LazyState
-    late.saved, late.order = saved, tuple(order)
-    late.start, late.stop = bounds
-    late.of = saved.name
-    return late
+                    value.source.check()

@@ -20,7 +20,7 @@ from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.context import UpdateContext
 from zerofx.runtime.optimizer.precision import StateStorage
-from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.storage.bucket import Bucket, Key, Left, Part, Reader
 from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tier import FileTier
@@ -228,10 +228,7 @@ def with_values(state: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
 
     Raises: FileTierError if a value is gone; StepError if it is in a checkpoint that is gone.
     """
-    return {
-        name: value.read_by(reader) if isinstance(value, GuardedState) else value
-        for name, value in state.items()
-    }
+    return {name: state_value(value, reader) for name, value in state.items()}
 
 
 def bring_back(states: States) -> None:

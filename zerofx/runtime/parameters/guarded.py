@@ -81,6 +81,11 @@ class GuardedState(Kept, torch.Tensor):
             return reader.read(self.bucket, self.key).clone()
 
 
+def state_value(value: Any, reader: Reader) -> Any:
+    """Return a state's value; what ``reader`` reads of one whose values are elsewhere."""
+    return value.read_by(reader) if isinstance(value, GuardedState) else value
+
+
 @functools.cache
 def guarded_class(own: type) -> type:
     """Return the class that guards a parameter of class ``own``.
