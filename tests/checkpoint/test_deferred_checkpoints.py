@@ -27,9 +27,9 @@ from tests.kit.covering import exhaustive, first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.checkpoint.reading import Reader
 from zerofx.checkpoint.safetensors import OpenFile
-from zerofx.deferred.draws import Draw
 from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.tape import Draw
 
 OFFLOAD = {"offload": "optimizer,params"}
 

@@ -51,7 +51,6 @@ def deferred_init(*, exact: bool = False) -> Iterator[None]:
         done = True
     finally:
         _open.exact = None
-        LEDGER.forget_constants()
         try:
             _leave(make_others=done)
         finally:
@@ -77,8 +76,7 @@ def materialize(model: nn.Module) -> None:
 def _leave(make_others: bool) -> None:
     """Make what is no parameter's, and guard what is left."""
     tensors = _tensors_without_memory()
-    parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
-    kept = {LEDGER.memory_of(parameter) for parameter in parameters}
+    kept = {LEDGER.memory_of(one) for one in tensors if isinstance(one, nn.Parameter)}
     try:
         if make_others:
             LEDGER.make_others(kept)

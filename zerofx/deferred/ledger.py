@@ -6,7 +6,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.deferred import replay
-from zerofx.deferred.tape import Constant, Memory, Operand, Source, Write
+from zerofx.deferred.tape import Memory, Operand, Source, Write, needed_for
 from zerofx.runtime.memory.flat import ordinary_tensors
 
 
@@ -29,7 +28,6 @@ class Ledger:
     def __init__(self) -> None:
         self._memories: dict[int, tuple[weakref.ref[torch.UntypedStorage], Memory]] = {}
         self._guarded: list[tuple[weakref.ref[Tensor], type, type]] = []
-        self._constants: dict[int, list[weakref.ref[Constant]]] = {}
         self._plain_depth = 0
         self._lock = threading.RLock()
 
@@ -42,7 +40,7 @@ class Ledger:
             return None
         try:
             with compat.without_function_modes():
-                found = self._memories.get(_key(tensor))
+                found = self._memories.get(compat.storage_key(tensor))
         except (NotImplementedError, RuntimeError):  # it has no storage of its own: a functorch one
             return None
         return found[1] if found is not None else None
@@ -52,7 +50,7 @@ class Ledger:
         storage = tensor.untyped_storage()
         memory = Memory(storage.nbytes(), tensor.device)
         storage.resize_(0)
-        key = _key(tensor)
+        key = compat.storage_key(tensor)
 
         def forget(reference: Any) -> None:
             if key in self._memories and self._memories[key][0] is reference:
@@ -62,35 +60,13 @@ class Ledger:
         self._memories[key] = weakref.ref(storage, forget), memory
         return memory
 
-    # What operations read that is there
-
-    def constant(self, tensor: Tensor) -> Constant:
-        """Return the record of a tensor that is there."""
-        constant = Constant(tensor)
-        if not constant.is_copy:
-            self._constants.setdefault(_key(tensor), []).append(weakref.ref(constant))
-        return constant
-
-    def about_to_write(self, tensor: Tensor) -> None:
-        """Copy what operations have been recorded to read of a tensor's memory."""
-        for reference in self._constants.pop(_key(tensor), ()) if self._constants else ():
-            constant = reference()
-            if constant is not None:
-                constant.keep()
-
-    def forget_constants(self) -> None:
-        """Nobody sees writes any more: their versions tell from now on."""
-        self._constants.clear()
-
     # Making
 
     def fill_later(self, tensor: Tensor, source: Source) -> None:
         """Have all of a tensor that is not there read from a file, when it is made."""
         memory = self.memory_of(tensor)
         assert memory is not None
-        operand = Operand.of(tensor, memory)
-        if operand.fills_memory:
-            operand = replace(operand, after=None)
+        operand = Operand.of(tensor, memory).overwritten()
         default = torch.get_default_dtype()
         memory.last = Write(source.fill, (operand,), {}, {}, None, default, source)
 
@@ -112,14 +88,15 @@ class Ledger:
         memory = self.memory_of(tensor)
         assert memory is not None
         with _at_once():
-            return replay.value_of(Operand.of(tensor, memory))
+            operand, storage = Operand.of(tensor, memory), replay.zeros(memory)
+            replay.replay({memory: storage})
+            return operand.over(storage)
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Raise StepError for those that can no longer be made."""
-        for tensor in tensors:
-            memory = self.memory_of(tensor)
-            if memory is not None:
-                replay.check(memory)
+        memories = [self.memory_of(tensor) for tensor in tensors]
+        for write in needed_for(memory.last for memory in memories if memory is not None):
+            write.check()
 
     def make(self, tensor: Tensor, *, with_values: bool = True) -> None:
         """Have a tensor's memory there, and so that of all that share it; classes stay.
@@ -136,11 +113,11 @@ class Ledger:
                 if with_values:
                     try:
                         storage.fill_(0)
-                        replay.replay([memory], {memory: storage})
+                        replay.replay({memory: storage})
                     except BaseException:
                         storage.resize_(0)
                         raise
-            del self._memories[_key(tensor)]
+            del self._memories[compat.storage_key(tensor)]
             memory.last = None
 
     @contextlib.contextmanager
@@ -206,10 +183,6 @@ def _at_once() -> Iterator[None]:
     """Do what is done here, inside of a block that records too."""
     with compat.without_dispatch_modes(), compat.without_function_modes(), ordinary_tensors():
         yield
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 LEDGER = Ledger()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,9 +11,16 @@ import torch
 from torch import Tensor
 
 from zerofx import compat
-from zerofx.deferred.draws import Draw, default_generator, draw_seed
 from zerofx.deferred.ledger import LEDGER
-from zerofx.deferred.tape import Drawn, Operand, Write, leaves, replaced
+from zerofx.deferred.tape import (
+    Constant,
+    Draw,
+    Operand,
+    Write,
+    default_generator,
+    leaves,
+    replaced,
+)
 from zerofx.errors import StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
 
@@ -29,6 +38,8 @@ class Recorder(compat.DispatchMode):
     def __init__(self, exact: bool) -> None:
         super().__init__()
         self.exact = exact
+        # By storage; after the block nobody sees writes any more, and their versions tell.
+        self._constants: dict[int, list[weakref.ref[Constant]]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -41,16 +52,14 @@ class Recorder(compat.DispatchMode):
         if not call.deferred:
             if not call.tensors:
                 return self._make(call)
-            for tensor in call.written:
-                LEDGER.about_to_write(tensor)
+            self._keep_constants(call.written)
             return call.run()
-        name = call.op.overloadpacket.__name__
-        if name in _REFUSED and call.op is not aten.set_.source_Tensor:
+        if call.name in _REFUSED and call.op is not aten.set_.source_Tensor:
             raise StepError(
-                f"{name} gives a tensor other memory, which deferred_init cannot record. Make the "
-                "tensor before the block, or assign a new one (p.data = ...)."
+                f"{call.name} gives a tensor other memory, which deferred_init cannot record. Make "
+                "the tensor before the block, or assign a new one (p.data = ...)."
             )
-        if name in _OF_METADATA:
+        if call.name in _OF_METADATA:
             return call.run()
         if call.is_view:
             with LEDGER.backed(call.deferred):
@@ -74,8 +83,7 @@ class Recorder(compat.DispatchMode):
             results = call.on_meta()
         except _NO_SHAPE:
             return call.run_on_values()
-        name = call.op.overloadpacket.__name__
-        if (name in _EMPTY or name in _FILLED_BY) and results.numel():
+        if (call.name in _EMPTY or call.name in _FILLED_BY) and results.numel():
             return self._filled(call, results, device)
         is_list = isinstance(results, (list, tuple))
         shapes = list(results) if is_list else [results]
@@ -84,17 +92,16 @@ class Recorder(compat.DispatchMode):
             if isinstance(shape, Tensor):
                 shapes[position] = new = _like(shape, device)
                 if new.nbytes:
-                    LEDGER.enter(new)
-                    made[position] = new
+                    made[position] = Operand.of(new, LEDGER.enter(new))
         if made:
-            self._add(call, written=(), made=made)
+            self._add(call, made)
         return type(results)(shapes) if is_list else shapes[0]
 
     def _filled(self, call: _Call, shape: Tensor, device: torch.device) -> Tensor:
         """A new tensor, and what fills it recorded as a write in place."""
         new = _like(shape, device)
         LEDGER.enter(new)
-        fill_of = _FILLED_BY.get(call.op.overloadpacket.__name__)
+        fill_of = _FILLED_BY.get(call.name)
         if fill_of is not None:
             fill, arguments = fill_of(call)
             generator = call.keywords.get("generator")
@@ -108,50 +115,56 @@ class Recorder(compat.DispatchMode):
         there = [tensor for tensor in call.written if LEDGER.memory_of(tensor) is None]
         there = [tensor for tensor in there if tensor.numel()]
         if len(there) == len(call.written):
-            for tensor in there:
-                LEDGER.about_to_write(tensor)
+            self._keep_constants(there)
             return call.run_on_values()
         if there:
             raise StepError(
                 f"{call.op} writes to tensors made inside of deferred_init and to others at once, "
                 "which cannot be recorded. Do it one by one."
             )
-        try:
+        with contextlib.suppress(*_NO_SHAPE):
             call.on_meta()  # for what is wrong with it
-        except _NO_SHAPE:
-            pass
-        self._add(call, written=call.written, made={})
+        self._add(call, made={})
         return call.returned_arguments()
 
-    def _add(self, call: _Call, written: Sequence[Tensor], made: dict[int, Tensor]) -> None:
-        """Record a call, after which its results are what they are."""
-        fills = call.op.overloadpacket.__name__ in _OVERWRITES
+    def _add(self, call: _Call, made: dict[int, Operand]) -> None:
+        """Record a call, after which what it has written to, or ``made``, is what it is."""
         draw = self._draw(call) if torch.Tag.nondeterministic_seeded in call.op.tags else None
+        written = call.written
 
         def recorded(value: Any) -> Any:
             if isinstance(value, Tensor):
                 memory = LEDGER.memory_of(value)
                 if memory is None:
-                    return LEDGER.constant(value)
+                    return self._constant(value)
                 operand = Operand.of(value, memory)
-                if fills and any(value is one for one in written) and operand.fills_memory:
-                    operand = Operand(
-                        memory, None, operand.size, operand.stride, operand.offset, operand.dtype
-                    )
+                if call.overwrites and any(value is one for one in written):
+                    operand = operand.overwritten()
                 return operand
-            return Drawn() if isinstance(value, torch.Generator) else value
+            return None if isinstance(value, torch.Generator) else value  # ``draw`` has it
 
         arguments, keywords = replaced(call.arguments, call.keywords, recorded)
-        operands = {
-            position: Operand.of(tensor, LEDGER.memory_of(tensor))  # type: ignore[arg-type]
-            for position, tensor in made.items()
-        }
-        default = torch.get_default_dtype()
-        write = Write(call.op, arguments, keywords, operands, draw, default)
-        for tensor in (*written, *made.values()):
-            memory = LEDGER.memory_of(tensor)
+        write = Write(call.op, arguments, keywords, made, draw, torch.get_default_dtype())
+        memories = [LEDGER.memory_of(tensor) for tensor in written]
+        for memory in (*memories, *(operand.memory for operand in made.values())):
             if memory is not None:
                 memory.last = write
+
+    # What operations read that is there
+
+    def _constant(self, tensor: Tensor) -> Constant:
+        constant = Constant(tensor)
+        if not constant.is_copy:
+            self._constants.setdefault(compat.storage_key(tensor), []).append(weakref.ref(constant))
+        return constant
+
+    def _keep_constants(self, written: Iterable[Tensor]) -> None:
+        """Copy what recorded operations read of the memory of these, before it is written to."""
+        for tensor in written if self._constants else ():
+            for reference in self._constants.pop(compat.storage_key(tensor), ()):
+                constant = reference()
+                if constant is not None:
+                    constant.keep()
 
     # Random numbers
 
@@ -159,11 +172,13 @@ class Recorder(compat.DispatchMode):
         given = [one for one in call.leaves if isinstance(one, torch.Generator)]
         device = given[0].device if given else call.device
         generator = given[0] if given else default_generator(device)
-        if not self.exact:
-            return Draw(device, bool(given), seed=draw_seed(generator))
-        draw = Draw(device, bool(given), state=generator.get_state())
-        call.run_on_values(overwrites=call.op.overloadpacket.__name__ in _OVERWRITES)
-        return draw
+        if self.exact:
+            draw = Draw(device, state=generator.get_state())
+            call.run_on_values()
+            return draw
+        with torch.inference_mode(False), torch.no_grad():
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+        return Draw(device, seed=int(seed))
 
 
 class _Call:
@@ -171,6 +186,8 @@ class _Call:
 
     def __init__(self, op: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         self.op, self.arguments, self.keywords = op, tuple(arguments), keywords
+        self.name: str = op.overloadpacket.__name__
+        self.overwrites = self.name in _OVERWRITES
         self.leaves = list(leaves(arguments, keywords))
         self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
         self.deferred = [one for one in self.tensors if LEDGER.memory_of(one) is not None]
@@ -178,39 +195,31 @@ class _Call:
     def run(self) -> Any:
         return self.op(*self.arguments, **self.keywords)
 
-    def run_on_values(self, overwrites: bool = False) -> Any:
-        """Run it on what deferred tensors hold now; what it writes to these is lost.
-
-        With ``overwrites`` what they hold where it writes does not matter.
-        """
-        written = list(map(id, self.written))
+    def run_on_values(self) -> Any:
+        """Run it on what deferred tensors hold now; what it writes to these is lost."""
+        overwritten = list(map(id, self.written)) if self.overwrites else ()
 
         def real(value: Any) -> Any:
             if not isinstance(value, Tensor) or LEDGER.memory_of(value) is None:
                 return value
-            if overwrites and id(value) in written:
-                with ordinary_tensors():
-                    return torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
-            return LEDGER.value_of(value)
+            is_overwritten = id(value) in overwritten
+            return _like(value, value.device) if is_overwritten else LEDGER.value_of(value)
 
         arguments, keywords = replaced(self.arguments, self.keywords, real)
         return self.op(*arguments, **keywords)
 
     def on_meta(self) -> Any:
         """Run it on tensors without values: its results have the right shapes."""
+        meta = torch.device("meta")
 
         def on_meta(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return None if isinstance(value, torch.Generator) else value
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
+            if isinstance(value, Tensor):
+                return _like(value, meta)
+            return None if isinstance(value, torch.Generator) else value
 
         arguments, keywords = replaced(self.arguments, self.keywords, on_meta)
         if not self.tensors or keywords.get("device") is not None:
-            keywords["device"] = torch.device("meta")
+            keywords["device"] = meta
         with ordinary_tensors():
             return self.op(*arguments, **keywords)
 
@@ -218,17 +227,13 @@ class _Call:
     def written(self) -> list[Tensor]:
         """The tensors that it writes to, in the order of its arguments."""
         found: list[Tensor] = []
-        for argument, value in self._bound():
+        for position, argument in enumerate(self.op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                is_by_position = position < len(self.arguments)
+                name = argument.name
+                value = self.arguments[position] if is_by_position else self.keywords.get(name)
                 found += [one for one in leaves([value], {}) if isinstance(one, Tensor)]
         return found
-
-    def _bound(self) -> Iterable[tuple[Any, Any]]:
-        for position, argument in enumerate(self.op._schema.arguments):
-            if position < len(self.arguments):
-                yield argument, self.arguments[position]
-            elif argument.name in self.keywords:
-                yield argument, self.keywords[argument.name]
 
     @property
     def returns_tensors(self) -> bool:
@@ -260,17 +265,9 @@ class _Call:
         return device
 
     def returned_arguments(self) -> Any:
-        """Return those of its results that it has written to."""
-        by_alias = {
-            frozenset(argument.alias_info.before_set): value
-            for argument, value in self._bound()
-            if argument.alias_info is not None
-        }
-        results = [
-            by_alias[frozenset(result.alias_info.before_set)]
-            for result in self.op._schema.returns
-            if result.alias_info is not None
-        ]
+        """Return those of its results that it has written to: they are in the arguments' order."""
+        are_arguments = [result.alias_info is not None for result in self.op._schema.returns]
+        results = self.written[: sum(are_arguments)]
         return results[0] if len(results) == 1 else tuple(results) or None
 
 
@@ -288,16 +285,12 @@ _EMPTY = frozenset(
     "zeros zeros_like new_zeros".split()
 )
 _FILLED_BY: dict[str, Callable[[_Call], tuple[Any, tuple[Any, ...]]]] = {
-    "ones": lambda call: (aten.fill_.Scalar, (1,)),
-    "ones_like": lambda call: (aten.fill_.Scalar, (1,)),
-    "new_ones": lambda call: (aten.fill_.Scalar, (1,)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: (aten.fill_.Scalar, (1,))),
     "full": lambda call: (aten.fill_.Scalar, (call.arguments[1],)),
     "full_like": lambda call: (aten.fill_.Scalar, (call.arguments[1],)),
     "new_full": lambda call: (aten.fill_.Scalar, (call.arguments[2],)),
-    "rand": lambda call: (aten.uniform_.default, ()),
-    "rand_like": lambda call: (aten.uniform_.default, ()),
-    "randn": lambda call: (aten.normal_.default, ()),
-    "randn_like": lambda call: (aten.normal_.default, ()),
+    **dict.fromkeys(("rand", "rand_like"), lambda call: (aten.uniform_.default, ())),
+    **dict.fromkeys(("randn", "randn_like"), lambda call: (aten.normal_.default, ())),
 }
 """New tensors that are made by filling them: then there is never a second one at the same time."""
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofx.deferred.draws import Draw
 from zerofx.errors import StepError
 from zerofx.ir.parameters import storage_order
 
 _COPIED_BYTES = 1024 * 1024
 """Tensors that a recorded operation reads are copied up to here; larger ones are referred to."""
-
-_numbers = itertools.count()
 
 
 class Memory:
@@ -75,6 +73,10 @@ class Operand:
             return False
         return self.offset == 0
 
+    def overwritten(self) -> Operand:
+        """The same, to be written to: what was there does not matter if that is all of it."""
+        return replace(self, after=None) if self.fills_memory else self
+
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """The same tensor over memory that is there."""
         flat = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -118,8 +120,40 @@ class Constant:
         return self.tensor
 
 
-class Drawn:
-    """Stands for a generator among an operation's arguments."""
+@dataclass(frozen=True)
+class Draw:
+    """The source of one operation's random numbers: a generator's state, or a seed.
+
+    The operation is given no generator when it is made: it draws from its device's.
+    """
+
+    device: torch.device
+    state: Tensor | None = None
+    seed: int = 0
+
+    def set(self, generator: torch.Generator) -> None:
+        if self.state is not None:
+            generator.set_state(self.state)
+        else:
+            generator.manual_seed(self.seed)
+
+    @contextlib.contextmanager
+    def by_default(self) -> Iterator[None]:
+        """Have the device's generator as the operation has found its own; then as it was."""
+        generator = default_generator(self.device)
+        before = generator.get_state()
+        self.set(generator)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that a device's operations draw from if they are given none."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,10 +200,7 @@ class Write:
     draw: Draw | None
     default_dtype: torch.dtype
     source: Source | None = None
-    number: int = -1
-
-    def __post_init__(self) -> None:
-        self.number = next(_numbers)
+    number: int = field(default_factory=itertools.count().__next__)
 
     def operands(self) -> Iterator[Operand]:
         return (one for one in leaves(self.arguments, self.keywords) if isinstance(one, Operand))
