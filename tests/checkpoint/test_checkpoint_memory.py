@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from unittest import mock
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zerofx
+from tests.kit.checkpoints import built, train, zero
 from zerofx.checkpoint import saving
+from zerofx.checkpoint.reading import Reader
 
 
 @pytest.fixture
@@ -54,3 +57,22 @@ def test_what_was_not_written_whole_is_no_checkpoint(pair, tmp_path):
     ):
         zerofx.save(tmp_path / "a", *pair)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow(reason="a step is compiled")
+def test_an_old_state_is_gone_when_the_new_one_is_read(tmp_path):
+    torch._dynamo.reset()
+    pair = built()
+    train(zero(1), pair, range(1))
+    zerofx.save(tmp_path / "a", *pair)
+    old = [weakref.ref(state["exp_avg"]) for state in pair[1].state.values()]
+    alive, read = [], Reader.read
+
+    def watched(self, entry, wanted, into):
+        if entry.endswith("exp_avg"):
+            alive.append(sum(reference() is not None for reference in old))
+        return read(self, entry, wanted, into)
+
+    with mock.patch.object(Reader, "read", watched):
+        zerofx.load(tmp_path / "a", *pair)
+    assert alive == list(reversed(range(len(old))))

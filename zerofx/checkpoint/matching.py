@@ -341,6 +341,8 @@ class _StateMatching:
         def keep(value: torch.Tensor) -> None:
             put(value)
             self.optimizer.state[self.parameter] = self.new
+            if not self.staying:
+                self.state = {}
 
         like = torch.empty(shape, dtype=dtype, device="meta")
         is_late = isinstance(old, GuardedState)  # in files: there is no room for all
