@@ -99,18 +99,19 @@ def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> lis
         shared = info.place.bucket if info.shares_bucket else source
         key = (shared, origin, source.regather, source.dtype, source.shard.meta["val"].dtype)
         groups.setdefault(key, []).append(source)
-    units = []
+
+    def first_read(source: GatherSource) -> int:
+        return min(order[reader] for reader, _ in source.uses)
+
+    units: list[GatherUnit] = []
     for group in groups.values():
-        group.sort(key=lambda source: min(order[reader] for reader, _ in source.uses))
         unit: list[GatherSource] = []
-        for source in group:
-            first = min(order[reader] for reader, _ in (unit or [source])[0].uses)
-            same_parameter = any(other.parameter is source.parameter for other in unit)
-            if unit and (same_parameter or order[source.shard] >= first):
-                units.append(GatherUnit(unit))
+        for source in sorted(group, key=first_read):
+            is_there = any(other.parameter is source.parameter for other in unit)
+            if not unit or is_there or order[source.shard] >= first_read(unit[0]):
                 unit = []
+                units.append(GatherUnit(unit))
             unit.append(source)
-        units.append(GatherUnit(unit))
     return units
 
 
@@ -174,15 +175,14 @@ def _merge_idle(spans: list[GatherSpan], bytes_between) -> list[GatherSpan]:
 def _split_widest(spans, order, allowed, bytes_between) -> list[GatherSpan]:
     spans = list(spans)
     while len(spans) < allowed:
-        widest, where = 0, None
-        for index, span in enumerate(spans):
-            for cut in range(1, len(span.uses)):
-                gap = bytes_between(order[span.uses[cut - 1][0]], order[span.uses[cut][0]])
-                if gap > widest:
-                    widest, where = gap, (index, cut)
-        if where is None:
-            return spans
-        index, cut = where
+        gaps = {
+            (index, cut): bytes_between(order[span.uses[cut - 1][0]], order[span.uses[cut][0]])
+            for index, span in enumerate(spans)
+            for cut in range(1, len(span.uses))
+        }
+        if not any(gaps.values()):
+            break
+        index, cut = max(gaps, key=gaps.__getitem__)
         uses = spans[index].uses
         spans[index : index + 1] = [_span(uses[:cut], order), _span(uses[cut:], order)]
     return spans

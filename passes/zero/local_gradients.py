@@ -87,13 +87,9 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
             if (into := written_input(user)) is not None
             and (into.kind, into.parameter) == ("gradient", parameter)
         ]
-        is_result = output in marker.users and all(
-            slots.get(position) == parameter
-            for position, result in enumerate(output.args[0])
-            if result is marker
-        )
+        places = [place for place, result in enumerate(output.args[0]) if result is marker]
         others = [user for user in marker.users if user not in writes and user is not output]
-        if others or (output in marker.users and not is_result) or not marker.users:
+        if others or not marker.users or any(slots.get(place) != parameter for place in places):
             continue
         marker.replace_all_uses_with(local)
         graph.erase_node(marker)

@@ -58,7 +58,6 @@ class ShardPropagation:
     """One walk over a program, from its sharded sources to all that reads them."""
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, inserted_by: str):
-        self.gm = gm
         self.graph = gm.graph
         self.ctx = ctx
         self.builder = Builder(gm, inserted_by, ctx.table)
@@ -78,7 +77,7 @@ class ShardPropagation:
         shard: fx.Node,
         regather: bool = False,
         cast_to: torch.dtype | None = None,
-    ) -> GatherSource:
+    ) -> None:
         """Declare that ``node`` is sharded, as the flat node ``shard`` (maybe ``node`` itself).
 
         ``regather`` lets its whole value be freed between far-apart uses and gathered again;
@@ -87,12 +86,10 @@ class ShardPropagation:
         info = self.ctx.table[parameter]
         source = GatherSource(node, info, shard, regather=regather, cast_to=cast_to)
         self.sources.append(source)
-        self.values[node] = ShardedValue(
-            info, info.shape, source, shard if cast_to is None else None
-        )
-        return source
+        known_shard = shard if cast_to is None else None
+        self.values[node] = ShardedValue(info, info.shape, source, known_shard)
 
-    def shard_input(self, node: fx.Node, regather: bool = False) -> GatherSource:
+    def shard_input(self, node: fx.Node, regather: bool = False) -> None:
         """Let the program receive an input as this rank's flat shard."""
         role = input_role(node)
         info = self.ctx.table[role.parameter]
@@ -100,7 +97,7 @@ class ShardPropagation:
         with self.builder.fake_mode:
             node.meta["val"] = node.meta["val"].new_empty(info.shard_numel)
         node.meta.pop("tensor_meta", None)
-        return self.add_source(node, info.index, node, regather)
+        self.add_source(node, info.index, node, regather)
 
     def run(self, shard_gradient_results: bool = False) -> dict[str, int]:
         """Rewrite every reader of the sources, maybe also all results that become ``p.grad``."""
@@ -182,12 +179,11 @@ class ShardPropagation:
                 return False  # each rank's own number would scale its own shard
             elif not is_scalar(source.meta["val"]) and tuple(source.meta["val"].shape) != shape:
                 return False
-        sources = {id(self.values[s].source): self.values[s].source for s in sharded}
-        only_numbers_else = all(
-            s in self.values or is_scalar(s.meta.get("val")) for s in node.all_input_nodes
-        )
-        rebuilt = next(iter(sources.values())) if len(sources) == 1 and only_numbers_else else None
+        sources = {self.values[source].source for source in sharded}
+        numbers = (source for source in node.all_input_nodes if source not in self.values)
         # Else its own shard is gathered: a gradient is not rebuilt from another.
+        may_be_rebuilt = len(sources) == 1 and all(is_scalar(n.meta.get("val")) for n in numbers)
+        rebuilt = sources.pop() if may_be_rebuilt else None
         rebuilt = rebuilt if rebuilt is not None and rebuilt.regather else None
         self.values[node] = ShardedValue(first.parameter, shape, rebuilt)
         if rebuilt is not None:

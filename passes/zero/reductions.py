@@ -50,19 +50,20 @@ def rule_for(node: fx.Node) -> ReductionRule | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         return None
-    if node.target is aten.linalg_vector_norm.default:
-        return _norm_rule(node)
-    if not _reduces_everything(node):
+    is_norm = node.target is aten.linalg_vector_norm.default
+    if not _reduces_everything(node, dims_at=2 if is_norm else 1):
         return None
+    if is_norm:
+        return _norm_rule(float(node.args[1]) if len(node.args) > 1 else 2.0)
     rule = _SIMPLE.get(node.target)
     if rule in (_LARGEST, _SMALLEST) and not value.dtype.is_floating_point:
         return None  # whole numbers have no infinity to pad with: gathered instead
     return rule
 
 
-def _reduces_everything(node: fx.Node) -> bool:
+def _reduces_everything(node: fx.Node, dims_at: int) -> bool:
     source = node.args[0].meta["val"]
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = node.args[dims_at] if len(node.args) > dims_at else node.kwargs.get("dim")
     if dims is None or dims == []:
         return True
     if not isinstance(dims, (list, tuple)):
@@ -88,38 +89,27 @@ def _cast(call: Callable, node: fx.Node, value: fx.Node) -> fx.Node:
     return value
 
 
-def _norm_rule(node: fx.Node) -> ReductionRule | None:
-    order = float(node.args[1]) if len(node.args) > 1 else 2.0
-    dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    if dims is not None and len(dims) != node.args[0].meta["val"].dim():
-        return None
-    if order == math.inf:
-        return ReductionRule(0.0, "max", _local_norm(order, None), _cast)
-    if order == -math.inf:
-        return ReductionRule(math.inf, "min", _local_norm(order, None), _cast)
-    if order <= 0.0:
-        return None  # a count of non-zeros, or a negative power: gathered instead
-    return ReductionRule(0.0, "sum", _local_norm(order, order), _root(order))
-
-
-def _local_norm(order: float, power: float | None) -> Insert:
-    def insert(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:
+def _norm_rule(order: float) -> ReductionRule | None:
+    def local(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:
         dtype = _accumulation_dtype(node)
         norm = call(aten.linalg_vector_norm.default, shard, order, dtype=dtype)
-        return norm if power in (None, 1.0) else call(aten.pow.Tensor_Scalar, norm, power)
+        has_power = math.isfinite(order) and order != 1.0
+        return call(aten.pow.Tensor_Scalar, norm, order) if has_power else norm
 
-    return insert
-
-
-def _root(order: float) -> Insert:
-    def insert(call: Callable, node: fx.Node, total: fx.Node) -> fx.Node:
+    def root(call: Callable, node: fx.Node, total: fx.Node) -> fx.Node:
         if order == 2.0:
             total = call(aten.sqrt.default, total)
         elif order != 1.0:
             total = call(aten.pow.Tensor_Scalar, total, 1.0 / order)
         return _cast(call, node, total)
 
-    return insert
+    if order == math.inf:
+        return ReductionRule(0.0, "max", local, _cast)
+    if order == -math.inf:
+        return ReductionRule(math.inf, "min", local, _cast)
+    if order <= 0.0:
+        return None  # a count of non-zeros, or a negative power: gathered instead
+    return ReductionRule(0.0, "sum", local, root)
 
 
 def _local(target: Callable) -> Insert:
