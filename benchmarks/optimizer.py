@@ -36,7 +36,7 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.pages import in_huge_pages
 from zerofx.runtime.optimizer.setup import UpdateSettings
-from zerofx.runtime.optimizer.update import OptimizerRunner
+from zerofx.runtime.optimizer.update import Fused, OptimizerRunner
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 LARGEST_DIFFERENCE = 1e-5
@@ -104,7 +104,7 @@ def zerofx(name: str, start: torch.Tensor, gradient: torch.Tensor) -> System:
     def run(_kept_alive=optimizer) -> None:
         clipped = multiply(grad, coefficient) if multiply else grad
         runner.begin()
-        runner.run_together([data], [clipped], [0], work, coefficients)
+        runner.run_together([data], [clipped], [0], Fused(work, coefficients))
         runner.end()
 
     return System(name, run, num_bytes, data)

@@ -98,7 +98,7 @@ class CompiledFunction:
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.copies = Copies(REGISTRY.host)
-        self.delayed = DelayedUpdates(REGISTRY.host, REGISTRY.delayed)
+        self.delayed = DelayedUpdates()
         backend.functions.add(self)
 
     @property

@@ -331,8 +331,13 @@ def widened_dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype | None]:
     return {
         name: native.get(name, getattr(value, "dtype", None))
         for name, value in state.items()
-        if name != NATIVE and not (name.endswith(SCALE) and name.removesuffix(SCALE) in native)
+        if name != NATIVE and not is_scale(name, native)
     }
+
+
+def is_scale(name: str, native: Mapping[str, Any]) -> bool:
+    """Return whether a state is the scales of another one's blocks."""
+    return name.endswith(SCALE) and name.removesuffix(SCALE) in native
 
 
 def widened(

@@ -29,7 +29,7 @@ from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.parameters import ParameterInfo
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Update:
     """The traced update of one parameter; call it to update in place.
 

@@ -376,7 +376,7 @@ def check_the_runtime_sums_a_buckets_squares():
     for module in (choice, updates):
         module.runs_triton = lambda device: True
     half = work.traced(work.clip, BF16, torch.float32), [torch.tensor(0.5)]
-    for dtype, done in ((torch.float32, ()), (BF16, half)):
+    for dtype, done in ((torch.float32, (None, ())), (BF16, half)):
         bucket = joined.Bucket(OPTIMIZERS["adamw"], together=True)
         bucket.data[3] = bucket.data[3].clone()  # a hole in memory
         for seed in range(3):
@@ -384,11 +384,11 @@ def check_the_runtime_sums_a_buckets_squares():
             total = sum(len(data) for data in bucket.data)
             gradient = torch.randn(total, generator=generator).to(dtype)
             bucket.runner.begin()
-            squares = []
-            given = (bucket.data, bucket.cut(gradient), bucket.order, *(done or (None, ())))
-            bucket.runner.run_together(*given, squares)
+            given = (bucket.data, bucket.cut(gradient), bucket.order)
+            fused = updates.Fused(*done, gives_squares=True)
+            squares = bucket.runner.run_together(*given, fused)
             bucket.runner.end()
-            expected = (gradient.double() * (0.5 if done else 1)).square().sum()
+            expected = (gradient.double() * (0.5 if done is half else 1)).square().sum()
             torch.testing.assert_close(sum(squares).double(), expected, rtol=1e-6, atol=0)
 
 

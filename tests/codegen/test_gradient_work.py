@@ -68,7 +68,9 @@ class Training:
     def step(self, gradient, coefficients=()):
         self.runner.begin()
         data, grads = self.data.split(LENGTHS), gradient.split(LENGTHS)
-        self.runner.run_together(data, grads, range(len(data)), self.work, coefficients)
+        self.runner.run_together(
+            data, grads, range(len(data)), updates.Fused(self.work, coefficients)
+        )
         self.runner.end()
 
     @property

@@ -108,7 +108,7 @@ def train(name, lengths, steps, kernels):
     compiled = Kernels()
     for length in lengths:
         run = Trained(VARIANTS[name], length)
-        run.runner._context.kernels = compiled
+        run.runner.kernels = compiled
         kernels.clear()
         for _ in range(steps):
             run.step()
@@ -288,7 +288,7 @@ def test_what_is_not_finite_goes_where_torch_puts_it_compiled(name):
 
 def assert_not_finite_as_in_torch(name, value, kernels=None):
     run = Trained(VARIANTS[name], 37)
-    run.runner._context.kernels = Kernels() if kernels is None else kernels
+    run.runner.kernels = Kernels() if kernels is None else kernels
     for number in range(4):
         gradient = run.gradient()
         if number == 1:

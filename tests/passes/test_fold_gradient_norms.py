@@ -23,7 +23,7 @@ from zerofx.ir import ops
 from zerofx.passes.fuse.fold_gradient_norms import fold_gradient_norms
 from zerofx.passes.fuse.fold_gradient_work import fold_gradient_work
 from zerofx.runtime.optimizer import update as updates
-from zerofx.runtime.optimizer.steps import DeviceUpdates
+from zerofx.runtime.optimizer.steps import OptimizerSteps
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -411,7 +411,7 @@ def peak_of_updates(monkeypatch):
         monitored_step, backend="zero", options={"stage": 3, "bucket_bytes": 1 << 16 | 1 << 10}
     )
     spans = []
-    update = DeviceUpdates.update_together
+    update = OptimizerSteps.update_together
 
     def noted(self, *args, **kwargs):
         begin = time.time_ns()
@@ -419,7 +419,7 @@ def peak_of_updates(monkeypatch):
         spans.append((begin, time.time_ns()))
         return result
 
-    monkeypatch.setattr(DeviceUpdates, "update_together", noted)
+    monkeypatch.setattr(OptimizerSteps, "update_together", noted)
     for _ in range(3):
         step(model, optimizer, torch.randn(2, 128))
     spans.clear()

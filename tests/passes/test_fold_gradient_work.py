@@ -29,7 +29,7 @@ from zerofx.passes.pipeline import PIPELINE
 from zerofx.replay.reference import worked_on
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer import update as updates
-from zerofx.runtime.optimizer.steps import DeviceUpdates
+from zerofx.runtime.optimizer.steps import OptimizerSteps
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -494,7 +494,7 @@ def allocated_for_updates(monkeypatch) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = torch.compile(functools.partial(clipped_step, clip_norm), backend="zero")
     waited, spans = [0], []
-    wait, update = Communicator.wait, DeviceUpdates.update_together
+    wait, update = Communicator.wait, OptimizerSteps.update_together
 
     def noted_wait(self, started):
         result = wait(self, started)
@@ -507,7 +507,7 @@ def allocated_for_updates(monkeypatch) -> int:
         return result
 
     monkeypatch.setattr(Communicator, "wait", noted_wait)
-    monkeypatch.setattr(DeviceUpdates, "update_together", noted_update)
+    monkeypatch.setattr(OptimizerSteps, "update_together", noted_update)
     for _ in range(3):
         step(model, optimizer, torch.randn(2, 512))
     spans.clear()

@@ -303,9 +303,7 @@ def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
 @pytest.mark.nightly
 def test_a_bucket_is_one_kernel_there_too_which_takes_states_where_they_lie(tmp_path):
     # Where states that are no neighbours would be copied to.
-    with mock.patch(
-        "zerofx.runtime.optimizer.joined_states.prefer_huge_pages", side_effect=AssertionError
-    ):
+    with mock.patch("zerofx.runtime.optimizer.piece.prefer_huge_pages", side_effect=AssertionError):
         without, filed = with_kernels(3), with_kernels(3, **files(tmp_path))
     assert_same(filed[:3], without[:3])
     assert filed[3] == without[3] and all(found for _, found in filed[3])

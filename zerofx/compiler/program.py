@@ -169,7 +169,6 @@ class Program:
                 ),
                 HostSetup(
                     self.function.copies,
-                    keeps_states="optimizer" in options.offload,
                     joins_updates=self.lowered.has_run("merge_updates"),
                     open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,

@@ -17,7 +17,6 @@ from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.rules import FILES
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.runtime.optimizer.setup import Trained
-from zerofx.runtime.optimizer.states import state_buckets
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.parameter import ParameterState, ShardBucket
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -61,7 +60,10 @@ class ProgramFiles:
         self._groups = _shard_groups(self._uses, self.table)
         self.parameters = frozenset(index for group in self._groups for index in group)
         """Those whose shards the program takes from files."""
-        self._states = self._find_states(runners)
+        groups = dict.fromkeys(use.group for use in self._uses if use.group is not None)
+        self._states: dict[Group, Bucket] = {
+            (handle, of): runners[handle].states.bucket_in(self.tier, of) for handle, of in groups
+        }
         self._new_shards: dict[tuple[int, ...], ShardBucket] = {}  # by the parameters to adopt it
         self._in_shards = self._find_shards(list(map(REGISTRY.lookup, trained.tensors)))
         self._find_values(nodes)
@@ -84,13 +86,6 @@ class ProgramFiles:
         # By the identity of what stands for an activation: that, and the bucket that it is in.
         self._values: dict[int, tuple[Tensor, ValueBucket]] = {}
         self._changed: set[tuple[int, int]] = set()  # whose states are not as they were in files
-
-    def _find_states(self, runners: Mapping[int, OptimizerRunner]) -> dict[Group, Bucket]:
-        groups = list(dict.fromkeys(use.group for use in self._uses if use.group is not None))
-        buckets = state_buckets(
-            self.tier, [runners[handle].states.group_of(of) for handle, of in groups]
-        )
-        return dict(zip(groups, buckets, strict=True))
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
-from zerofx.ir.effects import updated_on_host
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.sizes import hinted_bytes
@@ -36,8 +35,7 @@ def host_needs(
         cached = files.tier.cache_bytes_to_come(files.buckets)
         needs = {f"a cache of {words_for(files.buckets)}": cached, **needs}
     else:
-        states = steps.host_bytes_to_come(updated_on_host(graph))
-        needs = {"optimizer states": states, **needs}
+        needs = {"optimizer states": steps.host_bytes_to_come(), **needs}
     return {what: nbytes for what, nbytes in needs.items() if nbytes}
 
 

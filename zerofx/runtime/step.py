@@ -14,7 +14,6 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.ir import effects, ops
-from zerofx.ir.graph import updates
 from zerofx.ir.interface import (
     gradient_outputs,
     input_role,
@@ -33,7 +32,7 @@ from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
 from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
-from zerofx.runtime.optimizer.steps import DeviceUpdates, OptimizerSteps
+from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.first_values import read_by_all
 from zerofx.runtime.parameters.parameter import ParameterState
@@ -76,12 +75,11 @@ class StepRuntime:
         self.communicates = any(map(ops.is_collective, graph.nodes))
         self.moves = effects.has_moves(graph)
         self.groups_on_host = effects.groups_on_host(graph)
-        self.steps = OptimizerSteps(graph, communicator.rank, trained, device, host, keep_source)
-        self.steps.prepare(updates(graph), effects.updated_on_host(graph))
+        self.steps = OptimizerSteps(graph, communicator, trained, device, host, keep_source)
         self.files: ProgramFiles | None = None
         if host.open_files is not None and uses_of_files(graph):
             self.files = ProgramFiles(
-                host.open_files(), graph, trained, self.steps.on_host, self.copies
+                host.open_files(), graph, trained, self.steps.runners, self.copies
             )
         self.host_needs: dict[str, int] = {}
         if self.moves:
@@ -99,15 +97,8 @@ class StepRuntime:
         check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, device.in_place, moved_out)
-        self.device_updates = DeviceUpdates(self.steps, communicator)
-        self.host_updates = HostUpdates(
-            self.copies,
-            self.steps,
-            self.table,
-            changed_in_files=self.files.note_changes if self.files is not None else None,
-            joined=host.joins_updates,
-            delayed=host.delayed,
-        )
+        changed_in_files = self.files.note_changes if self.files is not None else None
+        self.host_updates = HostUpdates(self.steps, host, changed_in_files)
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
         """Return whether a shard is still to be made, to be filed before the next bucket's."""
@@ -170,7 +161,7 @@ class StepRuntime:
     def kernels(self) -> dict[object, Callable]:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator, buckets, files = self.communicator, self.buckets, self.files
-        on_device, on_host = self.device_updates, self.host_updates
+        on_device, on_host = self.steps, self.host_updates
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,

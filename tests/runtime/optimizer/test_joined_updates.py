@@ -12,7 +12,7 @@ from zerofx import compat
 from zerofx.codegen import kernel
 from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.optimizer import update as updates
-from zerofx.runtime.optimizer.joined_states import joined_state
+from zerofx.runtime.optimizer.piece import joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerofx.runtime.optimizer.piece import GroupOfStep
 from zerofx.runtime.parameters.parameter import ParameterState
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.parameters.registry import REGISTRY
 
-Key = tuple[weakref.ref[torch.optim.Optimizer], tuple[ParameterState, ...]]
+OptimizerReference = weakref.ref[torch.optim.Optimizer]
+
+Key = tuple[OptimizerReference, tuple[ParameterState, ...]]
 """An optimizer, and the parameters that it updates together."""
+
+
+class HostUpdate:
+    """An update that goes on beside the step; ``finish`` is given what ``computing`` returns."""
+
+    def __init__(self, computing: Future, finish: Callable[[list[Any]], object]) -> None:
+        self._computing: Future | None = computing
+        self._finish = finish
+
+    def complete(self) -> None:
+        """Wait for it and keep its states, once.  Raises: what it has raised."""
+        if self._computing is not None:
+            computing, self._computing = self._computing, None
+            results = computing.result()
+            with torch.no_grad():
+                self._finish(results)
+
+    def forget_states(self) -> None:
+        """Keep no states when it completes: there is no optimizer to keep them."""
+        self._finish = lambda results: None
 
 
 class DelayedUpdate:
@@ -21,23 +45,23 @@ class DelayedUpdate:
 
     ``values`` and ``gradients`` are flat, in host memory, with a part for each of ``bounds``: the
     update writes to the first and reads the second, and nothing else uses them.  ``updating`` is
-    the update under way; ``keep_groups`` writes back its changes of the optimizer's
-    groups.  If the optimizer has been freed, only parameter values are kept.
+    the update under way, ``groups`` those of its step: its changes of them are written back when it
+    completes.  If the optimizer has been freed, only parameter values are kept.
     """
 
     def __init__(self, key: Key, values: Tensor, gradients: Tensor) -> None:
         optimizer, self.bounds = key[0](), key[1]
         assert optimizer is not None, "it is about to make a step"
         self.values, self.gradients = values, gradients
-        self.updating: Any = None
+        self.updating: HostUpdate | None = None
         self.has_failed = False
-        self.keep_groups: Callable[[], object] = _nothing
+        self.groups: Sequence[GroupOfStep] = ()
         this = weakref.ref(self)
 
         def forget_states(_reference: Any) -> None:
             update = this()
             if update is not None:
-                update.keep_groups = _nothing
+                update.groups = ()
                 if update.updating is not None:
                     update.updating.forget_states()
 
@@ -53,8 +77,9 @@ class DelayedUpdate:
         except BaseException:
             self.has_failed = True
             raise
-        keep_groups, self.keep_groups = self.keep_groups, _nothing
-        keep_groups()
+        groups, self.groups = self.groups, ()
+        for group in groups:
+            group.keep_changes()
 
     def store(self) -> None:
         """Have the shards hold the new values, if there are any."""
@@ -68,14 +93,12 @@ class DelayedUpdate:
 class DelayedUpdates:
     """The updates that one compiled function leaves to do between its calls; at stage 3.
 
-    ``pending`` are the updates whose values the shards do not hold yet.  ``all_pending`` are those
-    of the process that have any, and keep them however long their function lives.
+    ``pending`` are the updates whose values the shards do not hold yet.  While there are any, the
+    registry keeps them, however long their function lives.
     """
 
-    def __init__(self, memory: HostMemory, all_pending: set[Any]) -> None:
-        self.memory = memory
+    def __init__(self) -> None:
         self.pending: dict[Key, DelayedUpdate] = {}
-        self._all_pending = all_pending
         self._renewed: set[Key] = set()
 
     def exchange(self, key: Key, values: Tensor) -> None:
@@ -100,25 +123,23 @@ class DelayedUpdates:
         else:  # which has these values
             update.gradients.copy_(gradients)
         self._renewed.add(key)
-        self._all_pending.add(self)
+        REGISTRY.delayed.add(self)
         return update
 
     def _copied(self, value: Tensor) -> Tensor:
-        return self.memory.empty(value.numel(), value.dtype).copy_(value)
+        return REGISTRY.host.empty(value.numel(), value.dtype).copy_(value)
 
-    def complete(self, optimizer: torch.optim.Optimizer) -> None:
+    def complete(self, optimizer: OptimizerReference) -> None:
         """Have an optimizer's states and groups as after the call before, for its next step."""
         for (whose, _), update in list(self.pending.items()):
-            if whose() is optimizer:
+            if whose == optimizer:
                 update.complete()
 
-    def keep_groups(
-        self, optimizer: torch.optim.Optimizer, keep_groups: Callable[[], object]
-    ) -> None:
-        """Do this too when an update of the optimizer's step completes."""
+    def keep_changes(self, optimizer: OptimizerReference, groups: Sequence[GroupOfStep]) -> None:
+        """Write back changes of these groups too when an update of the optimizer's step ends."""
         for key in self._renewed:
-            if key[0]() is optimizer:
-                self.pending[key].keep_groups = keep_groups
+            if key[0] == optimizer:
+                self.pending[key].groups = groups
 
     def end(self, keys: Collection[Key]) -> None:
         """Leave a call that has stored what was pending for these; what it renewed stays."""
@@ -172,8 +193,4 @@ class DelayedUpdates:
 
     def _forget_if_empty(self) -> None:
         if not self.pending:
-            self._all_pending.discard(self)
-
-
-def _nothing() -> None:
-    return None
+            REGISTRY.delayed.discard(self)

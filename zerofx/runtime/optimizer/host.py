@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from zerofx.ir.parameters import ParameterTable
-from zerofx.runtime.optimizer.delayed import DelayedUpdates
+from zerofx.runtime.optimizer.delayed import HostUpdate
 from zerofx.runtime.optimizer.delayed import Key as DelayedKey
+from zerofx.runtime.optimizer.setup import HostSetup
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
-from zerofx.runtime.storage.copies import Copies
 
 
 class HostUpdates:
@@ -35,20 +32,17 @@ class HostUpdates:
 
     def __init__(
         self,
-        copies: Copies,
         steps: OptimizerSteps,
-        table: ParameterTable,
-        *,
+        host: HostSetup,
         changed_in_files: Callable[[int, Sequence[int]], object] | None,
-        joined: bool,
-        delayed: DelayedUpdates | None,
     ) -> None:
-        self.copies, self.steps, self.table = copies, steps, table
-        self.joined, self.delayed = joined, delayed
+        self.steps, self.copies = steps, host.copies
+        self.joined, self.delayed = host.joins_updates, host.delayed
         self._changed_in_files = changed_in_files
         self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
-        self._updating: dict[int, HostUpdate] = {}  # by the id of what it writes
-        self._asked: dict[int, _Asked] = {}  # delayed ones before they begin, as well
+        # By the id of what they write:
+        self._updating: dict[int, tuple[int, HostUpdate]] = {}  # with its optimizer
+        self._asked: dict[int, Callable[[], torch.Tensor]] = {}  # delayed ones, before they begin
         steps.complete_updates = self._complete
 
     def bind(
@@ -56,10 +50,7 @@ class HostUpdates:
     ) -> None:
         """Know the parameters of the (optimizer, parameters) that the program updates here."""
         self._delayed_keys = {
-            (handle, of): (
-                weakref.ref(self.steps.live_optimizer(handle)),
-                tuple(bounds[index] for index in of),
-            )
+            (handle, of): (self.steps.runners[handle].optimizer, tuple(bounds[i] for i in of))
             for handle, of in groups
             if self.delayed is not None
         }
@@ -84,10 +75,12 @@ class HostUpdates:
     ) -> torch.Tensor:
         is_skipped = self.steps.is_skipped(found_inf)
         if self.delayed is not None:
-            self._asked[id(values)] = _Asked(values, grads, optimizer, parameters, is_skipped)
-        else:
-            data = None if is_skipped else self._parts(values, parameters)
-            self._start(values, data, [values, grads], optimizer, parameters)
+            asked = partial(self._exchange, values, grads, optimizer, parameters, is_skipped)
+            self._asked[id(values)] = asked
+        elif not is_skipped:
+            data = self._parts(values, optimizer, parameters)
+            update = self._started(data, grads, [values, grads], optimizer, parameters)
+            self._updating[id(values)] = optimizer, update
         return values
 
     def update_start_shards(
@@ -100,9 +93,10 @@ class HostUpdates:
     ) -> list[torch.Tensor]:
         for shard in shards:
             REGISTRY.host.settle(shard)  # it has left for the device
-        is_skipped = self.steps.is_skipped(found_inf)
-        data = None if is_skipped else [shard.detach() for shard in shards]
-        self._start(shards, data, [grads], optimizer, parameters)
+        if not self.steps.is_skipped(found_inf):
+            data = [shard.detach() for shard in shards]
+            update = self._started(data, grads, [grads], optimizer, parameters)
+            self._updating[id(shards)] = optimizer, update
         return shards
 
     def wait_update(self, started: Any) -> Any:
@@ -111,10 +105,10 @@ class HostUpdates:
         Both moves have been waited for then, and this call's begins from those values.
         """
         if id(started) in self._asked:
-            return self._exchange(self._asked.pop(id(started)))
-        update = self._updating.pop(id(started))
-        update.complete()
-        return update.values
+            return self._asked.pop(id(started))()
+        if id(started) in self._updating:  # else it has been skipped
+            self._updating.pop(id(started))[1].complete()
+        return started
 
     def finish(self) -> None:
         """Leave the call before's delayed updates, which this one has stored."""
@@ -137,42 +131,27 @@ class HostUpdates:
 
     def _complete(self, optimizer: int) -> None:
         """Complete what is under way of an optimizer, before its next step."""
-        for update in self._updating.values():
-            if update.optimizer == optimizer:
+        for whose, update in self._updating.values():
+            if whose == optimizer:
                 update.complete()
 
-    def _parts(self, flat: torch.Tensor, parameters: list[int]) -> Sequence[torch.Tensor]:
-        return flat.detach().split([self.table[index].shard_numel for index in parameters])
-
-    def _start(
-        self,
-        written: Any,
-        data: Sequence[torch.Tensor] | None,
-        arriving: Sequence[torch.Tensor],
-        optimizer: int,
-        parameters: list[int],
-    ) -> None:
-        """Start the updates of ``data``, which is ``written``; with None there is nothing to do.
-
-        They begin when what is ``arriving`` is there, the last of which are the gradients.
-        """
-        update = HostUpdate(written, None)
-        if data is not None:
-            arrivals = [self.copies.arrival(move) for move in arriving]
-            update = self._started(written, data, arriving[-1], arrivals, optimizer, parameters)
-        self._updating[id(written)] = update
+    def _parts(
+        self, flat: torch.Tensor, optimizer: int, parameters: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
+        known = self.steps.runners[optimizer].parameters
+        return flat.detach().split([known[index].info.shard_numel for index in parameters])
 
     def _started(
         self,
-        written: Any,
         data: Sequence[torch.Tensor],
         gradients: torch.Tensor,
-        arrivals: Sequence[Callable[[], object]],
+        arriving: Sequence[torch.Tensor],
         optimizer: int,
         parameters: list[int],
     ) -> HostUpdate:
-        """Start the updates of ``data``; ``arrivals`` return when all is there that they read."""
-        runner = self.steps.host_runner(optimizer, parameters)
+        """Start the updates of ``data``.  They begin when what is ``arriving`` is there."""
+        arrivals = [self.copies.arrival(move) for move in arriving]
+        runner = self.steps.enter(optimizer, parameters)
         pieces = gradients.split([shard.numel() for shard in data])
         self._place_states(optimizer, parameters)
         if self.joined:
@@ -191,70 +170,35 @@ class HostUpdates:
                 update.finish(result)
             self._place_states(optimizer, parameters)  # those it has made
 
-        computing = self.copies.updates.start(compute)
-        return HostUpdate(written, computing, finish, optimizer)
+        return HostUpdate(self.copies.updates.start(compute), finish)
 
     def _place_states(self, optimizer: int, parameters: list[int]) -> None:
         """Have states in host memory; those in files, their wait has brought there."""
         if self._changed_in_files is None:
-            self.steps.on_host[optimizer].states.place(parameters, REGISTRY.host)
+            self.steps.runners[optimizer].states.place(parameters)
         else:
             self._changed_in_files(optimizer, parameters)
 
-    def _exchange(self, asked: _Asked) -> torch.Tensor:
-        assert self.delayed is not None
-        key = self._delayed_keys[asked.optimizer, tuple(asked.parameters)]
-        SNAPSHOTS.before_change(bound.parameter for bound in key[1])
-        self.delayed.exchange(key, asked.values)
-        if asked.is_skipped:
-            return asked.values
-        if not self.steps.has_begun(asked.optimizer):  # its step reads states and groups
-            self.delayed.complete(self.steps.live_optimizer(asked.optimizer))
-        update = self.delayed.leave(key, asked.values, asked.gradients)
-        data = self._parts(update.values, asked.parameters)
-        update.updating = self._started(
-            update.values, data, update.gradients, [], asked.optimizer, asked.parameters
-        )
-        return asked.values
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A delayed update before it begins: its operands, in staging buffers."""
-
-    values: torch.Tensor
-    gradients: torch.Tensor
-    optimizer: int
-    parameters: list[int]
-    is_skipped: bool
-
-
-class HostUpdate:
-    """An update that goes on beside the step, and what is left to do with what it returns.
-
-    ``computing`` is None where there is nothing to do.
-    """
-
-    def __init__(
+    def _exchange(
         self,
-        values: Any,
-        computing: Future | None,
-        finish: Callable[[list[Any]], None] | None = None,
-        optimizer: int = -1,
-    ) -> None:
-        self.values, self.optimizer = values, optimizer
-        self._computing, self._finish = computing, finish
+        values: torch.Tensor,
+        gradients: torch.Tensor,
+        optimizer: int,
+        parameters: list[int],
+        is_skipped: bool,
+    ) -> torch.Tensor:
+        """Take what the call before has made, and begin this call's update of that.
 
-    def complete(self) -> None:
-        """Wait for it and keep its states.  Raises: what it has raised."""
-        if self._computing is not None:
-            computing, self._computing = self._computing, None
-            results = computing.result()
-            assert self._finish is not None
-            with torch.no_grad():
-                self._finish(results)
-
-    def forget_states(self) -> None:
-        """Keep no states when it completes: there is no optimizer to keep them."""
-        if self._finish is not None:
-            self._finish = lambda results: None
+        ``values`` and ``gradients`` are in staging buffers.
+        """
+        assert self.delayed is not None
+        key = self._delayed_keys[optimizer, tuple(parameters)]
+        SNAPSHOTS.before_change(bound.parameter for bound in key[1])
+        self.delayed.exchange(key, values)
+        if not is_skipped:
+            if not self.steps.has_begun(optimizer):  # its step reads states and groups
+                self.delayed.complete(key[0])
+            update = self.delayed.leave(key, values, gradients)
+            data = self._parts(update.values, optimizer, parameters)
+            update.updating = self._started(data, update.gradients, [], optimizer, parameters)
+        return values

@@ -18,63 +18,24 @@ from zerofx.codegen.rewrite.storage import (
     UPDATES,
     Precision,
     Stored,
+    is_scale,
     narrow,
     rewritten,
 )
-from zerofx.codegen.trace.arguments import Arguments
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.optimizer.setup import UpdateSettings
-from zerofx.runtime.optimizer.traces import Parameters
+from zerofx.runtime.optimizer.piece import Traced
 
 
 class Draw(NamedTuple):
     """The inputs of one update's random numbers, as a kernel takes them: 0-dim tensors.
 
-    ``step`` is how many updates were before it.
+    ``offset`` is the number of its first element, ``step`` how many updates were before it.
     """
 
     step: int
     offset: Tensor
     key: Tensor
-
-
-class Draws:
-    """Numbers the elements of an optimizer's parameters, which random numbers are drawn by.
-
-    An element has the same number on any number of ranks: its place among all of the optimizer's.
-    """
-
-    def __init__(self, parameters: Parameters, settings: UpdateSettings) -> None:
-        self._parameters, self._settings = parameters, settings
-        self._precision = settings.precision
-        self._first_elements: dict[int, int] = {}  # by the id of the user's parameter
-
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Start one optimizer step: number its parameters as they are now."""
-        if not self._precision.draws:
-            return
-        first = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._first_elements[id(parameter)] = first
-                first += parameter.numel()
-
-    def number_of_first(self, parameter: int) -> int:
-        """Of this rank's first element of a parameter."""
-        reference, info = self._parameters[parameter]
-        start = info.owned_by(self._settings.rank)[0] if self._settings.sharded else 0
-        return self._first_elements[id(reference())] + start
-
-    def of(self, parameter: int, values: Mapping[str, Any]) -> Draw | None:
-        """Return the inputs of random numbers for the update of ``values``, if it draws any."""
-        info = self._parameters[parameter][1]
-        if not self._precision.draws_for(info.dtype, info.numel):
-            return None
-        step = int(values.get("step", values.get(UPDATES, 0)))
-        key = step_key(self._precision.rounding_seed, step)
-        first = torch.tensor(self.number_of_first(parameter), dtype=torch.int64)
-        return Draw(step, first, torch.tensor(key, dtype=torch.int32))
 
 
 class StateStorage:
@@ -83,8 +44,7 @@ class StateStorage:
     def __init__(self, precision: Precision, optimizer_name: str) -> None:
         self.precision = precision
         self._optimizer_name = optimizer_name
-        self._rewritten: dict[tuple, Update] = {}
-        self._traced: list[Update] = []  # whose ids are in use
+        self._rewritten: dict[tuple[Update, Stored], Update] = {}
 
     def check(self, info: ParameterInfo) -> None:
         """Refuse a parameter that these options are not for.  Raises: UpdateError."""
@@ -170,51 +130,57 @@ class StateStorage:
             if name not in (MASTER, NATIVE, UPDATES) and not is_scale(name, native)
         }
 
+    def draw(
+        self, info: ParameterInfo, first_element: int, values: Mapping[str, Any]
+    ) -> Draw | None:
+        """Return the inputs of random numbers for the update of ``values``, if it draws any."""
+        if not self.precision.draws_for(info.dtype, info.numel):
+            return None
+        step = int(values.get("step", values.get(UPDATES, 0)))
+        key = step_key(self.precision.rounding_seed, step)
+        offset = torch.tensor(first_element, dtype=torch.int64)
+        return Draw(step, offset, torch.tensor(key, dtype=torch.int32))
+
     def rewrite(
         self,
-        update: Update,
-        group: Arguments,
-        state: Arguments,
+        traced: Traced,
         values: Mapping[str, Any],
-        data: Tensor,
-        gradient_dtype: torch.dtype,
+        parameter: torch.dtype,
+        gradient: torch.dtype,
         draw: Draw | None,
     ) -> tuple[Update, list[Any]]:
         """Return the update of what is stored, and its inputs after the gradient.
 
-        ``state`` has been read from ``logical(values)``.
+        The trace is one of ``logical(values)``; the dtypes are those of what it will be given.
         """
-        precision = self.precision
-        tensors = [*group.tensors, *state.tensors]
-        numbers: list[Any] = [*group.scalars, *state.scalars]
+        precision, update = self.precision, traced.update
         if precision.is_plain:
-            return update, [*tensors, *numbers]
+            return update, traced.inputs
         native = values.get(NATIVE, {})
-        compute = precision.compute_dtype(data.dtype)
-        keeps_master = precision.keeps_master(data.dtype)
+        keeps_master = precision.keeps_master(parameter)
         stored = Stored(
-            parameter=data.dtype,
-            gradient=gradient_dtype,
-            compute=compute,
+            parameter=parameter,
+            gradient=gradient,
+            compute=precision.compute_dtype(parameter),
             keeps_master=keeps_master,
             has_master=keeps_master and MASTER in values,
-            rounds_parameter=precision.rounds_parameter(data.dtype),
+            rounds_parameter=precision.rounds_parameter(parameter),
             moments=tuple((name, values[name].dtype) for name in native),
         )
-        positions = {}
+        inputs, positions = traced.inputs, {}
         for name in native:
-            (index,) = (i for i, tensor in enumerate(tensors) if tensor is state.values[name])
-            tensors[index] = values[name]
+            stand_in = traced.state.values[name]
+            (index,) = (i for i, value in enumerate(inputs) if value is stand_in)
+            inputs[index] = values[name]
             positions[name] = 2 + index
         extras = dict(values)
         if draw is not None:
             extras |= {"offset": draw.offset, "key": draw.key}
-        numbers += [extras[name] for name in stored.extras]
-        key = (id(update), stored)
+        inputs += [extras[name] for name in stored.extras]
+        key = (update, stored)
         if key not in self._rewritten:
             self._rewritten[key] = rewritten(update, stored, positions)
-            self._traced.append(update)
-        return self._rewritten[key], [*tensors, *numbers]
+        return self._rewritten[key], inputs
 
     def settle(
         self,
@@ -247,11 +213,6 @@ class StateStorage:
         has_drawn = native or self.precision.rounds_parameter(info.dtype)
         if has_drawn and "step" not in new:
             new[UPDATES] = draw.step + 1
-
-
-def is_scale(name: str, native: Mapping[str, Any]) -> bool:
-    """Return whether a state is the scales of another one's blocks."""
-    return name.endswith(SCALE) and name.removesuffix(SCALE) in native
 
 
 def _is_moment(value: Any, data: Tensor) -> bool:

@@ -13,7 +13,6 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterTable
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.storage.copies import Copies
-from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tier import FileTier
 
 
@@ -34,8 +33,8 @@ class UpdateSettings:
     Data, gradients and states are this rank's flat shards if ``sharded``; ``rank`` is named in
     errors.  ``gradients_read_later`` are the parameters whose gradient something reads after the
     update.  ``keep_source`` is given the kernels that are generated.  ``precision`` is what states
-    are kept in.  ``owned`` are the parameters whose update may need them whole.  With ``host``,
-    updates run on CPU tensors and their states are kept in that memory.
+    are kept in.  ``owned`` are the parameters whose update may need them whole.  Those ``on_host``
+    are updated on CPU tensors, and their states are kept in host memory.
     """
 
     rank: int
@@ -44,7 +43,7 @@ class UpdateSettings:
     keep_source: Keep | None = None
     precision: Precision = Precision()
     owned: Collection[int] = ()
-    host: HostMemory | None = None
+    on_host: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,12 @@ class DeviceSetup:
 class HostSetup:
     """The settings by which a program uses host memory.
 
-    The ``copies`` makes its moves; with ``keeps_states`` optimizer states live there, and updates
-    run there, those of a bucket as one with ``joins_updates``.  ``open_files`` opens the tier for
-    those that a program reads from files.  With ``delayed`` updates go on into the next call, which
-    stores what they have made.
+    The ``copies`` makes its moves; updates there run a bucket's as one with ``joins_updates``.
+    ``open_files`` opens the tier for those that a program reads from files.  With ``delayed``
+    updates go on into the next call, which stores what they have made.
     """
 
     copies: Copies
-    keeps_states: bool = False
     joins_updates: bool = False
     open_files: Callable[[], FileTier] | None = None
     delayed: DelayedUpdates | None = None

@@ -131,19 +131,14 @@ class OptimizerAttachment:
         bounds = [bound for bound in self.bounds(optimizer) if bound in self.sharded]
         REGISTRY.barrier.wait(bounds, "optimizer.state_dict()")
         by_parameter = {id(bound.parameter): bound for bound in bounds}
-        seen: set[int] = set()
-        reader = Reader()
-        number = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                bound = by_parameter.get(id(parameter))
-                if bound is not None and id(bound) not in seen and number in state_dict["state"]:
-                    whole = self.whole_state(bound, state_dict["state"][number], reader)
-                    state_dict["state"][number] = {k: _snapshot(v) for k, v in whole.items()}
-                    seen.add(id(bound))
-                number += 1
+        states, reader = state_dict["state"], Reader()
+        for number, parameter in _numbered(optimizer, state_dict).items():
+            bound = by_parameter.get(id(parameter))
+            if bound is not None and number in states:
+                whole = self.whole_state(bound, states[number], reader)
+                states[number] = {name: _snapshot(value) for name, value in whole.items()}
         # In the order of the parameters, as if they had been updated in it.
-        state_dict["state"] = dict(sorted(state_dict["state"].items(), key=lambda entry: entry[0]))
+        state_dict["state"] = dict(sorted(states.items(), key=lambda entry: entry[0]))
 
     def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         REGISTRY.settle(self.bounds(optimizer), [optimizer])
@@ -169,9 +164,7 @@ class OptimizerAttachment:
 
     def _undo_casts(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Give states that are numbers per element the dtypes that they have been saved in."""
-        saved = (number for group in state_dict["param_groups"] for number in group["params"])
-        owners = (p for group in optimizer.param_groups for p in group["params"])
-        for number, parameter in zip(saved, owners, strict=True):
+        for number, parameter in _numbered(optimizer, state_dict).items():
             state = optimizer.state.get(parameter, {})
             for name, given in state_dict["state"].get(number, {}).items():
                 loaded = state.get(name)
@@ -181,6 +174,13 @@ class OptimizerAttachment:
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _numbered(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """The optimizer's parameters by their numbers in a state dict."""
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return dict(zip(numbers, parameters, strict=True))
 
 
 def _is_float(value: Any) -> bool:

@@ -18,11 +18,11 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.trace.shadow import shadow_of
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors
-from zerofx.runtime.optimizer.context import UpdateContext
 from zerofx.runtime.optimizer.precision import StateStorage
+from zerofx.runtime.optimizer.traces import TracedOptimizer
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
+from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Bucket, Key, Left, Part, Reader
-from zerofx.runtime.storage.host import HostMemory
 from zerofx.runtime.storage.tier import FileTier
 
 States = Sequence[dict[str, Any]]
@@ -201,24 +201,6 @@ class StateBucket(Bucket):
         self.parts = parts_there(self.states())
 
 
-Group = tuple[torch.optim.Optimizer, Sequence[nn.Parameter], str, Parts]
-"""An optimizer and its parameters, the name of a bucket for their states, and its parts."""
-
-
-def state_buckets(tier: FileTier, groups: Sequence[Group]) -> list[StateBucket]:
-    """Return the buckets of these groups of updates: those that there are, or new ones."""
-    found: list[StateBucket] = []
-    for optimizer, parameters, words, parts in groups:
-        bucket = tier.find(_key(optimizer, parameters))
-        assert bucket is None or isinstance(bucket, StateBucket), "no other one has such a key"
-        is_known = bucket is not None and bucket.is_of(optimizer, parameters)
-        if bucket is None or not is_known or not (bucket.stubs or bucket.parts == parts):
-            # One that holds nothing yet is not worth its room if it is of another layout.
-            bucket = StateBucket(tier, tier.name(words), optimizer, parameters, parts)
-        found.append(bucket)
-    return found
-
-
 def _key(optimizer: Any, parameters: Sequence[Any]) -> Hashable:
     return (id(optimizer), *map(id, parameters))
 
@@ -248,75 +230,77 @@ def _without_memory(dtype: torch.dtype, numel: int) -> GuardedState:
 class StatePlaces:
     """The states of one optimizer's parameters."""
 
-    def __init__(self, context: UpdateContext) -> None:
-        self._context, self._host = context, context.settings.host
+    def __init__(self, optimizer: TracedOptimizer) -> None:
+        self._traced = optimizer
 
-    def bytes_to_come(self, parameters: Iterable[int]) -> int:
-        """Bytes that the states of these parameters will take in host memory and do not yet.
+    def _of(self, parameters: Iterable[int]) -> list[tuple[Any, ParameterInfo]]:
+        """The user's parameters of these indices, and their layouts."""
+        found = (self._traced.parameters[index] for index in parameters)
+        return [(parameter.user(), parameter.info) for parameter in found]
+
+    def _to_come(self, parameters: Sequence[tuple[Any, ParameterInfo]]) -> list[Kept]:
+        """Return the states of each parameter's shard per element, after its next update."""
+        infos = {id(user): info for user, info in parameters}
+        numels = {key: info.shard_numel for key, info in infos.items()}
+        optimizer, precision = self._traced.live_optimizer(), self._traced.settings.precision
+        found = states_to_come(optimizer, infos, numels, precision)
+        return [found.get(key, {}) for key in infos]
+
+    def bytes_to_come(self) -> int:
+        """Bytes that the states of updates on the host will take there and do not yet.
 
         Before the first step; those that there are may be whole still.
         """
-        assert self._host is not None
-        optimizer = self._context.live_optimizer()
+        entries = self._traced.live_optimizer().state
+        parameters = self._of(self._traced.settings.on_host)
         total = 0
-        for parameter, kept in self._kept(parameters):
-            reference, info = self._context.parameters[parameter]
-            state = optimizer.state.get(reference()) or {}
+        for (user, info), kept in zip(parameters, self._to_come(parameters), strict=True):
+            state = entries.get(user)
             if not state:
                 total += sum(dtype.itemsize * numel for dtype, numel in kept.values())
+                continue
             for _, value in per_element(state):
-                if not self._host.holds(value):
+                if not REGISTRY.host.holds(value):
                     is_whole = value.shape == info.shape
                     numel = info.shard_numel if is_whole else value.numel()
                     total += numel * value.itemsize
         return total
 
-    def parts_to_come(self, parameters: Sequence[int]) -> Parts:
-        """Return the layout in files of these parameters' states, after their next update."""
-        return parts_of([kept for _, kept in self._kept(parameters)])
-
-    def _kept(self, parameters: Iterable[int]) -> list[tuple[int, Kept]]:
-        """Return the states of each parameter's shard per element, to come."""
-        context, mine = self._context, list(parameters)
-        infos = {id(context.parameters[i][0]()): context.parameters[i][1] for i in mine}
-        numels = {key: info.shard_numel for key, info in infos.items()}
-        found = states_to_come(context.live_optimizer(), infos, numels, context.settings.precision)
-        return [(i, found.get(key, {})) for i, key in zip(mine, infos, strict=True)]
-
-    def group_of(self, parameters: Sequence[int]) -> Group:
-        """Return the argument of ``state_buckets`` for the states of these parameters."""
-        optimizer = self._context.live_optimizer()
-        users, names = [], []
-        for parameter in parameters:
-            reference, info = self._context.parameters[parameter]
-            users.append(reference())
-            names.append(info.name)
+    def bucket_in(self, tier: FileTier, indices: Sequence[int]) -> StateBucket:
+        """Return the bucket of the states of these updates: the one that there is, or a new one."""
+        optimizer, parameters = self._traced.live_optimizer(), self._of(indices)
+        users, names = [user for user, _ in parameters], [info.name for _, info in parameters]
+        parts = parts_of(self._to_come(parameters))
+        found = tier.find(_key(optimizer, users))
+        assert found is None or isinstance(found, StateBucket), "no other one has such a key"
+        # One that holds nothing yet is not worth its room if it is of another layout.
+        if found and found.is_of(optimizer, users) and (found.stubs or found.parts == parts):
+            return found
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        words = f"{self._context.optimizer_name} of {span}"
-        return optimizer, users, words, self.parts_to_come(parameters)
+        name = tier.name(f"{self._traced.name} of {span}")
+        return StateBucket(tier, name, optimizer, users, parts)
 
     def nbytes(self) -> int:
-        """Bytes of these parameters' states that are in host memory now."""
-        optimizer = self._context.optimizer()
-        if self._host is None or optimizer is None:
+        """Bytes of the states of updates on the host that are in host memory now."""
+        optimizer = self._traced.optimizer()
+        if optimizer is None:
             return 0
-        users = [reference() for reference, _ in self._context.parameters.values()]
+        users = (user for user, _ in self._of(self._traced.settings.on_host))
         there = (item for user in users for item in per_element(optimizer.state.get(user, {})))
-        return sum(value.nbytes for _, value in there if self._host.holds(value))
+        return sum(value.nbytes for _, value in there if REGISTRY.host.holds(value))
 
-    def place(self, parameters: Sequence[int], memory: HostMemory) -> None:
+    def place(self, indices: Sequence[int]) -> None:
         """Have these parameters' states in host memory, side by side, or on the device.
 
         In the one where they are updated.
         """
-        optimizer = self._context.live_optimizer()
-        users = [self._context.parameters[parameter][0]() for parameter in parameters]
-        states = [optimizer.state[user] for user in users if user in optimizer.state]
+        entries, parameters = self._traced.live_optimizer().state, self._of(indices)
+        states = [entries[user] for user, _ in parameters if user in entries]
         bring_back(states)  # from files, where another function has put them
-        if self._host is not None:
-            memory.take_in(states)
+        if self._traced.parameters[indices[0]].on_host:
+            REGISTRY.host.take_in(states)
         else:
-            memory.give_back(states, self._context.parameters[parameters[0]][1].device)
+            REGISTRY.host.give_back(states, parameters[0][1].device)
 
 
 _SHAPE = (4, 4)

@@ -1,17 +1,19 @@
-"""The traces of an optimizer's step that a compiled program has made, and which of them holds."""
+"""One optimizer on one rank: the traces of its step, and the step that is under way."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.codegen.kernels import Kernels
 from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import (
     Arguments,
     constant_attributes,
@@ -22,118 +24,218 @@ from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.step import ChangingIntegers
 from zerofx.codegen.trace.trace import Update, is_usual, trace_update
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.memory.flat import join
+from zerofx.runtime.optimizer.piece import (
+    GroupOfStep,
+    Piece,
+    Traced,
+    UpdatedParameter,
+    keep_state,
+)
+from zerofx.runtime.optimizer.precision import StateStorage
 from zerofx.runtime.optimizer.setup import UpdateSettings
 
-# What a program's index of a parameter stands for.
-Parameters = Mapping[int, tuple[weakref.ref[nn.Parameter], ParameterInfo]]
+Member = tuple[Tensor, Tensor, int]
+"""A parameter's shard, its gradient's, both flat ``[n]``, and the parameter's number."""
 
 # A key that needs more traces than this has a line that makes constants of its inputs.
 _MANY_SPECIALISATIONS = 8
 
 
-class GroupOfStep:
-    """A parameter group during one step: read once, changed at its end."""
+class TracedOptimizer:
+    """An optimizer with its parameters on this rank, and the traces of their updates.
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.arguments: Arguments | None = None
-        self.key = -1
-        self.changed: dict[str, Any] = {}
-
-
-class Traces:
-    """Finds the traced update of a parameter as its group and state are now, or makes it.
-
-    An owned parameter's update is traced whole, to be divided later.  On the host, a group's
-    tensors are read on the CPU.  ``layouts`` are what a trace depends on of each parameter: if it
-    is for shards of any sizes, only its dtype and device.  ``count`` is how many have been made.
+    ``parameters`` maps the index that the program uses to the user's parameter and its layout.
+    ``trace_count`` is the number of traces of the optimizer's Python that have been made.
     """
 
     def __init__(
         self,
-        optimizer_name: str,
-        parameters: Parameters,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
         settings: UpdateSettings,
     ) -> None:
-        self._optimizer_name = optimizer_name
-        self._parameters = parameters
-        self.layouts = {
-            index: (info.shape, info.stride, info.dtype, info.device)
-            for index, (_, info) in parameters.items()
+        self.optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self.settings = settings
+        self.storage = StateStorage(settings.precision, self.name)
+        self.kernels = Kernels(settings.keep_source)
+        # Of their own: they run beside the others, and no kernel does so twice at once.
+        self.host_kernels = Kernels(settings.keep_source)
+        self.parameters = {
+            index: self._updated(index, parameter, info)
+            for index, (parameter, info) in parameters.items()
         }
-        # One that is divided later is whole until then.
-        self._sharded = {index for index in parameters if index not in settings.owned}
-        if not settings.sharded:
-            self._sharded.clear()
-        # What traces of it are known by: for any size first, if there may be such; for its own.
-        self._kinds: dict[int, list[tuple]] = {}
-        for index, (_, info) in parameters.items():
-            may_be_any = index in self._sharded and is_usual(info)
-            self._kinds[index] = [(info.dtype, info.device)] * may_be_any + [self.layouts[index]]
-        self._settings = settings
+        self.trace_count = 0
+        self._groups: list[GroupOfStep] | None = None
         self._known: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._attributes: tuple = ()
-        self.count = 0
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Start one optimizer step: read what a trace depends on beside groups and states."""
+    def _updated(self, index: int, user: nn.Parameter, info: ParameterInfo) -> UpdatedParameter:
+        on_host = index in self.settings.on_host
+        if on_host:
+            info = replace(info, device=torch.device("cpu"))
+        is_sharded = self.settings.sharded and index not in self.settings.owned
+        layouts: list[tuple] = [(info.shape, info.stride, info.dtype, info.device)]
+        if is_sharded and is_usual(info):
+            layouts.insert(0, (info.dtype, info.device))
+        return UpdatedParameter(index, weakref.ref(user), info, on_host, is_sharded, layouts)
+
+    def live_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer.  Raises: RuntimeError if it is gone."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                f"the {self.name} of a compiled step is gone: keep a reference to it for as long "
+                "as the step is called"
+            )
+        return optimizer
+
+    def begin(self) -> None:
+        """Start one optimizer step: look up every parameter's group as it is now."""
+        optimizer = self.live_optimizer()
         self._attributes = constant_attributes(optimizer)
+        self._groups = []
+        known = {id(parameter.user()): parameter for parameter in self.parameters.values()}
+        for parameter in self.parameters.values():
+            parameter.group = None
+        number = 0
+        for values in optimizer.param_groups:
+            groups = [GroupOfStep(values, on_host) for on_host in (False, True)]
+            self._groups += groups
+            for user in values["params"]:
+                if id(user) in known:
+                    parameter = known[id(user)]
+                    parameter.group = groups[parameter.on_host]
+                    start, _ = parameter.info.owned_by(self.settings.rank)
+                    parameter.first_element = number + (start if self.settings.sharded else 0)
+                number += user.numel() if self.settings.precision.draws else 0
 
-    def find(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter: int,
-        group: GroupOfStep,
-        state: Arguments,
-    ) -> tuple[Update, Arguments]:
-        """Return the trace that holds for these arguments, and those of the group.
+    def end(self) -> list[GroupOfStep]:
+        """Finish the step: write changed group entries back, and let LR schedulers know.
+
+        Returns the groups of updates on the host, which may finish and change entries later.
+        """
+        groups, self._groups = self._groups or [], None
+        for group in groups:
+            group.keep_changes()
+        self.live_optimizer()._opt_called = True
+        return [group for group in groups if group.on_host]
+
+    def piece(self, members: Sequence[Member]) -> Piece:
+        """Put together what the update of a parameter changes, or of neighbours of one group.
+
+        Its ``values`` are the state of the first.
+
+        Raises: UpdateError if the parameter is in no group any more; ValueError if a state is
+        neither a shard like the data nor a scalar (if sharded).
+        """
+        if self._groups is None:
+            raise RuntimeError(
+                f"{self.name}: an update ran outside of a step; call begin() before the step's "
+                "first run() and end() after its last"
+            )
+        shards, grads, indices = zip(*members, strict=True)
+        parameters = [self.parameters[index] for index in indices]
+        users = [user for one in parameters if (user := one.user()) is not None]
+        first, group = parameters[0].info, parameters[0].group
+        if group is None or len(users) < len(parameters):
+            raise UpdateError(
+                f"{self.name} no longer has parameter '{first.name}' in any parameter group, but "
+                "the compiled step updates it. Add it with add_param_group."
+            )
+        entries = self.live_optimizer().state
+        states = [entries.get(user) or {} for user in users]
+        for state, shard in zip(states, shards, strict=True):
+            self.storage.adopt(state, shard, first)
+        if len(members) == 1:
+            ((data, grad, _),) = members
+            if self.settings.sharded:
+                self._check_shards(states[0], data, first)
+        else:
+            data, grad = join(shards), join(grads)
+        lengths = [shard.numel() for shard in shards]
+        return Piece(parameters, users, group, lengths, data, grad, states, states[0])
+
+    def _check_shards(self, state: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
+        """Refuse a state that is neither this rank's shard nor a number."""
+        native = state.get(NATIVE, {})
+        for name, value in state.items():
+            if is_scale(name, native):
+                continue
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != data.shape:
+                raise ValueError(
+                    f"state '{name}' of parameter '{info.name}' has shape {tuple(value.shape)} on "
+                    f"rank {self.settings.rank}; expected that rank's shard, {tuple(data.shape)}, "
+                    "or a scalar. Set states with optimizer.load_state_dict, which takes them "
+                    f"whole, of the parameter's shape {info.shape}."
+                )
+
+    def keep_state(self, piece: Piece, new_state: Mapping[str, Any]) -> None:
+        """Keep what a piece's update has made of its parameters' states."""
+        if new_state or piece.values:
+            entries = self.live_optimizer().state
+            states = [entries[user] for user in piece.users]
+            keep_state(new_state, piece.values, states, piece.lengths)
+
+    def traced(self, piece: Piece) -> Traced:
+        """Return the trace that holds for a piece's first parameter as its group and state are now.
+
+        Raises: UpdateError if there is none and none can be made.
+        """
+        logical = self.storage.logical(piece.values, piece.info)
+        shape = tuple(piece.data.shape) if self.settings.sharded else None
+        state = read_arguments(logical, shard_shape=shape, inputs=logical)
+        return self.find(piece.parameters[0], piece.group, state)
+
+    def find(self, parameter: UpdatedParameter, group: GroupOfStep, state: Arguments) -> Traced:
+        """Return the trace that holds for these arguments.
 
         Raises: UpdateError if there is none and none can be made.
         """
         arguments = self._read(group)
-        info = self._parameters[parameter][1]
         scalars = (*arguments.scalars, *state.scalars)
-        keys = [(kind, group.key, state.key) for kind in self._kinds[parameter]]
+        keys = [(layout, group.key, state.key) for layout in parameter.layouts]
         for key in keys:
             for update in self._known.get(key, ()):
                 if update.guard is None or update.guard(scalars):
                     self.check_gradient(update, parameter)
-                    return update, arguments
+                    return Traced(update, arguments, state)
+        optimizer = self.live_optimizer()
         moment = (group.key, scalars)
         if state.values and moment not in self._checked:
             self._checked.add(moment)
             check_independent(optimizer, state.values)
-        self.count += 1
-        info = replace(info, dtype=self._settings.precision.compute_dtype(info.dtype))
+        self.trace_count += 1
+        compute = self.settings.precision.compute_dtype(parameter.info.dtype)
+        info, is_sharded = replace(parameter.info, dtype=compute), parameter.is_sharded
         try:
-            update = trace_update(
-                optimizer, info, group=arguments, state=state, sharded=parameter in self._sharded
-            )
+            update = trace_update(optimizer, info, group=arguments, state=state, sharded=is_sharded)
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
-            return self.find(optimizer, parameter, group, state)
+            return self.find(parameter, group, state)
         self.check_gradient(update, parameter)
         known = self._known.setdefault(keys[0 if update.of_any_sizes else -1], [])
         known.append(update)
         if len(known) == _MANY_SPECIALISATIONS + 1:
             lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]
             warnings.warn(
-                f"{self._optimizer_name}.step has been traced {len(known)} times for parameter "
+                f"{self.name}.step has been traced {len(known)} times for parameter "
                 f"'{info.name}', because of {', '.join(lines)}: every new value of a "
                 "hyperparameter costs a trace. Keep numbers out of int() and numpy.",
                 stacklevel=2,
             )
-        return update, arguments
+        return Traced(update, arguments, state)
 
     def _read(self, group: GroupOfStep) -> Arguments:
         """Return the arguments that a group gives to its parameters' updates in this step."""
         if group.arguments is None:
             given = group_values(group.values)
-            if self._settings.host is not None:  # a tensor's learning rate is read once a step
+            if group.on_host:  # a tensor's learning rate is read once a step
                 given = {
                     k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v
                     for k, v in given.items()
@@ -146,13 +248,12 @@ class Traces:
             group.key = self._shared_keys.setdefault(shared, len(self._shared_keys))
         return group.arguments
 
-    def check_gradient(self, update: Update, parameter: int) -> None:
+    def check_gradient(self, update: Update, parameter: UpdatedParameter) -> None:
         """Refuse an update that changes a gradient that is read after it."""
-        if update.writes_gradient and parameter in self._settings.gradients_read_later:
-            name = self._parameters[parameter][1].name
+        if update.writes_gradient and parameter.index in self.settings.gradients_read_later:
             raise UpdateError(
-                f"{self._optimizer_name}.step writes to p.grad, and the gradient of '{name}' is "
-                "read after it, in the step or as p.grad once the step is over: zerofx's update "
+                f"{self.name}.step writes to p.grad, and the gradient of '{parameter.info.name}' "
+                "is read after it, in the step or as p.grad once the step is over: zerofx's update "
                 "works on a copy. Write `grad = p.grad.clone()` in the optimizer, or call "
                 "optimizer.zero_grad() right after optimizer.step()."
             )

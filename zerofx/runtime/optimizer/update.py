@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,24 +13,20 @@ from zerofx.codegen.kernels import Kernel, runs_triton
 from zerofx.codegen.rewrite.gradient_norm import squares_of, with_squares
 from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.rewrite.rounding import BLOCK
-from zerofx.codegen.trace.arguments import Arguments, read_arguments
+from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import adjoin, join
-from zerofx.runtime.optimizer.context import UpdateContext
-from zerofx.runtime.optimizer.joined_states import joined_state
+from zerofx.runtime.memory.flat import adjoin
+from zerofx.runtime.optimizer.piece import Piece, Traced, joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
-from zerofx.runtime.optimizer.traces import GroupOfStep
+from zerofx.runtime.optimizer.traces import Member, TracedOptimizer
 from zerofx.runtime.optimizer.whole_tensors import OwnedUpdates
 
 FEWEST_ELEMENTS = 8192
 """Below this, a CPU kernel's call costs more than it saves: 55 us against 25 at 5,200 elements."""
-
-Member = tuple[Tensor, Tensor, int]
-"""A parameter's shard, its gradient's, both flat ``[n]``, and the parameter's number."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +46,28 @@ class ReadyUpdate:
         return results
 
 
-class _Piece(NamedTuple):
-    """What one kernel updates: a parameter's shard, or those of neighbours, seen as one.
+class Fused(NamedTuple):
+    """What an update's kernel does besides.
 
-    ``parameter`` is the first, ``users`` are the user's, ``values`` is the state.
+    ``work``, with its ``coefficients``, is done to the gradient first.  With ``gives_squares`` the
+    squares of the gradient after that are a further result.  A kernel that may wait for
+    ``launches`` does so.
     """
 
-    parameter: int
-    group: GroupOfStep
-    users: Sequence[Any]
-    lengths: Sequence[int]
-    data: Tensor
-    grad: Tensor
-    values: dict[str, Any]
+    work: GradientWork | None = None
+    coefficients: Sequence[Tensor] = ()
+    gives_squares: bool = False
+    launches: Launches | None = None
+
+    def done_to(self, grad: Tensor) -> Tensor:
+        """The gradient after ``work``, operator by operator."""
+        return grad if self.work is None else self.work(grad, *self.coefficients)
 
 
-class OptimizerRunner:
+ALONE = Fused()
+
+
+class OptimizerRunner(TracedOptimizer):
     """Updates parameters as an optimizer's ``step`` would, one at a time.
 
     Between steps ``optimizer.state`` holds this rank's states: flat shards if ``sharded``, laid
@@ -73,7 +75,6 @@ class OptimizerRunner:
     elsewhere have been cut by ``attach_optimizer``.  Hyperparameters are read from the live
     ``optimizer.param_groups`` once per step and group.
 
-    ``parameters`` maps the index that the program uses to the user's parameter and its layout.
     ``owned.begin`` begins the update of ``settings.owned`` parameters, and ``run`` ends it.
 
     A step is ``begin()``, one ``run()`` per parameter in any order, ``end()``.  For ``run``,
@@ -86,19 +87,13 @@ class OptimizerRunner:
         parameters: Mapping[int, tuple[nn.Parameter, ParameterInfo]],
         settings: UpdateSettings,
     ) -> None:
-        self._context = UpdateContext(optimizer, parameters, settings)
-        self.owned = OwnedUpdates(self._context)
-        self._extensions: dict[Hashable, tuple[Update, Update]] = {}  # whose ids are in use
-        self.states = StatePlaces(self._context)
-
-    @property
-    def trace_count(self) -> int:
-        """The number of traces of the optimizer's Python."""
-        return self._context.traces.count
+        super().__init__(optimizer, parameters, settings)
+        self.owned = OwnedUpdates(self)
+        self.states = StatePlaces(self)
+        self._extensions: dict[tuple[Update, GradientWork | None, bool], Update] = {}
 
     def begin(self) -> None:
-        """Start one optimizer step: look up every parameter's group as it is now."""
-        self._context.begin()
+        super().begin()
         self.owned.forget()
 
     def prepare(self, parameters: Iterable[int]) -> None:
@@ -109,21 +104,20 @@ class OptimizerRunner:
 
         Raises: UpdateError if an update cannot be traced, or not run on shards.
         """
-        context, optimizer = self._context, self._context.live_optimizer()
+        optimizer = self.live_optimizer()
         check_independent(optimizer)
         nothing = read_arguments({}, shard_shape=None, inputs=())
-        context.begin()
-        for parameter in parameters:
-            reference, info = context.parameters[parameter]
-            group, is_owned = context.group_of(parameter), parameter in context.settings.owned
-            context.storage.check(info)
+        self.begin()
+        for parameter in map(self.parameters.__getitem__, parameters):
+            is_owned = parameter.index in self.settings.owned
+            self.storage.check(parameter.info)
             if is_owned:
-                self.owned.check_precision(info)
-            if group is not None and not optimizer.state.get(reference()):
-                update, _ = context.traces.find(optimizer, parameter, group, nothing)
+                self.owned.check_precision(parameter.info)
+            if parameter.group is not None and not optimizer.state.get(parameter.user()):
+                traced = self.find(parameter, parameter.group, nothing)
                 if is_owned:
-                    self.owned.divide(update, info)
-        context.end()
+                    self.owned.divide(traced.update, parameter.info)
+        self._groups = None
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
@@ -141,16 +135,7 @@ class OptimizerRunner:
 
     def ready(self, data: Tensor, grad: Tensor, parameter: int) -> ReadyUpdate:
         """Do of ``run`` what only the step's thread may: trace, compile and read numbers."""
-        context = self._context
-        user, info, group = context.of_step(parameter)
-        values = context.live_optimizer().state.get(user) or {}
-        with torch.no_grad():
-            context.storage.adopt(values, data, info)
-            if context.settings.sharded:
-                context.check_shards(values, data, info)
-            traced = context.traced(parameter, group, values, tuple(data.shape))
-            piece = _Piece(parameter, group, [user], [data.numel()], data, grad, values)
-            ready = self._bound(piece, traced, context.kernels.without)
+        ready = self._ready(self.piece([(data, grad, parameter)]))
         assert ready is not None, "every update runs operator by operator"
         return ready
 
@@ -159,163 +144,118 @@ class OptimizerRunner:
         data: Sequence[Tensor],
         grads: Sequence[Tensor],
         parameters: Sequence[int],
-        work: GradientWork | None = None,
-        coefficients: Sequence[Tensor] = (),
-        squares: list[Tensor] | None = None,
-    ) -> None:
+        fused: Fused = ALONE,
+    ) -> list[Tensor]:
         """Do as ``run`` does to each of several sharded parameters, in one kernel where it can.
 
         That is where shards, gradients and states lie next to each other and the same update
-        holds for all.  States are laid out so when they are first met.  ``work``, if given, is
-        done to each gradient first, in the same kernel.  What the squares of all gradients, after
-        ``work``, are in sum is added to ``squares``: some numbers, 0-dim, in float32.
+        holds for all.  States are laid out so when they are first met.  What is ``fused`` with the
+        updates is done in any case; returns what all squares are in sum, as some numbers, 0-dim, in
+        float32.
         """
         members = list(zip(data, grads, parameters, strict=True))
+        squares: list[Tensor] = []
         if any(map(self.owned.has_begun, parameters)):
-            assert work is None and squares is None, "what began an update has read its gradient"
+            assert fused == ALONE, "what began an update has read its gradient"
             for member in members:
                 self.run(*member)
-            return
+            return squares
         launches = Launches()
-        for piece in self._neighbours(members):
-            joined = self._joined(piece, launches, work, coefficients, squares is not None)
+        for neighbours in self._neighbours(members):
+            joined = self._joined(neighbours, fused._replace(launches=launches))
             if joined is not None:
                 results = joined.run()
-                if squares is not None and results[-1] is not None:  # it does not wait
+                if fused.gives_squares and results[-1] is not None:  # it does not wait
                     squares.append(results[-1].sum())
                 continue
-            for shard, grad, parameter in piece:
-                done = grad if work is None else work(grad, *coefficients)
-                if squares is not None:
+            for shard, grad, parameter in neighbours:
+                done = fused.done_to(grad)
+                if fused.gives_squares:
                     squares.append(squares_of(done))
                 self.run(shard, done, parameter)
-        sums = launches.run()
-        if squares is not None:
-            squares += sums
+        return squares + launches.run()
 
     def ready_together(
         self, data: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[int]
     ) -> list[ReadyUpdate]:
         """Do of ``run_together``, on a CPU, what only the step's thread may."""
         found = []
-        for piece in self._neighbours(list(zip(data, grads, parameters, strict=True))):
-            joined = self._joined(piece)
-            found += [self.ready(*member) for member in piece] if joined is None else [joined]
+        for neighbours in self._neighbours(list(zip(data, grads, parameters, strict=True))):
+            joined = self._joined(neighbours, ALONE)
+            found += [self.ready(*one) for one in neighbours] if joined is None else [joined]
         return found
 
-    def _neighbours(self, members: Sequence[Member]) -> Iterator[list[Member]]:
+    def _neighbours(self, members: Sequence[Member]) -> list[list[Member]]:
         """Sort updates by where their shards lie, and cut where groups change or memory does.
 
         What has no elements on this rank lies nowhere, and goes with the first of its group.
         """
-        precision = self._context.storage.precision
-        is_plain, draws = precision.is_plain, precision.draws
-        pieces: list[tuple[Any, list[Member]]] = []
-
-        def place(member: Member) -> tuple[bool, int]:
-            return not member[0].numel(), member[0].data_ptr()
-
-        for member in sorted(members, key=place):
-            info = self._context.parameters[member[2]][1]
-            group = self._context.group_of(member[2])
-            storage = None if is_plain else precision.moment_storage(info.dtype, info.numel)
-            kind = (id(group), member[0].dtype, member[1].dtype, storage)
-            if member[0].numel():
-                candidates = [
-                    piece
-                    for known, piece in pieces[-1:]
-                    if known == kind
-                    and adjoin(piece[-1][0], member[0])
-                    and adjoin(piece[-1][1], member[1])
-                    and (not draws or self._counts_on(piece, member, storage))
-                ]
+        precision = self.settings.precision
+        found: list[tuple[Any, list[Member]]] = []
+        for member in sorted(members, key=lambda one: (not one[0].numel(), one[0].data_ptr())):
+            data, grad, index = member
+            info, group = self.parameters[index].info, self.parameters[index].group
+            is_coded = precision.moment_storage(info.dtype, info.numel) is torch.int8
+            kind = (id(group), data.dtype, grad.dtype, is_coded)
+            near = found[-1:] if data.numel() else found
+            alike = [piece for known, piece in near if known == kind]
+            if alike and (not data.numel() or self._goes_on(alike[0], member, is_coded)):
+                alike[0].append(member)
             else:
-                candidates = [piece for known, piece in pieces if known == kind][:1]
-            if candidates:
-                candidates[0].append(member)
-            else:
-                pieces.append((kind, [member]))
-        yield from (piece for _, piece in pieces)
+                found.append((kind, [member]))
+        return [piece for _, piece in found]
 
-    def _counts_on(
-        self, piece: Sequence[Member], member: Member, storage: torch.dtype | None
-    ) -> bool:
-        """Return whether elements continue a piece's numbers, and its blocks end where it does."""
-        last, _, parameter = piece[-1]
-        if storage is torch.int8 and any(len(data) % BLOCK for data, *_ in piece):
+    def _goes_on(self, piece: Sequence[Member], member: Member, is_coded: bool) -> bool:
+        """Return whether a piece ends where a member begins, and so do its numbers and blocks."""
+        (last, last_grad, before), (data, grad, index) = piece[-1], member
+        if not (adjoin(last, data) and adjoin(last_grad, grad)):
             return False
-        first = self._context.draws.number_of_first
-        return first(parameter) + len(last) == first(member[2])
+        if not self.settings.precision.draws:
+            return True
+        if is_coded and any(len(shard) % BLOCK for shard, *_ in piece):
+            return False
+        first_elements = [self.parameters[one].first_element for one in (before, index)]
+        return first_elements[0] + len(last) == first_elements[1]
 
-    def _joined(
-        self,
-        members: Sequence[Member],
-        launches: Launches | None = None,
-        work: GradientWork | None = None,
-        coefficients: Sequence[Tensor] = (),
-        gives_squares: bool = False,
-    ) -> ReadyUpdate | None:
-        """One kernel's run for shards that are one piece of memory; None if that cannot be.
-
-        On a GPU the kernel waits for ``launches``, and goes with those of other pieces.
-        """
-        context, optimizer = self._context, self._context.live_optimizer()
-        shards, grads, parameters = zip(*members, strict=True)
-        lengths = [shard.numel() for shard in shards]
-        is_short = sum(lengths) < FEWEST_ELEMENTS and not runs_triton(shards[0].device)
-        if is_short or context.group_of(parameters[0]) is None:
+    def _joined(self, members: Sequence[Member], fused: Fused) -> ReadyUpdate | None:
+        """One kernel's run for shards that are one piece of memory; None if that cannot be."""
+        shards = [shard for shard, *_ in members]
+        is_short = sum(map(len, shards)) < FEWEST_ELEMENTS
+        if is_short and not runs_triton(shards[0].device):
             return None
-        _, info, group = context.of_step(parameters[0])
-        users = [context.parameters[parameter][0]() for parameter in parameters]
-        states = [optimizer.state.get(user) or {} for user in users]
-        for state, shard in zip(states, shards, strict=True):
-            context.storage.adopt(state, shard, info)
-        values = joined_state(states, lengths)
-        if values is None:
+        piece = self.piece(members)
+        values = joined_state(piece.states, piece.lengths)
+        return None if values is None else self._ready(piece._replace(values=values), fused)
+
+    @torch.no_grad()
+    def _ready(self, piece: Piece, fused: Fused | None = None) -> ReadyUpdate | None:
+        """A piece's update, in one kernel if it is ``fused``; None if that cannot be."""
+        data, grad, values, info = piece.data, piece.grad, piece.values, piece.info
+        traced = self.traced(piece)
+        if not self._holds_for_all(traced, piece):
             return None
-        data, grad = join(shards), join(grads)
-        piece = _Piece(parameters[0], group, users, lengths, data, grad, values)
-
-        def kernel_of(update: Update) -> Kernel | None:
-            extended = self._extended(update, work, gives_squares)
-            return context.kernels.find(extended, data, grad)
-
-        with torch.no_grad():
-            traced = context.traced(parameters[0], group, values, (sum(lengths),))
-            if not self._holds_for(traced, parameters, group):
-                return None
-            dtype = grad.dtype if work is None else work.dtype
-            return self._bound(piece, traced, kernel_of, dtype, coefficients, launches)
-
-    def _bound(
-        self,
-        piece: _Piece,
-        traced: tuple[Update, Arguments, Arguments],
-        kernel_of: Callable[[Update], Kernel | None],
-        gradient_dtype: torch.dtype | None = None,
-        coefficients: Sequence[Tensor] = (),
-        launches: Launches | None = None,
-    ) -> ReadyUpdate | None:
-        """A kernel's run of a piece; None if there is no kernel.
-
-        The update is given a gradient of ``gradient_dtype``, by default as it is.
-        """
-        context, data, grad, values = self._context, piece.data, piece.grad, piece.values
-        info = context.parameters[piece.parameter][1]
-        draw = context.draws.of(piece.parameter, values)
-        update, inputs = context.storage.rewrite(
-            *traced, values, data, gradient_dtype or grad.dtype, draw
-        )
-        kernel = kernel_of(update)
+        draw = self.storage.draw(info, piece.parameters[0].first_element, values)
+        work = fused.work if fused is not None else None
+        gradient_dtype = grad.dtype if work is None else work.dtype
+        update, inputs = self.storage.rewrite(traced, values, data.dtype, gradient_dtype, draw)
+        kernels = self.host_kernels if piece.group.on_host else self.kernels
+        kernel: Kernel | None
+        if fused is None:
+            kernel = kernels.without(update)
+        else:
+            kernel = kernels.find(self._extended(update, fused), data, grad)
+            inputs += fused.coefficients
         if kernel is None:
             return None
+        waits = {}
         # New states are settled below, and rounded: what makes them cannot wait.
         is_settled = draw is None or all(name in values for name, _ in update.state)
-        waits = {"launches": launches} if kernel.may_wait and is_settled else {}
+        if fused is not None and kernel.may_wait and is_settled:
+            waits["launches"] = fused.launches
         converted = grad  # which may be there only when the kernel computes
         if grad.dtype is not kernel.gradient_dtype:
             converted = torch.empty_like(grad, dtype=kernel.gradient_dtype)
-        run = kernel.ready(data, converted, *inputs, *coefficients, **waits)
+        run = kernel.ready(data, converted, *inputs, **waits)
 
         def compute() -> Sequence[Any]:
             if converted is not grad:
@@ -324,66 +264,34 @@ class OptimizerRunner:
 
         def finish(results: Sequence[Any]) -> None:
             new_state, new_group = update.filled(results)
-            context.storage.settle(new_state, values, data, info, draw)
+            self.storage.settle(new_state, values, data, info, draw)
             piece.group.changed.update(new_group)
-            context.keep_state(piece.users, piece.lengths, values, new_state)
+            self.keep_state(piece, new_state)
 
         return ReadyUpdate(compute, finish)
 
-    def _holds_for(
-        self,
-        traced: tuple[Update, Arguments, Arguments],
-        parameters: Sequence[int],
-        group: GroupOfStep,
-    ) -> bool:
-        """Return whether an update of the first of these parameters is that of all.
+    def _holds_for_all(self, traced: Traced, piece: Piece) -> bool:
+        """Return whether the update of a piece's first parameter is that of all.
 
         Raises: UpdateError if it changes a gradient that is read later.
         """
-        traces, optimizer = self._context.traces, self._context.live_optimizer()
-        layouts = {traces.layouts[parameter]: parameter for parameter in parameters}
-        update, _, state = traced
-        for parameter in layouts.values():
-            other, _ = traces.find(optimizer, parameter, group, state)
+        update = traced.update
+        others = {one.layouts[-1]: one for one in piece.parameters}
+        del others[piece.parameters[0].layouts[-1]]
+        for parameter in others.values():
+            other = self.find(parameter, piece.group, traced.state).update
             if other.computation != update.computation:
                 return False
-        if update.writes_gradient:
-            for parameter in parameters:
-                traces.check_gradient(update, parameter)
+        for parameter in piece.parameters:
+            self.check_gradient(update, parameter)
         return True
 
-    def _extended(
-        self,
-        update: Update,
-        work: GradientWork | None,
-        gives_squares: bool,
-    ) -> Update:
+    def _extended(self, update: Update, fused: Fused) -> Update:
         """An update that sums its gradient's squares, with work in front of both: made once."""
-        if work is None and not gives_squares:
+        if fused.work is None and not fused.gives_squares:
             return update
-        key = (id(update), work, gives_squares)
+        key = (update, fused.work, fused.gives_squares)
         if key not in self._extensions:
-            made = with_squares(update) if gives_squares else update
-            if work is not None:
-                made = work.before(made)
-            self._extensions[key] = update, made
-        return self._extensions[key][1]
-
-    def end(self) -> Callable[[], None]:
-        """Finish the step: write changed group entries back, and let LR schedulers know.
-
-        What it returns writes back what updates change that finish later.
-        """
-        groups = self._context.end()
-
-        def keep_groups() -> None:
-            for group in groups:
-                group.values.update(group.changed)
-
-        keep_groups()
-        self.live_optimizer()._opt_called = True
-        return keep_groups
-
-    def live_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer.  Raises: RuntimeError if it is gone."""
-        return self._context.live_optimizer()
+            made = with_squares(update) if fused.gives_squares else update
+            self._extensions[key] = made if fused.work is None else fused.work.before(made)
+        return self._extensions[key]

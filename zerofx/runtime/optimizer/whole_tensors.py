@@ -16,7 +16,8 @@ from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import whole_from_flat
-from zerofx.runtime.optimizer.context import UpdateContext
+from zerofx.runtime.optimizer.piece import Piece
+from zerofx.runtime.optimizer.traces import TracedOptimizer
 
 
 def compute_on_owners(
@@ -106,9 +107,9 @@ class OwnedUpdates:
     ``begin`` runs the first two of several, ``finish`` the last of one.
     """
 
-    def __init__(self, context: UpdateContext) -> None:
-        self._context = context
-        self._divided: dict[int, DividedUpdate] = {}  # by the id of what it is made of
+    def __init__(self, optimizer: TracedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._divided: dict[Update, DividedUpdate] = {}
         self._begun: dict[int, _BegunUpdate] = {}
 
     def forget(self) -> None:
@@ -119,6 +120,7 @@ class OwnedUpdates:
         """Return whether ``begin`` has begun this parameter's update."""
         return parameter in self._begun
 
+    @torch.no_grad()
     def begin(
         self,
         data: Sequence[Tensor],
@@ -133,64 +135,56 @@ class OwnedUpdates:
 
         Shapes: flat ``[n]`` of each parameter's shard, in and out.
         """
-        members = list(zip(data, grads, parameters, strict=True))
-        with torch.no_grad():
-            begun = [self._first_part(*member) for member in members]
-            self._begun.update(zip(parameters, begun, strict=True))
-            results = list(grads)
-            divided = [place for place, one in enumerate(begun) if one.divided.core is not None]
-            if not divided:
-                return results
-            found = compute_on_owners(
-                [begun[place].taken for place in divided],
-                [self._context.parameters[parameters[place]][1] for place in divided],
-                [owners[place] for place in divided],
-                [begun[place].divided.core_dtype for place in divided],
-                lambda number, whole: begun[divided[number]].compute(whole),
-                communicator,
-            )
-            for place, result in zip(divided, found, strict=True):
-                results[place] = result
+        begun = [self._first_part(*one) for one in zip(data, grads, parameters, strict=True)]
+        self._begun.update(zip(parameters, begun, strict=True))
+        results = list(grads)
+        divided = [place for place, one in enumerate(begun) if one.divided.core is not None]
+        if not divided:
+            return results
+        found = compute_on_owners(
+            [begun[place].taken for place in divided],
+            [begun[place].piece.info for place in divided],
+            [owners[place] for place in divided],
+            [begun[place].divided.core_dtype for place in divided],
+            lambda number, whole: begun[divided[number]].compute(whole),
+            communicator,
+        )
+        for place, result in zip(divided, found, strict=True):
+            results[place] = result
         return results
 
     def _first_part(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
-        user_parameter, info, group = self._context.of_step(parameter)
-        values = self._context.live_optimizer().state.get(user_parameter) or {}
-        self._context.check_shards(values, data, info)
-        update, arguments, state = self._context.traced(parameter, group, values, tuple(data.shape))
-        divided = self.divide(update, info)
-        grad = grad.to(data.dtype)
-        if update.clones_gradient:
-            grad = grad.clone()
-        inputs = [grad, *arguments.tensors, *state.tensors, *arguments.scalars, *state.scalars]
-        taken, numbers, left = divided.run_first(data, inputs)
-        return _BegunUpdate(divided, inputs, taken, numbers, left)
+        piece = self._optimizer.piece([(data, grad.to(data.dtype), parameter)])
+        traced = self._optimizer.traced(piece)
+        if traced.update.clones_gradient:
+            piece = piece._replace(grad=piece.grad.clone())
+        divided = self.divide(traced.update, piece.info)
+        inputs = [piece.grad, *traced.inputs]
+        return _BegunUpdate(piece, divided, inputs, *divided.run_first(data, inputs))
 
+    @torch.no_grad()
     def finish(self, data: Tensor, result: Tensor, parameter: int) -> Tensor:
         """Run the rest of an update that has begun."""
         begun = self._begun.pop(parameter)
-        user_parameter, _, group = self._context.of_step(parameter)
-        values = self._context.live_optimizer().state.get(user_parameter) or {}
-        with torch.no_grad():
-            new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
-        group.changed.update(new_group)
-        self._context.keep_state([user_parameter], [data.numel()], values, new_state)
+        new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
+        begun.piece.group.changed.update(new_group)
+        self._optimizer.keep_state(begun.piece, new_state)
         return data
 
     def divide(self, update: Update, info: ParameterInfo) -> DividedUpdate:
         """Cut an update into its parts.  Raises: UpdateError if it cannot be."""
-        if id(update) not in self._divided:
-            self._divided[id(update)] = divide(update, info.shape)
-        return self._divided[id(update)]
+        if update not in self._divided:
+            self._divided[update] = divide(update, info.shape)
+        return self._divided[update]
 
     def check_precision(self, info: ParameterInfo) -> None:
         """Refuse a parameter that is kept otherwise than it is computed.  Raises: UpdateError."""
-        name, precision = self._context.optimizer_name, self._context.storage.precision
+        precision = self._optimizer.settings.precision
         kept_in = precision.moment_storage(info.dtype, info.numel)
         if not precision.compute_dtype(info.dtype) is kept_in is info.dtype:
             raise UpdateError(
-                f"parameter '{info.name}' is updated as a whole tensor, and {name} "
+                f"parameter '{info.name}' is updated as a whole tensor, and {self._optimizer.name} "
                 "then keeps its states in the parameter's dtype: train it in float32, without "
                 "master_weights, stochastic_rounding and moment_dtype."
             )
@@ -200,6 +194,7 @@ class OwnedUpdates:
 class _BegunUpdate:
     """An update between its first part and its last."""
 
+    piece: Piece
     divided: DividedUpdate
     inputs: Sequence[Any]
     taken: Tensor

@@ -1,19 +1,98 @@
-"""The states of shards that lie next to each other, seen as one."""
+"""One update as data: the parameters that it changes, their states seen as one, and its trace."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerofx.codegen.rewrite.rounding import num_blocks
-from zerofx.codegen.rewrite.storage import NATIVE
+from zerofx.codegen.rewrite.storage import NATIVE, is_scale
+from zerofx.codegen.trace.arguments import Arguments
+from zerofx.codegen.trace.trace import Update
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import adjoin, join, ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import in_huge_pages, prefer_huge_pages
-from zerofx.runtime.optimizer.precision import is_scale
+
+
+class GroupOfStep:
+    """A parameter group during one step: read once, changed at its end.
+
+    ``on_host`` it is that of updates there, for which its tensors are read on the CPU.
+    """
+
+    def __init__(self, values: dict[str, Any], on_host: bool) -> None:
+        self.values, self.on_host = values, on_host
+        self.arguments: Arguments | None = None
+        self.key = -1
+        self.changed: dict[str, Any] = {}
+
+    def keep_changes(self) -> None:
+        """Write back what the step's updates have changed."""
+        self.values.update(self.changed)
+
+
+@dataclass(eq=False)
+class UpdatedParameter:
+    """A parameter that an optimizer updates, and what it is in the step under way.
+
+    ``on_host`` its update runs on CPU tensors, which its layout then is of.  ``is_sharded``: its
+    update is traced for shards.  One that is divided later is whole until then.
+    ``layouts`` are what traces of it are known by: what it shares with shards of any size, if there
+    may be such traces, and last its own layout.  ``group`` is None if it is in none any more.
+    ``first_element`` is the number of this rank's first element among all of the optimizer's, by
+    which random numbers are drawn: the same on any number of ranks.
+    """
+
+    index: int
+    user: weakref.ref[nn.Parameter]
+    info: ParameterInfo
+    on_host: bool
+    is_sharded: bool
+    layouts: list[tuple]
+    group: GroupOfStep | None = None
+    first_element: int = 0
+
+
+class Piece(NamedTuple):
+    """What one update changes: a parameter's shard, or those of neighbours, seen as one.
+
+    ``users`` are the user's parameters, ``lengths`` their shards', ``states`` their entries of
+    ``optimizer.state``, and ``values`` is the state that the update is given.
+    """
+
+    parameters: Sequence[UpdatedParameter]
+    users: Sequence[nn.Parameter]
+    group: GroupOfStep
+    lengths: Sequence[int]
+    data: Tensor
+    grad: Tensor
+    states: Sequence[dict[str, Any]]
+    values: dict[str, Any]
+
+    @property
+    def info(self) -> ParameterInfo:
+        """The layout of the first: all are of one dtype and device."""
+        return self.parameters[0].info
+
+
+class Traced(NamedTuple):
+    """The update that holds for a group and a state as they are now, and what these give it."""
+
+    update: Update
+    group: Arguments
+    state: Arguments
+
+    @property
+    def inputs(self) -> list[Any]:
+        """What the update takes after the parameter and the gradient: tensors, then numbers."""
+        group, state = self.group, self.state
+        return [*group.tensors, *state.tensors, *group.scalars, *state.scalars]
 
 
 def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
@@ -29,7 +108,7 @@ def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> di
     native = first.get(NATIVE, {})
     for name in first:
         values = [state[name] for state in states]
-        parts = blocks_of(lengths) if is_scale(name, native) else lengths
+        parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
         if _are_shards(values, parts):
             joined[name] = _side_by_side(name, values, states, parts)
         elif all(_same_number(values[0], value) for value in values):
@@ -54,7 +133,7 @@ def keep_state(
         is_count = isinstance(value, Tensor) and not value.dim()  # which each has for itself
         if value is joined.get(name) and not (is_count and len(states) > 1):
             continue
-        parts = blocks_of(lengths) if is_scale(name, native) else lengths
+        parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
         if isinstance(value, Tensor) and value.shape == (sum(parts),):
             _divide(name, in_huge_pages(value), states, parts)
         elif isinstance(value, Tensor) and len(states) > 1:
@@ -69,11 +148,6 @@ def keep_state(
     for state in states:
         for name in [name for name in state if name not in new]:
             del state[name]
-
-
-def blocks_of(lengths: Sequence[int]) -> list[int]:
-    """Count the blocks of each of several neighbours."""
-    return [num_blocks(length) for length in lengths]
 
 
 def _side_by_side(
@@ -107,17 +181,16 @@ def _are_shards(values: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 
 def _same_number(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
         return (
-            isinstance(one, Tensor)
-            and isinstance(other, Tensor)
-            and one.dim() == other.dim() == 0
+            one.dim() == other.dim() == 0
             and one.device.type == other.device.type == "cpu"
             and one.dtype == other.dtype
             and one.item() == other.item()
         )
-    plain = isinstance(one, int | float | str | bool) or _is_dtypes(one)
-    return type(one) is type(other) and plain and one == other
+    return (isinstance(one, int | float | str | bool) or _is_dtypes(one)) and one == other
 
 
 def _is_dtypes(value: Any) -> bool:
