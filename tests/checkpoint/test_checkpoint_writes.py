@@ -23,7 +23,7 @@ import zerofx
 from tests.kit.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
 from tests.kit.covering import exhaustive, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
-from zerofx.checkpoint import saving
+from zerofx.checkpoint import saving as writing
 from zerofx.checkpoint.folders import Draft
 from zerofx.errors import CheckpointError
 
@@ -171,7 +171,7 @@ def die(root: str, when: str) -> None:
     zerofx.save(Path(root) / "old", *pair, keep=2)
     if dist.get_rank() == 0:
         module, name, suffix = {
-            "writing": (filesystem.FileSystemWriter, "write_data", ""),
+            "writing": (writing, "write_items", ""),
             "publishing": (os, "rename", "/new"),
             "removing": (shutil, "rmtree", ".removing"),
         }[when]
@@ -220,7 +220,7 @@ def keep_the_last(root: str) -> list[list[str]]:
     reads_the_first = {Path(root) / "0"} if dist.get_rank() == 1 else set()
     for number in range(3):
         unread = reads_the_first if number < 2 else set()
-        with mock.patch.object(saving, "in_use", lambda unread=unread: unread):
+        with mock.patch.object(writing, "in_use", lambda unread=unread: unread):
             zerofx.save(f"{root}/{number}", *pair, keep=1)
         dist.barrier()
         found.append(sorted(os.listdir(root)))
@@ -264,14 +264,14 @@ def test_who_is_being_written_is_left_alone(tmp_path):
 def test_what_is_written_behind_is_as_it_was_when_it_was_saved(tmp_path):
     pair = pair_of()
     before, go = states(pair), threading.Event()
-    write = filesystem.FileSystemWriter.write_data
+    write = writing.write_items
 
     def late(*arguments):
         assert go.wait(30)
         return write(*arguments)
 
     extra = {"a": torch.zeros(2), "b": [torch.zeros(2)]}
-    with mock.patch.object(filesystem.FileSystemWriter, "write_data", late):
+    with mock.patch.object(writing, "write_items", late):
         saving = zerofx.save(tmp_path / "a", *pair, extra, asynchronous=True)
         assert not saving.done() and zerofx.latest(tmp_path) is None
         with pytest.raises(TimeoutError, match="still being written"):
@@ -294,13 +294,13 @@ def test_what_is_written_behind_is_as_it_was_when_it_was_saved(tmp_path):
 def test_a_relative_path_is_where_the_process_was_when_it_saved(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    go, write = threading.Event(), filesystem.FileSystemWriter.write_data
+    go, write = threading.Event(), writing.write_items
 
     def late(*arguments):
         assert go.wait(30)
         return write(*arguments)
 
-    with mock.patch.object(filesystem.FileSystemWriter, "write_data", late):
+    with mock.patch.object(writing, "write_items", late):
         saving = zerofx.save("here/a/", *pair_of(), asynchronous=True)
         os.chdir("elsewhere")
         go.set()
@@ -332,7 +332,7 @@ def test_garbage_is_collected_while_files_are_written_and_not_while_they_are_pla
     is_on, tmp_path
 ):
     seen, plan = {}, dcp.DefaultSavePlanner.create_local_plan
-    write = filesystem.FileSystemWriter.write_data
+    write = writing.write_items
 
     def noted_plan(planner):
         seen["planning"] = gc.isenabled()
@@ -347,11 +347,11 @@ def test_garbage_is_collected_while_files_are_written_and_not_while_they_are_pla
     try:
         with (
             mock.patch.object(dcp.DefaultSavePlanner, "create_local_plan", noted_plan),
-            mock.patch.object(filesystem.FileSystemWriter, "write_data", noted_write),
+            mock.patch.object(writing, "write_items", noted_write),
         ):
             zerofx.save(tmp_path / "a", *pair_of())
             assert seen == {"planning": False, "writing": is_on} and gc.isenabled() is is_on
-        fails = mock.patch.object(filesystem.FileSystemWriter, "write_data", side_effect=OSError)
+        fails = mock.patch.object(writing, "write_items", side_effect=OSError)
         with fails, pytest.raises(CheckpointError):
             zerofx.save(tmp_path / "b", *pair_of())
         assert gc.isenabled() is is_on

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
+from zerofx import compat
 from zerofx.checkpoint.barrier import Ranks, Saving, meet, without_collections
 from zerofx.checkpoint.contents import Contents, as_list, check_extra, check_model
 from zerofx.checkpoint.folders import (
@@ -102,59 +101,28 @@ def save(
     return saving
 
 
-_KEPT_BYTES = 1 << 16
-"""Smaller tensors are kept: torch's frame around one takes more memory than they do."""
-
-
-class _Planner(dcp.DefaultSavePlanner):
-    """Writes encoded values as they are, and keeps one tensor at a time in memory.
-
-    torch's writer keeps all that it has written until its file is complete (torch 2.11 to 2.14).
-    So it is given copies, and the memory of one is freed when it asks for the next.  ``_write``
-    makes it ask for them one by one, and ``_check_files`` checks that it has.
-    """
-
-    _given: torch.Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__(dedup_save_to_lowest_rank=True)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if self._given is not None and self._given.nbytes >= _KEPT_BYTES:
-            self._given.untyped_storage().resize_(0)
-        index = write_item.index
-        found = self.state_dict[index.fqn]
-        if isinstance(found, bytes):
-            return io.BytesIO(found)
-        with ordinary_tensors():
-            if isinstance(found, Piece):
-                values = found.part.view_at(found.read(), index.offset)
-            else:
-                values = self.lookup_object(index)
-            self._given = values.detach().to("cpu", copy=True)
-        return self._given
-
-
 def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | None) -> None:
     """Plan and write as ``torch.distributed.checkpoint.save`` does, then publish.
 
     That function needs a group which ``destroy_process_group`` ends; this one talks in ``ranks``.
     """
-    writer, planner = dcp.FileSystemWriter(draft.folder, per_thread_copy_ahead=0), _Planner()
+    writer = dcp.FileSystemWriter(draft.folder)
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     described: list[Metadata] = []  # on rank 0
+    file = f"__{ranks.rank}_0.distcp"  # as torch's writer would name it
 
     def plan() -> SavePlan:
-        planner.set_up_planner(contents, writer.storage_meta(), is_coordinator=ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner(contents, is_coordinator=ranks.rank == 0)
+        return planner.create_local_plan()
 
     def share_out(plans: list[SavePlan]) -> list[SavePlan]:
         plans, metadata = planner.create_global_plan(plans)
         described.append(metadata)
-        return writer.prepare_global_plan(plans)
+        return plans
 
     def write() -> tuple[list[WriteResult], set[Path]]:
-        return writer.write_data(planner.finish_plan(shared), planner).wait(), in_use()
+        with writer.fs.create_stream(draft.folder / file, "wb") as stream:
+            return write_items(stream, file, shared.items, planner), in_use()
 
     def publish(written: list[tuple[list[WriteResult], set[Path]]]) -> list[None]:
         (metadata,) = described
@@ -173,23 +141,40 @@ def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | Non
     ranks.exchange(write, publish)
 
 
+def write_items(
+    stream: IO[bytes], name: str, items: Sequence[WriteItem], planner: dcp.DefaultSavePlanner
+) -> list[WriteResult]:
+    """Write a rank's part of a checkpoint to the file ``name``, one tensor in memory at a time.
+
+    torch's writer makes the same of it, but keeps all tensors until the file is complete (2.11 to
+    2.14).
+    """
+    results = []
+    for item in items:
+        found, start = planner.state_dict[item.index.fqn], stream.tell()
+        if isinstance(found, bytes):
+            stream.write(found)
+        else:
+            with ordinary_tensors():
+                if isinstance(found, Piece):
+                    values = found.part.view_at(found.read(), item.index.offset)
+                else:
+                    values = planner.lookup_object(item.index)
+                torch.save(values.detach().to("cpu", copy=True), stream)
+            del values  # before the next is read
+        nbytes = stream.tell() - start
+        place = compat.place_in_file(name, start, nbytes)
+        results.append(WriteResult(item.index, nbytes, place))
+    os.fsync(stream.fileno())
+    return results
+
+
 def _check_files(folder: Path, metadata: Metadata) -> None:
     """Raise CheckpointError unless the files of all ranks are here, in full length."""
-    sizes = {
-        (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
-        for name, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata)
-        for chunk in tensor.chunks
-    }
     ends: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
+    for info in metadata.storage_data.values():
         path, end = info.relative_path, info.offset + info.length
         ends[path] = max(ends.get(path, 0), end)
-        if info.length < sizes.get((index.fqn, index.offset), 0):
-            raise CheckpointError(
-                f"{index.fqn} was not written whole: torch {torch.__version__} writes checkpoints "
-                "in another order than zerofx knows. Please report it, and use torch 2.11 to 2.14."
-            )
     absent = [
         path
         for path, end in sorted(ends.items())

@@ -60,6 +60,7 @@ from zerofx.compat.tensors import (
     is_held_elsewhere,
     is_memory_shared,
     is_storage_held,
+    place_in_file,
     real_tensors,
     storage_key,
     timeout_s,

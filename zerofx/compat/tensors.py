@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -107,3 +108,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
     """
     return tensor.untyped_storage()._cdata
+
+
+def place_in_file(name: str, start: int, nbytes: int) -> _StorageInfo:
+    """The place of a part of a checkpoint, as the metadata of torch.distributed.checkpoint has it.
+
+    For 2.11 to 2.15; can go when torch's own writer frees each tensor that it has written.
+    """
+    return _StorageInfo(name, start, nbytes)
