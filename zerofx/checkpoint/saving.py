@@ -113,6 +113,7 @@ def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | Non
 
     def plan() -> SavePlan:
         planner.set_up_planner(contents, is_coordinator=ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0)
         return planner.create_local_plan()
 
     def share_out(plans: list[SavePlan]) -> list[SavePlan]:
