@@ -73,7 +73,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of the program in place: ``run(gm, ctx) -> counts``.
+    """A rewrite of the program in place: ``run(gm, ctx) -> counts``, called by ``run``'s name.
 
     ``requires`` and ``provides`` are facts about the program, checked over the pipeline.
     An ``optional`` pass is switched by the option of its name, or of its ``switch``.  One that
@@ -84,8 +84,8 @@ class Pass:
     other reason to leave the pass out; ``conflicts`` are about what it does.
     """
 
-    name: str
     run: Callable[[fx.GraphModule, PassContext], Counts]
+    name: str = ""
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     optional: bool = False
@@ -97,6 +97,9 @@ class Pass:
     lowers: bool = False
     why_not: Callable[[PassContext], str] = lambda ctx: ""
     conflicts: tuple[Conflict, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.run.__name__)
 
     @property
     def option(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -36,7 +37,6 @@ class Established:
 
     facts: set[str] = field(default_factory=set)
     metadata: CheckedMetadata = field(default_factory=CheckedMetadata)
-    is_begun: bool = False
 
 
 def run_pipeline(
@@ -58,12 +58,12 @@ def run_pipeline(
     pass raises, with a note that names it.
     """
     established = Established() if established is None else established
-    if not established.is_begun:
-        _check_captured(gm, ctx, established, on_rejected)
-        established.is_begun = True
+    facts = established.facts
+    if not facts:
+        with _showing(gm, "captured", on_rejected):
+            verify(gm, ctx.table, facts, established.metadata)
         if on_program:
             on_program("captured", gm, None)
-    facts = established.facts
     reports = []
     for step in pipeline:
         reason = _why_skipped(step, ctx)
@@ -77,16 +77,11 @@ def run_pipeline(
                 "it provides: the pipeline's order is wrong."
             )
         started = time.perf_counter()
-        try:
+        with _showing(gm, step.name, on_rejected, f"in pass {step.name!r} of zerofx"):
             counts = step.run(gm, ctx)
             gm.graph.lint()
             facts |= step.provides
             verify(gm, ctx.table, facts, established.metadata)
-        except Exception as error:
-            error.add_note(f"in pass {step.name!r} of zerofx")
-            if on_rejected:
-                on_rejected(step.name, gm, error)
-            raise
         report = PassReport(step.name, counts, time.perf_counter() - started)
         reports.append(report)
         if on_program:
@@ -95,17 +90,21 @@ def run_pipeline(
     return reports
 
 
-def _check_captured(
+@contextmanager
+def _showing(
     gm: fx.GraphModule,
-    ctx: PassContext,
-    established: Established,
+    name: str,
     on_rejected: Callable[[str, fx.GraphModule, Exception], None] | None,
-) -> None:
+    *notes: str,
+) -> Iterator[None]:
+    """Add these notes to an error, and show ``on_rejected`` the program that it has left."""
     try:
-        verify(gm, ctx.table, established.facts, established.metadata)
+        yield
     except Exception as error:
+        for note in notes:
+            error.add_note(note)
         if on_rejected:
-            on_rejected("captured", gm, error)
+            on_rejected(name, gm, error)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from zerofx.passes.base import Pass, PassContext
 from zerofx.passes.fuse.fold_gradient_norms import fold_gradient_norms
@@ -44,38 +45,38 @@ def _buffers_count(ctx: PassContext) -> str:
     return "" if ctx.options.memory_budget is None else "memory_budget counts buckets' buffers"
 
 
+# What fuses updates into kernels: together they are the option ``fuse_optimizer``.
+_fusing = partial(
+    Pass,
+    requires=frozenset({"sharded_updates"}),
+    optional=True,
+    switch="fuse_optimizer",
+    smallest_stage=1,
+    lowers=True,
+    why_not=_eager,
+)
+
 PIPELINE = (
+    Pass(normalize),
+    Pass(recompute, optional=True),
     Pass(
-        "normalize",
-        normalize,
-    ),
-    Pass(
-        "recompute",
-        recompute,
-        optional=True,
-    ),
-    Pass(
-        "data_parallel",
         data_parallel,
         provides=frozenset({"averaged_gradients"}),
         preserves_numerics=False,
     ),
     Pass(
-        "hoist_casts",
         hoist_casts,
         requires=frozenset({"averaged_gradients"}),
         optional=True,
         smallest_stage=3,
     ),
     Pass(
-        "bucket",
         bucket,
         requires=frozenset({"averaged_gradients"}),
         optional=True,
         smallest_stage=1,
     ),
     Pass(
-        "shard_optimizer",
         shard_optimizer,
         requires=frozenset({"averaged_gradients"}),
         provides=frozenset({"sharded_updates"}),
@@ -84,7 +85,6 @@ PIPELINE = (
         conflicts=PRECISION_CONFLICTS,
     ),
     Pass(
-        "shard_gradients",
         shard_gradients,
         requires=frozenset({"sharded_updates"}),
         provides=frozenset({"sharded_gradients"}),
@@ -92,20 +92,17 @@ PIPELINE = (
         smallest_stage=2,
     ),
     Pass(
-        "shard_parameters",
+        update_in_backward,
+        requires=frozenset({"averaged_gradients"}),
+        optional=True,
+    ),
+    Pass(
         shard_parameters,
         requires=frozenset({"sharded_gradients"}),
         provides=frozenset({"sharded_parameters"}),
         smallest_stage=3,
     ),
     Pass(
-        "update_in_backward",
-        update_in_backward,
-        requires=frozenset({"averaged_gradients"}),
-        optional=True,
-    ),
-    Pass(
-        "place_offload",
         place_offload,
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
@@ -113,20 +110,17 @@ PIPELINE = (
         conflicts=OFFLOAD_CONFLICTS,
     ),
     Pass(
-        "offload_activations",
         offload_activations,
         requires=frozenset({"averaged_gradients"}),
         offloads=frozenset({"activations"}),
     ),
     Pass(
-        "prefetch",
         prefetch,
         requires=frozenset({"sharded_updates"}),
         optional=True,
         smallest_stage=1,
     ),
     Pass(
-        "place_files",
         place_files,
         requires=frozenset({"averaged_gradients"}),
         offloads=frozenset({"optimizer", "params", "activations"}),
@@ -134,58 +128,23 @@ PIPELINE = (
         conflicts=FILES_CONFLICTS,
     ),
     Pass(
-        "write_back",
         write_back,
         requires=frozenset({"sharded_updates"}),
         smallest_stage=1,
         lowers=True,
         why_not=_no_whole_buckets,
     ),
+    _fusing(fold_gradient_norms, preserves_numerics=False),  # kernels sum in another order
+    _fusing(fold_gradient_work),
+    _fusing(merge_updates),
     Pass(
-        "fold_gradient_norms",
-        fold_gradient_norms,
-        requires=frozenset({"sharded_updates"}),
-        optional=True,
-        switch="fuse_optimizer",
-        preserves_numerics=False,  # the kernels sum squares in another order
-        smallest_stage=1,
-        lowers=True,
-        why_not=_eager,
-    ),
-    Pass(
-        "fold_gradient_work",
-        fold_gradient_work,
-        requires=frozenset({"sharded_updates"}),
-        optional=True,
-        switch="fuse_optimizer",
-        smallest_stage=1,
-        lowers=True,
-        why_not=_eager,
-    ),
-    Pass(
-        "merge_updates",
-        merge_updates,
-        requires=frozenset({"sharded_updates"}),
-        optional=True,
-        switch="fuse_optimizer",
-        smallest_stage=1,
-        lowers=True,
-        why_not=_eager,
-    ),
-    Pass(
-        "reduce_unflattened",
         reduce_unflattened,
         requires=frozenset({"averaged_gradients"}),
         smallest_stage=1,
         lowers=True,
         why_not=_buffers_count,
     ),
-    Pass(
-        "form_regions",
-        form_regions,
-        lowers=True,
-        why_not=_eager,
-    ),
+    Pass(form_regions, lowers=True, why_not=_eager),
 )
 
 

@@ -12,12 +12,12 @@ from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases
 from zerofx.ir.graph import Builder, erase_unused, program_order
-from zerofx.ir.interface import mark_kept, resident, why_kept
+from zerofx.ir.interface import decisions, mark_kept, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged
 from zerofx.ir.roles import Role
-from zerofx.ir.sizes import hinted_bytes, value_bytes
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.memory.budget import bytes_alive
+from zerofx.passes.memory.decisions import bytes_with_gathers
 from zerofx.passes.offload.activations import (
     Activation,
     saved_activations,
@@ -57,14 +57,14 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """
     device = ctx.table.parameters[0].device if len(ctx.table) else None
     activations = [] if device is None else saved_activations(gm.graph, device)
-    budget, there = ctx.options.memory_budget, resident(gm.graph)
-    if budget is not None and there is not None:
-        budget -= there.nbytes  # of the other targets
+    budget = ctx.options.memory_budget
+    if budget is not None:
+        budget -= decisions(gm.graph).state_bytes
     nodes = list(gm.graph.nodes)
     trips = _planned(gm.graph, nodes, activations, budget, ctx) if activations else []
     _place(gm, ctx, nodes, trips)
     if budget is not None:
-        alive = _alive(gm.graph, ctx)
+        alive, _ = bytes_with_gathers(gm.graph, ctx)
         if max(alive) > budget:
             raise _does_not_fit(budget, max(alive), trips)
     num_slots = _assign_slots(gm.graph, of_one_size=ctx.options.offload_tier == "nvme")
@@ -111,10 +111,9 @@ def _planned(
     lanes = Lanes(times, cuts, copy_s, arriving)
     if budget is None:
         return worth_it(lanes, large)
-    alive = _alive(graph, ctx)
+    alive, ahead = bytes_with_gathers(graph, ctx)
     if max(alive) <= budget:
         return []
-    ahead = _one_gather_ahead(nodes, ctx)
     for candidates, target in ((large, budget - ahead), (large, budget), (activations, budget)):
         trips, peak = fit(lanes, candidates, alive, target)
         if peak <= target:
@@ -129,29 +128,6 @@ def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> BudgetError:
         f"{len(trips)} activations of {away} bytes in host memory and nothing kept gathered: give "
         "it that much, or a smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
     )
-
-
-def _one_gather_ahead(nodes: Sequence[fx.Node], ctx: PassContext) -> int:
-    """Room for ``prefetch`` to start a gather while another one is in use."""
-    if ctx.options.stage < 3 or not ctx.options.prefetch:
-        return 0
-    gathers = [value_bytes(node) for node in nodes if ops.rules(node).gathers]
-    return max(gathers, default=0)
-
-
-def _alive(graph: fx.Graph, ctx: PassContext) -> list[int]:
-    """Bytes on the device at each node, with room for what passes to come will start earlier."""
-    alive = bytes_alive(graph, ctx)
-    nodes = list(graph.nodes)
-    gathers = [node for node in nodes if ops.rules(node).gathers]
-    updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
-    if not gathers or not updates or ctx.world_size == 1:
-        return alive
-    if ctx.options.stage < 3 and ctx.options.prefetch:  # new values, gathered behind each update
-        extra = 2 * max(map(value_bytes, gathers))
-        for position in range(updates[0], len(alive)):
-            alive[position] += extra
-    return alive
 
 
 def _place(

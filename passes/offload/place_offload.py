@@ -15,12 +15,11 @@ from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
 from zerofx.ir.graph import Builder, is_owned, program_order
-from zerofx.ir.interface import resident, set_resident
+from zerofx.ir.interface import decisions, set_decisions
 from zerofx.ir.offload import assign_slots, is_staged
-from zerofx.ir.parameters import Resident
 from zerofx.ir.roles import Role
 from zerofx.passes.base import Conflict, Counts, PassContext
-from zerofx.passes.memory.budget import bytes_alive, settle_offload
+from zerofx.passes.memory.decisions import decide
 from zerofx.passes.offload.delay import DELAYED_CONFLICTS, check_can_be_delayed
 from zerofx.passes.offload.host_parameters import (
     keep_on_host,
@@ -89,18 +88,16 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Raises: StepError for updates that need whole tensors.
     """
     keep_on_host(gm, ctx)
-    if resident(gm.graph) is None:
-        set_resident(gm.graph, Resident())
-        if ctx.options.memory_budget is not None:  # and nothing is gathered
-            settle_offload(gm.graph, ctx, bytes_alive(gm.graph, ctx), {})
-    there = resident(gm.graph)
-    assert there is not None
+    decided = decisions(gm.graph)
+    if decided.kept_gathered is None:  # nothing is gathered that could be kept
+        decided = decide(gm.graph, ctx, {})
+        set_decisions(gm.graph, decided)
     updates = [
         node
         for node in gm.graph.nodes
         if "optimizer" in ctx.options.offload
         and node.target is ops.update
-        and node.args[2:4] not in there.states
+        and node.args[2:4] not in decided.states
     ]
     for update in updates:
         if is_owned(update):

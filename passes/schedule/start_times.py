@@ -17,7 +17,7 @@ from zerofx.ir.offload import copies_to_device
 from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
-from zerofx.passes.memory.budget import bytes_alive
+from zerofx.passes.memory.decisions import bytes_alive
 
 MARGIN = 2.0
 """The time that a transfer is given, in its own durations.

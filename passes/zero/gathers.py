@@ -13,10 +13,11 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
+from zerofx.ir.interface import set_decisions
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
 from zerofx.passes.base import PassContext
-from zerofx.passes.memory.budget import keep_within_budget
+from zerofx.passes.memory.decisions import decide, with_cuts
 
 aten = torch.ops.aten
 
@@ -198,9 +199,13 @@ def insert_gathers(
     order = program_order(builder.graph)
     units = group_sources(wanted, order)
     spans = plan_spans(units, order, ctx.num_backwards)
-    kept = 0
+    planned = sum(map(len, spans.values()))
     if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
-        kept = keep_within_budget(builder.graph, wanted, spans, ctx)
+        rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
+        decided = decide(builder.graph, ctx, spans, rebuilt)
+        set_decisions(builder.graph, decided)
+        assert decided.kept_gathered is not None
+        spans = with_cuts(spans, decided.kept_gathered.cuts)
     gathered = []
     for unit in units:
         for number, span in enumerate(spans[unit]):
@@ -214,7 +219,10 @@ def insert_gathers(
         origin = {"parameter": parameter_of(wait), "bucket": bucket_of(wait), "like": last}
         with builder.before(last.next, role=Role.FREE, **origin) as call:
             call(ops.free, wait)
-    return {"gathers": len(gathered), "kept from forward to backward": kept}
+    return {
+        "gathers": len(gathered),
+        "kept from forward to backward": planned - len(gathered),
+    }
 
 
 def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int | None) -> str:

@@ -18,7 +18,7 @@ from tests.kit.trainings import (
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import BudgetError
-from zerofx.ir.interface import resident
+from zerofx.ir.interface import decisions
 from zerofx.runtime.parameters.registry import REGISTRY
 
 WIDTH, LAYERS, ROWS = 64, 4, 96
@@ -74,9 +74,9 @@ def on_device(program):
     kept = shards if program.options.stage == 3 else whole
     if "params" in program.options.offload:
         kept = 0
-    there = resident(program.gm.graph)
+    there = decisions(program.gm.graph).state_bytes
     alive = live_bytes(program.gm.graph, program.function.communicator.world_size)
-    return kept + there.nbytes + max(alive) if there else kept + max(alive)
+    return kept + there + max(alive)
 
 
 def least(stage):

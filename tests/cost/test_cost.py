@@ -71,21 +71,6 @@ def test_over_sockets_a_reduction_receives_into_a_buffer_and_reads_its_input_unt
             assert alive[position] >= 2 * nbytes
 
 
-def test_an_update_that_will_be_moved_up_lets_its_gradient_go_there():
-    """By as much as when ``update_in_backward`` has moved it."""
-    before = rewritten(mlp_step(num_layers=6, width=33))
-    after = rewritten(mlp_step(num_layers=6, width=33), update_in_backward=True)
-    late = max(live_bytes(before.graph, 2))
-    early = max(live_bytes(before.graph, 2, early_updates=True))
-    assert early == max(live_bytes(after.graph, 2)) < late
-
-
-def test_updates_behind_the_norm_of_all_gradients_are_not_expected_any_earlier():
-    program = rewritten(mlp_step(num_layers=6, width=33, clip=True))
-    expected = max(live_bytes(program.graph, 2))
-    assert max(live_bytes(program.graph, 2, early_updates=True)) == expected
-
-
 def test_ranks_can_count_an_updates_memory_as_on_the_one_where_it_is_largest():
     """Their shards of a parameter differ, and they must make the same plan."""
     ranks = rewritten_by_rank(mlp_step(num_layers=3), update_in_backward=True)

@@ -131,7 +131,7 @@ def planted(change, name="planted", **declared):
         return {}
 
     at = [step.name for step in PIPELINE].index("shard_gradients") + 1
-    return (*PIPELINE[:at], Pass(name, run, **declared), *PIPELINE[at:])
+    return (*PIPELINE[:at], Pass(run, name, **declared), *PIPELINE[at:])
 
 
 def doubled(graph, target):

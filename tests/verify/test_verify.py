@@ -486,7 +486,7 @@ def test_a_pass_that_breaks_the_program_is_named():
 
     program = clone(mlp_step())
     with pytest.raises(GraphError) as caught:
-        broken = (*PIPELINE, Pass("forget_to_free", forget_to_free))
+        broken = (*PIPELINE, Pass(forget_to_free))
         run_pipeline(program.gm, context_of(program), broken)
     assert "in pass 'forget_to_free' of zerofx" in caught.value.__notes__
 

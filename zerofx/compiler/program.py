@@ -22,7 +22,7 @@ from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
-from zerofx.ir.interface import kept_gathered
+from zerofx.ir.interface import decisions
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.lowering import lower
 from zerofx.options import Options, environment
@@ -73,8 +73,8 @@ class Program:
         ctx = self._context(step)
         self.dump = self._new_dump(ctx)
         self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
-        agrees = ctx.options.memory_budget is not None and ctx.world_size > 1
-        if agrees and function.agree_on_kept(kept_gathered(self.gm.graph)):
+        kept = decisions(self.gm.graph).kept_gathered
+        if ctx.world_size > 1 and function.agree_on_kept(kept):
             self.dump = self._new_dump(ctx)  # once more, without what another rank cannot keep
             self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
         self.runtime: StepRuntime | None = None

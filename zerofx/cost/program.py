@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from zerofx import compat
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, done_with, is_compute, mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
@@ -35,7 +36,6 @@ def live_bytes(
     world_size: int,
     ignored: Collection[fx.Node] = (),
     *,
-    early_updates: bool = False,
     sockets: bool = False,
     table: ParameterTable | None = None,
     hinted: bool = False,
@@ -45,27 +45,17 @@ def live_bytes(
     In program order; inputs and constants are not counted, nor what an operator allocates for
     itself, but for updates; with ``sockets`` the buffer counts that a reduction on a CPU receives
     into.  In a world of one, collectives allocate nothing.  Memory lives until the last reader of
-    the last view of it.  ``ignored`` nodes count as views of nothing.  With ``early_updates`` each
-    update counts as run where its gradient is there, as ``update_in_backward`` will have it.  With
-    a ``table`` it allocates what it does on the rank whose shard is largest: ranks plan alike.
+    the last view of it.  ``ignored`` nodes count as views of nothing.  With
+    a ``table`` an update allocates what it does on the rank whose shard is largest: ranks plan
+    alike.
     Symbolic sizes count as they were when captured, and get guards unless ``hinted``.
     """
-    place = {node: (position, 0) for position, node in enumerate(graph.nodes)}
-    if early_updates:
-        _move_updates_up(place)
-    nodes = sorted(graph.nodes, key=place.__getitem__)
+    nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
     for made in _Memory(world_size, sockets, hinted, table, ignored).of(nodes):
         changes[made.begin] += made.nbytes
         changes[made.end + 1] -= made.nbytes
-    alive: list[int] = []
-    total = 0
-    for node, change in zip(nodes, changes, strict=False):
-        position, _ = place[node]
-        alive += [total] * (position - len(alive))  # where a node has gone, nothing happens
-        total += change
-        alive[position:] = [max([total, *alive[position:]])]
-    return alive
+    return list(itertools.accumulate(changes[:-1]))
 
 
 class Allocation(NamedTuple):
@@ -168,22 +158,6 @@ class _Memory:
         made = [(node, at) for at, part in enumerate(parts) if isinstance(part, torch.Tensor)]
         self.sizes |= {(node, at): self.bytes_of(parts[at]) for _, at in made}
         return set(made)
-
-
-def _move_updates_up(place: dict[fx.Node, tuple[int, int]]) -> None:
-    """Place each update, and what only it waits for, behind the last thing that these need."""
-
-    def move(node: fx.Node, turn: int) -> None:
-        moves = is_compute(node) or node.target is ops.update
-        if place[node][1] or not moves or not node.all_input_nodes:
-            return
-        for operand in node.all_input_nodes:
-            move(operand, turn)
-        place[node] = max(place[operand][0] for operand in node.all_input_nodes), turn
-
-    updates = [node for node in place if node.target is ops.update]
-    for turn, update in enumerate(updates, 1):
-        move(update, turn)
 
 
 # torch counts these from 2.15 on.

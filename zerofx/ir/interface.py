@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.parameters import KeptGathered, Resident
+from zerofx.ir.parameters import Decisions
 
 aten = torch.ops.aten
 
@@ -76,24 +76,14 @@ def written_gradients(graph: fx.Graph) -> dict[int, int]:
     return graph.output_node().meta.setdefault("zerofx_written_gradients", {})
 
 
-def set_kept_gathered(graph: fx.Graph, kept: KeptGathered) -> None:
-    """Record what the program keeps gathered within its budget."""
-    graph.output_node().meta["zerofx_kept_gathered"] = kept
+def set_decisions(graph: fx.Graph, decisions: Decisions) -> None:
+    """Record what has been decided of the program."""
+    graph.output_node().meta["zerofx_decisions"] = decisions
 
 
-def kept_gathered(graph: fx.Graph) -> KeptGathered | None:
-    """Return what the program keeps gathered within its budget; None if it has or needs none."""
-    return graph.output_node().meta.get("zerofx_kept_gathered")
-
-
-def set_resident(graph: fx.Graph, resident: Resident) -> None:
-    """Record what stays on the device of what the program could offload."""
-    graph.output_node().meta["zerofx_resident"] = resident
-
-
-def resident(graph: fx.Graph) -> Resident | None:
-    """Return the offload targets that stay on the device; None if that is undecided."""
-    return graph.output_node().meta.get("zerofx_resident")
+def decisions(graph: fx.Graph) -> Decisions:
+    """Return what has been decided of the program."""
+    return graph.output_node().meta.get("zerofx_decisions", Decisions())
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:

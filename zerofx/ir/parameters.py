@@ -197,15 +197,17 @@ class KeptGathered:
 
 
 @dataclass(frozen=True)
-class Resident:
-    """Offload targets kept on the device.
+class Decisions:
+    """What a program keeps within its budget, decided once when it has been rewritten.
 
-    ``states`` are the updates, as (optimizer, parameter), whose states do; ``nbytes`` is what they
-    take there on the rank whose shard is largest.
+    ``kept_gathered`` is None if nothing could be kept.  ``states`` are the updates, as (optimizer,
+    parameter), whose states stay on the device although others leave; they take ``state_bytes``
+    there on the rank whose shard is largest.
     """
 
+    kept_gathered: KeptGathered | None = None
     states: frozenset[tuple[int, int]] = frozenset()
-    nbytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass

@@ -10,7 +10,7 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
 from zerofx.ir.graph import updates
-from zerofx.ir.interface import input_role, placeholders, resident
+from zerofx.ir.interface import decisions, input_role, placeholders
 from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
@@ -133,12 +133,7 @@ def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
     if not (program.options.offload or moved.to_device):
         return []
     states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
-    there = resident(program.gm.graph)
-    stays = (
-        [("optimizer states on the device", size_text(there.nbytes))]
-        if there and there.nbytes
-        else []
-    )
+    stays = decisions(program.gm.graph).state_bytes
     targets = ", ".join(program.options.offload) or "what another function keeps there"
     rows = [
         ("leaves the device, as far as it has to", targets),
@@ -148,7 +143,7 @@ def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
             size_text(0 if _files_hold_shards(program) else on_host_bytes(program)),
         ),
         ("optimizer states in host memory", size_text(states)),
-        *stays,
+        *([("optimizer states on the device", size_text(stays))] if stays else []),
         ("staging buffers in host memory", size_text(moved.staging)),
         ("moved per step: to the host", size_text(moved.to_host)),
         ("moved per step: to the device", size_text(moved.to_device)),

@@ -1,0 +1,229 @@
+"""Decide what stays gathered, and on the device, within ``memory_budget``, on all ranks.
+
+The rewrites have run by then, and what passes to come will have on the device is counted here.  How
+many bytes are left of the budget depends on the batch, which may have another shape on each rank,
+and what is gathered when must not.  So every rank finds what it could keep, and what all of them
+could is kept: ``KeptGathered`` is what they compare.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from zerofx.cost.program import live_bytes
+from zerofx.errors import BudgetError
+from zerofx.ir import ops
+from zerofx.ir.graph import program_order
+from zerofx.ir.parameters import Decisions, KeptGathered
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
+from zerofx.ir.sizes import value_bytes
+from zerofx.passes.base import PassContext
+
+if TYPE_CHECKING:  # which imports this module
+    from zerofx.passes.zero.gathers import GatherSpan, GatherUnit
+
+    Planned = dict[GatherUnit, list[GatherSpan]]
+
+Cuts = tuple[frozenset[int], ...]
+"""For each unit of planned gathers, the numbers of those that remain."""
+
+
+def bytes_alive(graph: fx.Graph, ctx: PassContext, ignored: Collection[fx.Node] = ()) -> list[int]:
+    """Bytes on the device at each node, as on the rank whose shard is largest: ranks plan alike."""
+    sockets = not ctx.options.peer_memory
+    return live_bytes(graph, ctx.world_size, ignored, sockets=sockets, table=ctx.table)
+
+
+def decide(
+    graph: fx.Graph, ctx: PassContext, planned: Planned, ignored: Collection[fx.Node] = ()
+) -> Decisions:
+    """Decide what stays on the device of what could leave it, then what stays gathered.
+
+    ``planned`` are the gathers that there are with nothing kept; ``ignored`` nodes go with them.
+    What the ranks have agreed on for programs with these gathers is taken over, if it fits.
+
+    Raises: BudgetError if the program allocates more than the budget with as little as can be on
+    the device, unless activations can still leave.
+    """
+    budget = ctx.options.memory_budget
+    if budget is None:
+        return Decisions()
+    alive = _with_moves(graph, bytes_alive(graph, ctx, ignored), ctx)
+    least = _peak(planned, alive, False)
+    if least > budget and "activations" not in ctx.options.offload:
+        raise BudgetError(
+            f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
+            "with nothing kept gathered: give it that much (the most that any rank says), or a "
+            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+        )
+    states, nbytes = _stay_on_device(graph, ctx, budget - least)
+    if not planned:
+        return Decisions(None, states, nbytes)
+    room = budget - nbytes
+    ahead = ctx.options.prefetch and ctx.figures.overlaps
+    gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items())
+    agreed = ctx.kept_gathered.get(gathers)
+    if agreed is not None and _peak(with_cuts(planned, agreed.cuts), alive, ahead) <= room:
+        cuts = agreed.cuts
+    elif least <= room:
+        ranks = max(ctx.world_size, 2)  # alone, nothing travels, and all is as good as kept
+        transfer_s = partial(ctx.figures.transfer_s, world_size=ranks)
+        cuts = keep_gathered(planned, alive, room, ahead, transfer_s)
+    else:  # as little as can be is kept: for the rest activations make room, or are refused
+        cuts = _all_cuts(planned)
+    return Decisions(KeptGathered(gathers, cuts), states, nbytes)
+
+
+def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int]:
+    """Return the bytes that ``place_offload`` will have on the device too.
+
+    From the first reduction on, new values on their way back, and gradients that leave while the
+    next ones are made; or two buckets' values that are updated on the device, and what they become;
+    at stages 1 and 2 one bucket more that is being gathered.
+    Of parameters that are kept on the host, always a shard that is about to be gathered.
+    """
+    largest = max((i.place.shard_numel * i.dtype.itemsize for i in ctx.table), default=0)
+    reduces = (node.target is ops.reduce_scatter_start for node in graph.nodes)
+    first = next((at for at, does in enumerate(reduces) if does), len(alive))
+    updates = 0
+    if "optimizer" in ctx.options.offload:
+        updates = 2 if ctx.options.stage == 3 else 2 + ctx.world_size
+    if ctx.host_parameters and ("optimizer" not in ctx.options.offload or ctx.state_bytes):
+        updates = 3
+    always = largest if ctx.host_parameters else 0
+    return [
+        nbytes + always + (updates * largest if position >= first else 0)
+        for position, nbytes in enumerate(alive)
+    ]
+
+
+def bytes_with_gathers(graph: fx.Graph, ctx: PassContext) -> tuple[list[int], int]:
+    """Bytes on the device at each node with what ``prefetch`` will have there behind updates.
+
+    And what it would have there besides, of a gather that starts while another one is in use.
+    """
+    alive = bytes_alive(graph, ctx)
+    nodes = list(graph.nodes)
+    largest = max((value_bytes(node) for node in nodes if ops.rules(node).gathers), default=0)
+    if not ctx.options.prefetch:
+        return alive, 0
+    if ctx.options.stage == 3:
+        return alive, largest
+    updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
+    if updates and ctx.world_size > 1:  # new values, gathered behind each update
+        alive[updates[0] :] = [nbytes + 2 * largest for nbytes in alive[updates[0] :]]
+    return alive, 0
+
+
+def _all_cuts(planned: Planned) -> Cuts:
+    return tuple(frozenset(range(len(spans))) for spans in planned.values())
+
+
+def with_cuts(planned: Planned, cuts: Cuts) -> Planned:
+    """The gathers that remain, each for the readers of those that are spared behind it too."""
+    remaining: Planned = {}
+    for (unit, spans), cut in zip(planned.items(), cuts, strict=True):
+        merged = remaining[unit] = spans[:1]
+        for index, span in enumerate(spans[1:], 1):
+            if index in cut:
+                merged.append(span)
+            else:
+                merged[-1] = merged[-1].joined(span)
+    return remaining
+
+
+def keep_gathered(
+    planned: Planned,
+    alive: list[int],
+    budget: int,
+    ahead: bool,
+    transfer_s: Callable[[int], float],
+) -> Cuts:
+    """Keep parameters from forward to backward as far as ``budget`` bytes go.
+
+    ``alive`` is what the program holds at each position without gathered buffers; ``ahead``
+    leaves room for each gather to start as early as the one before it.  Spared are those first
+    that hold fewest bytes, for the shortest time, for each second of ``transfer_s(bytes)`` that
+    they save: what is small, and the last layers of forward.
+    Source: DeepCompile, Tanaka et al. 2025, "selective unsharding".
+    """
+    cuts = _all_cuts(planned)
+    gaps = [
+        ((after.first - before.last) * unit.nbytes / transfer_s(unit.nbytes), index)
+        for index, (unit, spans) in enumerate(planned.items())
+        for before, after in itertools.pairwise(spans)
+        if unit.regather
+    ]
+    for _, index in sorted(gaps):
+        for cut in sorted(cuts[index])[1:]:
+            trial = (*cuts[:index], cuts[index] - {cut}, *cuts[index + 1 :])
+            if _peak(with_cuts(planned, trial), alive, ahead) <= budget:
+                cuts = trial
+                break
+    return cuts
+
+
+def _peak(planned: Planned, alive: list[int], ahead: bool) -> int:
+    spans = sorted(
+        (span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans
+    )
+    changes = [0] * (len(alive) + 1)
+    for index, (first, last, nbytes) in enumerate(spans):
+        changes[spans[index - 1][0] if ahead and index else first] += nbytes
+        changes[last + 1] -= nbytes
+    gathered = itertools.accumulate(changes)
+    return max(map(operator.add, alive, gathered))
+
+
+def _stay_on_device(
+    graph: fx.Graph, ctx: PassContext, room: int
+) -> tuple[frozenset[tuple[int, int]], int]:
+    """Choose the updates whose states stay on the device, of at most ``room`` bytes; those bytes.
+
+    A bucket's stay together.  Those stay first whose gradients come last: the others' updates hide
+    behind the rest of backward, theirs would be waited for.  States of which nobody knows how many
+    bytes they will take never stay, nor do an optimizer's that updates a parameter twice in the
+    program: its updates on the device would overtake those on the host.
+
+    Counted as on the rank whose shard is largest, so that ranks choose alike.
+    """
+    updated = Counter(node.args[2:4] for node in graph.nodes if node.target is ops.update)
+    steps_again = {optimizer for (optimizer, _), times in updated.items() if times > 1}
+    pieces: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for optimizer, index in updated:
+        pieces.setdefault((optimizer, ctx.table[index].place.bucket), []).append((optimizer, index))
+    last_reduced = _last_reduced(graph, ctx)
+    states: set[tuple[int, int]] = set()
+    total = 0
+    for piece in sorted(pieces, key=lambda piece: (-last_reduced.get(piece[1], 0), piece)):
+        members = pieces[piece]
+        if piece[0] in steps_again or any(member not in ctx.state_bytes for member in members):
+            continue
+        nbytes = sum(
+            math.ceil(ctx.state_bytes[member] * ctx.table[member[1]].largest_shard_numel)
+            for member in members
+        )
+        if total + nbytes <= room:
+            states.update(members)
+            total += nbytes
+    return frozenset(states), total
+
+
+def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:
+    """Return the place in the program where each bucket's last gradient is reduced."""
+    places: dict[int, int] = {}
+    for node, place in program_order(graph).items():
+        if ops.is_collective(node) and role(node) == Role.REDUCE_GRADIENT:
+            bucket = bucket_of(node)
+            if bucket < 0:
+                bucket = ctx.table[parameter_of(node)].place.bucket
+            places[bucket] = place
+    return places
