@@ -53,11 +53,11 @@ def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int
     num_repeated = 0
     kept: dict[fx.Node, str] = {}
     dropped: dict[fx.Node, None] = {}
-    for backward, choice in zip(calls, choices, strict=True):
+    for backward, (repeated, reasons) in zip(calls, choices, strict=True):
         read = dict.fromkeys(s for node in backward for s in node.all_input_nodes)
-        dropped |= dict.fromkeys(node for node in read if node in choice.repeated)
-        kept |= choice.kept
-        num_repeated += _repeat(builder, backward, choice.repeated, "{} is not kept")
+        dropped |= dict.fromkeys(node for node in read if node in repeated)
+        kept |= reasons
+        num_repeated += _repeat(builder, backward, repeated, "{} is not kept")
     equals = values.equals(kept)
     for node, same in equals.items():
         node.replace_all_uses_with(same)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -67,12 +66,8 @@ def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
     return calls
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The values that one backward computes again, and the reason for each that it keeps."""
-
-    repeated: frozenset[fx.Node]
-    kept: dict[fx.Node, str]
+Choice = tuple[set[fx.Node], dict[fx.Node, str]]
+"""The values that one backward computes again, and the reason for each that it keeps."""
 
 
 class SavedValues:
@@ -203,7 +198,7 @@ class _Backward:
             if node in self.free or node in beyond:
                 if not is_view(node) or not repeated.isdisjoint(node.all_input_nodes):
                     repeated.add(node)
-        return Choice(frozenset(repeated), kept)
+        return repeated, kept
 
     def _cone(self) -> list[fx.Node]:
         """Return the wanted values and all that they may be computed from, in program order."""
@@ -211,7 +206,8 @@ class _Backward:
         pending = list(found)
         while pending:
             node = pending.pop()
-            if self._why_never_repeated(node):
+            self.reasons[node] = self._why_never_repeated(node)
+            if self.reasons[node]:
                 continue
             for source in node.all_input_nodes:
                 if source not in found and source not in self.program.parameters:
@@ -221,7 +217,7 @@ class _Backward:
 
     def _why_kept(self, node: fx.Node, chain: int) -> str:
         """Why a value is kept if backward needs it; an empty string if there is a choice."""
-        reason = self._why_never_repeated(node)
+        reason = self.reasons[node]
         if not reason and chain > LONGEST_CHAIN:
             reason = "the end of a long chain"
         if not reason and self._needs_parameters(node):
@@ -231,11 +227,6 @@ class _Backward:
         return reason
 
     def _why_never_repeated(self, node: fx.Node) -> str:
-        if node not in self.reasons:
-            self.reasons[node] = self._find_reason(node)
-        return self.reasons[node]
-
-    def _find_reason(self, node: fx.Node) -> str:
         if node.op != "call_function":
             return "an input"
         if is_backward(node):

@@ -117,8 +117,7 @@ class _Placing:
         indices = [update.args[3] for update in run]
         behind = [node for node in (before, *map(_reduction_of, run)) if node is not None]
         here = max([*behind, *shards]).next if behind else last
-        start = self._start(shards, indices, here, Role.VALUE_TO_DEVICE, last)
-        wait, pieces = self._arrived(start, last, Role.VALUE_ON_DEVICE)
+        wait, pieces = self._bring(shards, here, last)
         for update, piece in zip(run, pieces, strict=True):
             if update is not last:
                 last.prepend(update)
@@ -145,7 +144,7 @@ class _Placing:
             value, shard = node.args[1], _latest(node.args[0], node)
             index = shard_of(shard)
             if is_kept_on_host(value):
-                value = self._bring(value, node)
+                _, (value,) = self._bring([value], node, node)
             self._store([value], [index], [shard], node, replaced=node)
             self.graph.erase_node(node)
             count += 1
@@ -177,9 +176,9 @@ class _Placing:
             if not _begins_gather(head):
                 continue
             shards = list(head.all_input_nodes)
-            indices = [shard_of(shard) for shard in shards]
-            start = self._start(shards, indices, head, Role.SHARD_TO_DEVICE, head)
-            _, pieces = self._arrived(start, head, Role.SHARD_ON_DEVICE)
+            _, pieces = self._bring(
+                shards, head, head, (Role.SHARD_TO_DEVICE, Role.SHARD_ON_DEVICE)
+            )
             for shard, piece in zip(shards, pieces, strict=True):
                 head.replace_input_with(shard, piece)
             self.builder.refresh(head)
@@ -194,15 +193,10 @@ class _Placing:
                 if is_kept_on_host(shard) and not _reads_host(node):
                     readers.setdefault((shard, is_backward(node)), []).append(node)
         for (shard, _), nodes in readers.items():
-            piece = self._bring(shard, nodes[0])
+            _, (piece,) = self._bring([shard], nodes[0], nodes[0])
             for node in nodes:
                 node.replace_input_with(shard, piece)
         return len(readers)
-
-    def _bring(self, shard: fx.Node, here: fx.Node) -> fx.Node:
-        start = self._start([shard], [shard_of(shard)], here, Role.VALUE_TO_DEVICE, here)
-        _, (piece,) = self._arrived(start, here, Role.VALUE_ON_DEVICE)
-        return piece
 
     def wait_for_stores(self) -> None:
         """Wait for each store where the next one begins, or where somebody reads the shards."""
@@ -216,20 +210,22 @@ class _Placing:
             for node in (wait, *renewed):
                 here.prepend(node)
 
-    def _start(
-        self, shards: list[fx.Node], indices: list[int], here: fx.Node, role: Role, like: fx.Node
-    ) -> fx.Node:
+    def _bring(
+        self,
+        shards: list[fx.Node],
+        here: fx.Node,
+        there: fx.Node,
+        roles: tuple[Role, Role] = (Role.VALUE_TO_DEVICE, Role.VALUE_ON_DEVICE),
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """Start a move in front of ``here``; wait for it ``there``, and take apart what arrives."""
+        indices = [shard_of(shard) for shard in shards]
         device = str(self.table[indices[0]].device)
-        origin = {"role": role, "like": like, **self.builder.serving(indices)}
-        with self.builder.before(here, **origin) as call:
-            return call(ops.copy_start, shards, indices, device)
-
-    def _arrived(self, start: fx.Node, here: fx.Node, role: Role) -> tuple[fx.Node, list[fx.Node]]:
-        """Wait for a move, and take apart what has arrived."""
-        indices = start.args[1]
-        with self.builder.before(here, role=role, **self.builder.serving(indices)) as call:
+        origin = {"like": there, **self.builder.serving(indices)}
+        with self.builder.before(here, role=roles[0], **origin) as call:
+            start = call(ops.copy_start, shards, indices, device)
+        with self.builder.before(there, role=roles[1], **origin) as call:
             wait = call(ops.wait, start)
-            return wait, take_apart(self.builder, wait, indices, role, here)
+            return wait, take_apart(self.builder, wait, indices, roles[1], there)
 
 
 def take_apart(

@@ -62,9 +62,6 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         ...
         h_to_device = zerofx.copy_start([h_on_host], [], "cuda");  h_1 = zerofx.wait(h_to_device)
         ...
-        up = zerofx.copy_start([p, q], [0, 1], "cuda")   # of shards that are on the host
-        w = zerofx.wait(up)
-        ...
         values = zerofx.copy_start([r], [2], "host", 0);  grads = zerofx.copy_start([g], ...)
         update = zerofx.update_start(values, grads, 1, [2])
         ...
@@ -79,15 +76,13 @@ def place_files(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         h_to_device = zerofx.copy_start([h_there], [], "cuda");  h_1 = zerofx.wait(h_to_device)
         zerofx.evict(h_there, "value", changed=False)
         ...
-        there = zerofx.wait(zerofx.fetch_start(None, "shards", [0, 1], nbytes=4096))
-        up = zerofx.copy_start([p, q], [0, 1], "cuda")
-        w = zerofx.wait(up);  zerofx.evict(there, "shards", [0, 1], changed=False)
-        ...
         states = zerofx.fetch_start(None, "states", [2], optimizer=1, nbytes=8192)
         values = zerofx.copy_start([r], [2], "host", 0);  grads = zerofx.copy_start([g], ...)
         there = zerofx.wait(states);  update = zerofx.update_start(values, grads, 1, [2])
         ...
         s = zerofx.wait(update);  zerofx.evict(there, "states", [2], optimizer=1)
+
+    So are shards that are kept on the host, around each move and update of them.
 
     Reads start in the order of their waits, each as soon as what is used up to it fits
     ``offload_cache_bytes`` (or ``BUCKETS_AHEAD`` of the largest), and what is written to the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,10 +114,9 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         group.ready = group.updates[-1]
     _find_readers(groups, gm.graph.output_node())
     moving = _Moving(gm, ctx)
-    for number, group in enumerate(groups):
+    for group, following in itertools.zip_longest(groups, groups[1:]):
         moving.begin(group)
-        following = groups[number + 1].ready if number + 1 < len(groups) else None
-        moving.settle_before(following)
+        moving.settle_before(following.ready if following else None)
     for update in updates:
         gm.graph.erase_node(update)
     staged = list(filter(is_staged, gm.graph.nodes))

@@ -59,6 +59,7 @@ class _Fixed:
         self.seconds = [seconds(node, ctx.figures, ctx.table) for node in self.nodes]
         inputs = [at for node, at in self.position.items() if node.op == "placeholder"]
         self.last_input = max(inputs, default=0)
+        self.last_behind = list(self.nodes)
 
     def in_time(
         self, stop: int, lowest: int, needed_s: float, travels: Sequence[float] = ()
@@ -83,6 +84,12 @@ class _Fixed:
             self.alive[index] += nbytes
         return at
 
+    def place(self, moved: Sequence[fx.Node], at: int) -> None:
+        """Put nodes behind the one at a position, and what has been put there."""
+        for node in moved:
+            self.last_behind[at].append(node)
+            self.last_behind[at] = node
+
 
 def start_within_budget(
     graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node], budget: int
@@ -99,10 +106,10 @@ def start_within_budget(
     earliest = {wait: _earliest(wait, chains, waits, fixed) for wait in waits}
     wanted = _wanted(ctx, waits, earliest, fixed)
     why: dict[fx.Node, str] = {}
-    before, anchor = -1, None
+    at = -1
     for wait in waits:
         new = [node for node in chains[wait] if role(node) not in _VIEWING]
-        lowest = max(wanted[wait], before)
+        lowest = max(wanted[wait], at)
         at = fixed.fit(fixed.position[wait] - 1, lowest, sum(map(value_bytes, new)), budget)
         if at > lowest:
             why[wait] = "as early as memory_budget allows"
@@ -111,11 +118,7 @@ def start_within_budget(
             why[wait] = "as soon as it can be" if ready else ENOUGH
         else:
             why[wait] = "behind the start before it"
-        anchor = anchor if at == before and anchor is not None else fixed.nodes[at]
-        for node in reversed(chains[wait]):
-            anchor.append(node)
-            anchor = node
-        before = at
+        fixed.place(chains[wait][::-1], at)
     return why
 
 
@@ -195,17 +198,15 @@ def start_moves_ahead(graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node
 def _start_moves_within(
     budget: int, fixed: _Fixed, ctx: PassContext, moves: Sequence[fx.Node]
 ) -> None:
-    before = fixed.last_input
-    anchors: dict[int, fx.Node] = {}
+    at = fixed.last_input
     for move in moves:
         (wait,) = move.users
         stop = fixed.position[wait] - 1
-        lowest = max([before, *(fixed.position[operand] for operand in move.all_input_nodes)])
+        lowest = max([at, *(fixed.position[operand] for operand in move.all_input_nodes)])
         copy_s = ops.rules(move).carries(move, ctx.table) / ctx.figures.copy_bytes_per_s
         lowest = fixed.in_time(stop, lowest, MARGIN * copy_s)
-        before = fixed.fit(stop, lowest, value_bytes(move), budget)
-        anchors.get(before, fixed.nodes[before]).append(move)
-        anchors[before] = move
+        at = fixed.fit(stop, lowest, value_bytes(move), budget)
+        fixed.place([move], at)
 
 
 def explain_transfers(

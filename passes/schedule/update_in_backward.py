@@ -37,10 +37,10 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
         for operand in filter(_comes_along, operands):
             hoist(operand, _comes_along)
-        before = [operand for operand in operands if operand not in cuts]
-        before += [value for cut in cuts for value in cut.all_input_nodes]  # what a step decays
-        before = [node for node in before if node.op != "placeholder"]
-        anchor = max([*before, *_last_reader(update)], default=None)  # now that these have moved
+        before = {operand for operand in operands if operand not in cuts}
+        before |= {value for cut in cuts for value in cut.all_input_nodes}  # what a step decays
+        before = {node for node in before if node.op != "placeholder"}
+        anchor = max(before | _readers(update), default=None)  # now that these have moved
         if anchor is None or not anchor < update:
             continue
         if anchor.next not in (update, *cuts):
@@ -62,8 +62,8 @@ def _comes_along(node: fx.Node) -> bool:
     return not (stays or mutated_inputs(node) or is_random(node))
 
 
-def _last_reader(update: fx.Node) -> list[fx.Node]:
-    """The last node that reads the value before the update, whole or as a shard; maybe none.
+def _readers(update: fx.Node) -> set[fx.Node]:
+    """The nodes that read the value before the update, whole or as a shard.
 
     In a world of one, what has been gathered is the shard's own memory.
     """
@@ -82,7 +82,7 @@ def _last_reader(update: fx.Node) -> list[fx.Node]:
             readers.add(user)
             if _holds(user, node):
                 pending.append(user)
-    return [max(readers)] if readers else []
+    return readers
 
 
 def _holds(user: fx.Node, node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from importlinter.cli import lint_imports
 from setuptools import find_packages
 
 from zerofx.options import OPTIONAL_PASSES
+from zerofx.passes.pipeline import PIPELINE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("passes", "codegen")
@@ -397,18 +398,7 @@ def passes():
 
 def pipeline():
     """Return the name of every pass in passes/pipeline.py, and the option that turns it off."""
-    source = ROOT / "passes" / "pipeline.py"
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "Pass"]
-    found = {}
-    for call in calls:
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        name = call.args[0] if call.args else keywords["name"]
-        optional = keywords.get("optional")
-        switch = keywords.get("switch", name)
-        found[name.value] = switch.value if optional is not None and optional.value else ""
-    return found
+    return {step.name: step.option if step.optional else "" for step in PIPELINE}
 
 
 def test_every_pass_has_a_test_of_its_own():
