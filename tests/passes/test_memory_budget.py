@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
 
 from tests.kit.programs import (
     assert_same_numerics,
+    capture,
     clone,
     execute,
     gathers_of,
@@ -83,6 +87,32 @@ def test_too_small_a_budget_says_what_would_do():
         run_passes(clone(deep()), memory_budget=1000)
     smallest = int(str(caught.value).split("allocates ")[1].split()[0])
     assert peak_of(within(smallest)) <= smallest <= 1.05 * peak_of(within(None))
+
+
+@functools.cache
+def decayed_step():
+    """Weights are decayed by hand in front of their update, which so reads what backward made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 33), nn.GELU(), nn.Linear(33, 33))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x):
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 33), world_size=2)
+
+
+def test_updates_are_counted_where_they_will_stand():
+    options = {"update_in_backward": True, "bucket": True, "peer_memory": True}
+    with pytest.raises(StepError, match="allocates") as caught:
+        rewritten(decayed_step(), memory_budget=1, **options)
+    smallest = int(str(caught.value).split("allocates ")[1].split()[0])
+    assert peak_of(rewritten(decayed_step(), memory_budget=smallest, **options)) == smallest
 
 
 def test_stages_that_gather_nothing_ignore_it():
