@@ -19,39 +19,28 @@ DELAY_S = 3.0
 def progress(program: nn.Module, name: str, rank: int) -> Iterator[None]:
     """Show how many of a program's compiled regions have run, in the call that compiles them.
 
-    Rank 0 alone shows it, on a terminal alone.
+    Rank 0 alone shows it, on a terminal alone, and if tqdm is installed: it is an extra.
     """
     regions = [child for child in program.children() if isinstance(child, CompiledRegion)]
-    bar = _bar(len(regions), name) if regions and rank == 0 else None
-    if bar is None:
+    is_seen = sys.stderr is not None and sys.stderr.isatty()
+    with contextlib.ExitStack() as ending:
+        if rank == 0 and regions and is_seen:
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                bar = tqdm(
+                    total=len(regions),
+                    desc=f"zerofx compiles {name}",
+                    unit="region",
+                    delay=DELAY_S,
+                    leave=False,
+                    file=sys.stderr,
+                )
+                ending.callback(bar.close)
+
+                def count(*_: Any) -> None:
+                    bar.update()  # a hook's result, unless it is None, would stand for the region's
+
+                for region in regions:
+                    ending.callback(region.register_forward_hook(count).remove)
         yield
-        return
-
-    def count(*_: Any) -> None:
-        bar.update()  # a hook's result, unless it is None, would stand for the region's
-
-    hooks = [region.register_forward_hook(count) for region in regions]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        bar.close()
-
-
-def _bar(total: int, name: str) -> Any:
-    """The bar; None where nobody would see it, or tqdm is not installed: it is an extra."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(
-        total=total,
-        desc=f"zerofx compiles {name}",
-        unit="region",
-        delay=DELAY_S,
-        leave=False,
-        file=sys.stderr,
-    )
