@@ -18,7 +18,7 @@ from torch import nn
 import zerofx.__main__ as command_line
 from tests.kit.ranks import Ranks
 from zerofx.cli.bisect import NEEDED
-from zerofx.cli.training_runs import SWITCHED, Command, Level, furthest
+from zerofx.cli.training_runs import SWITCHED, Command, furthest
 from zerofx.compiler import rewrite
 from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE
@@ -281,13 +281,6 @@ def test_another_search_replaces_what_the_last_has_written(bisect, tmp_path):
     bisect("pass")
     names = {path.name for path in (tmp_path / "zerofx-bisect").glob("run*.txt")}
     assert names == {"run1.txt", "run-notes.txt"}
-
-
-def test_what_is_on_is_said_shortly():
-    assert str(Level()) == "all" and str(Level(SWITCHED)) == "none"
-    assert str(Level(SWITCHED[1:])) == SWITCHED[0]
-    assert str(Level(SWITCHED[-1:])) == f"all but {SWITCHED[-1]}"
-    assert str(Level(SWITCHED, "bucket")) == "bucket and before"
 
 
 # A step with a faulty pass

@@ -19,6 +19,13 @@ from zerofx.report.write import file_name
 PROGRAM = "rank0/step0_0/00_captured.py"
 
 
+def let_go(folder):
+    """Release a folder, as the end of the process does."""
+    if folder._claim is not None:
+        os.close(folder._claim)
+        folder._claim = None
+
+
 @pytest.fixture
 def claimed():
     """``claimed(path, run)``, whose folders a dead process would have let go of in the end."""
@@ -30,7 +37,7 @@ def claimed():
 
     yield claim_folder
     for folder in folders:
-        folder.close()
+        let_go(folder)
 
 
 def warnings_in(caplog):
@@ -41,7 +48,7 @@ def test_a_rerun_replaces_all_that_the_run_before_has_written(claimed, tmp_path)
     first = claimed(tmp_path, "first")
     for name in (PROGRAM, "rank0/step1_0/00_captured.py", "rank3/step0_0/summary.txt"):
         first.write(name, "old")
-    first.close()
+    let_go(first)
     second = claimed(tmp_path, "second")
     assert second.path == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {CLAIM}
@@ -56,7 +63,7 @@ def test_a_rerun_removes_nothing_that_no_run_has_written(claimed, tmp_path):
         path.write_text("mine")
     first = claimed(tmp_path, "first")
     first.write(PROGRAM, "old")
-    first.close()
+    let_go(first)
     claimed(tmp_path, "second")
     assert all(path.read_text() == "mine" for path in mine)
     assert not (tmp_path / PROGRAM).exists()
@@ -87,12 +94,12 @@ def test_two_runs_that_live_do_not_mix(claimed, tmp_path, caplog):
     second.write(PROGRAM, "second")
     assert (tmp_path / PROGRAM).read_text() == "first"
     assert (tmp_path / "run2" / PROGRAM).read_text() == "second"
-    first.close()
+    let_go(first)
     # A rank of the second that comes late stays with its run, though the folder is free by now.
     assert claimed(tmp_path, "second").path == tmp_path / "run2"
     assert (tmp_path / PROGRAM).read_text() == "first"
     for folder in (second, rank_1_of_it):
-        folder.close()
+        let_go(folder)
 
 
 def test_what_dead_runs_have_left_beside_each_other_goes_too(claimed, tmp_path):
@@ -100,7 +107,7 @@ def test_what_dead_runs_have_left_beside_each_other_goes_too(claimed, tmp_path):
     for folder in folders:
         folder.write(PROGRAM, "old")
     for folder in folders:
-        folder.close()
+        let_go(folder)
     assert claimed(tmp_path, "third").path == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {CLAIM}
 
@@ -117,7 +124,7 @@ def test_a_process_that_was_killed_has_let_go(tmp_path):
     assert (tmp_path / "rank0" / "f" / "x").exists()
     folder = claim(tmp_path, "next")
     assert folder.path == tmp_path and not (tmp_path / "rank0").exists()
-    folder.close()
+    let_go(folder)
 
 
 def test_processes_without_a_group_are_runs_of_their_own():
@@ -157,7 +164,7 @@ def trained(folder):
         compiled = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
         losses.append([compiled(torch.ones(2, 4)).item() for _ in range(2)])
     for known in zero.dump_folders.values():
-        known.close()
+        let_go(known)
     zero.dump_folders.clear()
     return losses
 
@@ -216,8 +223,6 @@ def test_names_of_functions_make_names_of_folders():
     assert file_name("größe3_1") == "größe3_1"
     assert file_name("<lambda>4_0") == "_lambda_4_0"
     assert file_name("../../etc/passwd5_0") == "_.._etc_passwd5_0"
-    long = file_name("é" * 500 + "6_12")
-    assert long.endswith("_12") and len(long.encode()) < 120
 
 
 @pytest.mark.slow(reason="processes of its own start")

@@ -7,16 +7,7 @@ the user should be told; it imports what is slow where that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from zerofx.cli import bisect, diff, explain, run, timeline
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (
-    run.add_to,
-    diff.add_to,
-    timeline.add_to,
-    explain.add_to,
-    bisect.add_to,
-)
+COMMANDS = (run.add_to, diff.add_to, timeline.add_to, explain.add_to, bisect.add_to)
 """Each command's ``add_to``, in the order in which help lists them."""

@@ -17,8 +17,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zerofx.cli.training_runs import SWITCHED, Command, Level, Trial, furthest, interruptible
+from zerofx.cli.training_runs import SWITCHED, Command, Trial, furthest, interruptible
 from zerofx.errors import CommandError
+from zerofx.options import turned_off
 from zerofx.passes.pipeline import PIPELINE, rewrites
 from zerofx.report.read import read
 
@@ -34,10 +35,10 @@ _INTERRUPTED = 130
 
 PASSES = ("data_parallel", *NEEDED, *SWITCHED)
 LEVELS = (
-    *(Level(SWITCHED, name) for name in ("data_parallel", *NEEDED[:-1])),
-    *(Level(SWITCHED[n:]) for n in range(len(SWITCHED) + 1)),
+    *(turned_off(SWITCHED, name) for name in ("data_parallel", *NEEDED[:-1])),
+    *(turned_off(SWITCHED[n:]) for n in range(len(SWITCHED) + 1)),
 )
-"""From data parallelism alone to everything: each of ``PASSES``, and all before it with it."""
+"""What turns off all passes behind each of ``PASSES``, up to the last, which has none behind it."""
 
 LEAST, REFERENCE, ALL = 0, len(NEEDED), len(LEVELS) - 1
 """The levels with data parallelism alone, with every optional pass off, and with everything."""
@@ -162,9 +163,9 @@ class Search:
         self._again(behind, ZEROFX_DUMP=str(self.dumps.absolute()))
         without = None
         if name in SWITCHED:
-            without = self.command.run(f"{name} alone off", Level((name,)))
+            without = self.command.run(f"{name} alone off", turned_off((name,)))
         variables = {"ZEROFX_VALIDATE": "1", "ZEROFX_DUMP": str(self.validated.absolute())}
-        validated = self.command.run("and validated", behind.level, **variables)
+        validated = self.command.run("and validated", behind.passes, **variables)
         changed = "begins to fail" if not behind.succeeded else "prints other numbers"
         yield f"Behind {name} the run {changed}."
         if error := behind.error():
@@ -184,7 +185,7 @@ class Search:
         yield from ("", _verdict(behind, validated), *_minimal(self.validated), "")
         yield from _programs(name, self.dumps)
         yield from ("", "To see it again, without the pass and with it:")
-        yield from (f"  {self.command.line(trial.level)}" for trial in (before, behind))
+        yield from (f"  {self.command.line(trial.passes)}" for trial in (before, behind))
         yield f"What every run has printed is in {self.command.folder}/run<number>.txt."
 
     def _trial(self, level: int) -> Trial:
@@ -236,7 +237,7 @@ class Search:
         self.reference = trial
 
     def _again(self, trial: Trial, **variables: str) -> None:
-        again = self.command.run(f"run {trial.number} again", trial.level, **variables)
+        again = self.command.run(f"run {trial.number} again", trial.passes, **variables)
         if self.is_bad(again) != self.is_bad(trial):
             raise CommandError(
                 f"runs {trial.number} and {again.number} have the same passes on and do not end "
@@ -250,14 +251,13 @@ class Search:
         has_metric = self.command.metric is not None
         rows = []
         for trial in self.command.trials:
-            row = [str(trial.number), trial.why, str(trial.level), trial.ending]
-            row.append(f"{trial.seconds:.1f}")
+            row = [str(trial.number), trial.why, trial.ending, f"{trial.seconds:.1f}"]
             if has_metric:
                 row.append(f"{trial.numbers[-1]:.9g}" if trial.numbers else "none")
                 if trial.numbers and self.reference is not None:
                     row.append(f"{self.difference(trial):.3g}")
             rows.append(row)
-        headers = ["run", "", "passes on", "ended", "seconds"]
+        headers = ["run", "", "ended", "seconds"]
         headers += ["last number", "differs by"] if has_metric else []
         return tabulate(rows, headers=headers, disable_numparse=True)
 

@@ -86,14 +86,13 @@ def _paths(chosen: argparse.Namespace) -> tuple[Path, Path]:
         return first, second
     if len(chosen.what) != 3:
         raise CommandError("diff takes a folder and two passes, or two files; see --help")
-    folder = Path(chosen.what[0])
-    if not _programs(folder):
-        found = function_folders(folder, chosen.rank, chosen.function)
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found)
-            raise CommandError(f"{folder} holds the programs of {names}: name one with --function")
-        (folder,) = found
-    first, second = (_program(folder, wanted) for wanted in chosen.what[1:])
+    found = function_folders(Path(chosen.what[0]), chosen.rank, chosen.function)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise CommandError(
+            f"{chosen.what[0]} holds the programs of {names}: name one with --function"
+        )
+    first, second = (_program(found[0], wanted) for wanted in chosen.what[1:])
     return first, second
 
 

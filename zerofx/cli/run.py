@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zerofx import compat
 from zerofx.errors import CommandError
 from zerofx.options import environment
 from zerofx.replay.in_process_group import MOST_RANKS_IN_TURNS, alone, in_group, in_turns
-from zerofx.replay.random_run import Results, run_random
+from zerofx.replay.random_run import run_random
 from zerofx.report.python_text import value_text
 from zerofx.report.read import DumpedProgram, read
 from zerofx.runtime.comm.communication import default_group
@@ -50,6 +51,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(_table(outputs, program))
         return 0
     refuse_missing_devices(program)
+    call = partial(run_random, seed=chosen.seed, sgd=chosen.sgd)
     group = default_group(environment())
     if group is not None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -58,23 +60,24 @@ def run(chosen: argparse.Namespace) -> int:
                 f"{program.path} is for {program.world_size} ranks, and torchrun has started {size}"
             )
         mine = of_rank(program, rank)
-        results = run_random(mine, in_group(group), chosen.seed, chosen.sgd)
-        if mine is program:
-            _tell(program, results, f"rank {rank} of {size} processes", chosen)
-        return 0
-    programs = all_ranks(program)
-    if programs is None:
-        results = run_random(program, alone(program.world_size), chosen.seed, chosen.sgd)
+        results = call(mine, in_group(group))
+        if mine is not program:
+            return 0
+        how = f"rank {rank} of {size} processes"
+    elif (programs := all_ranks(program)) is None:
+        results = call(program, alone(program.world_size))
         how = f"rank {program.rank} alone: each of {program.world_size} ranks holds what it does"
-        _tell(program, results, how, chosen)
-        return 0
-    calls = [
-        lambda exchange, one=one: run_random(one, exchange, chosen.seed, chosen.sgd)
-        for one in programs
-    ]
-    everyone = in_turns(calls)
-    others = f" of {len(programs)}, which ran in turns" if len(programs) > 1 else ", the only one"
-    _tell(program, everyone[program.rank], f"rank {program.rank}{others}", chosen)
+    else:
+        results = in_turns([partial(call, one) for one in programs])[program.rank]
+        others = f" of {len(programs)}, which ran in turns"
+        how = f"rank {program.rank}{others if len(programs) > 1 else ', the only one'}"
+    print(f"{program.title} on random inputs of seed {chosen.seed}, {how}; what it returns:")
+    print(_table(results.returned, program))
+    if results.after:
+        print("\nand leaves behind:")
+        print(_table(results.after, program))
+    if chosen.sgd and program.facts["OPTIMIZERS"]:
+        print("\nPlain SGD has stood in for its optimizers.")
     return 0
 
 
@@ -140,16 +143,6 @@ def run_fake(program: DumpedProgram) -> Any:
         ]
         with torch.no_grad():
             return names["program"](*inputs)
-
-
-def _tell(program: DumpedProgram, results: Results, how: str, chosen: argparse.Namespace) -> None:
-    print(f"{program.title} on random inputs of seed {chosen.seed}, {how}; what it returns:")
-    print(_table(results.returned, program))
-    if results.after:
-        print("\nand leaves behind:")
-        print(_table(results.after, program))
-    if chosen.sgd and program.facts["OPTIMIZERS"]:
-        print("\nPlain SGD has stood in for its optimizers.")
 
 
 def _table(values: Any, program: DumpedProgram) -> str:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zerofx.errors import CommandError
-from zerofx.options import environment, turned_off
+from zerofx.options import environment
 from zerofx.passes.pipeline import PIPELINE
 
 SWITCHED = tuple(dict.fromkeys(step.option for step in PIPELINE if step.optional))
@@ -28,36 +28,18 @@ GRACE_S = 40.0
 """A command that was told to end has so long to do it: torchrun gives its workers 30 s."""
 
 
-class Level(NamedTuple):
-    """A part of the compiler that runs: all passes but those that are ``off``, or up to one."""
-
-    off: tuple[str, ...] = ()
-    stop_after: str | None = None
-
-    def __str__(self) -> str:
-        on = [name for name in SWITCHED if name not in self.off]
-        if self.stop_after is not None:
-            return f"{self.stop_after} and before"
-        if self.off and len(on) > len(self.off):
-            return f"all but {', '.join(self.off)}"
-        return (", ".join(on) or "none") if self.off else "all"
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return turned_off(self.off, self.stop_after)
-
-
 @dataclass(frozen=True)
 class Trial:
     """One run of the command.
 
+    ``passes`` are the variables that turn passes off, in the environment beside the user's;
     ``ending`` is ``exit 1``, ``SIGSEGV`` or ``timed out``; ``numbers`` are those that it printed
     for the metric; ``output`` is the file with all that it printed.
     """
 
     number: int
     why: str
-    level: Level
+    passes: Mapping[str, str]
     ending: str
     numbers: tuple[float, ...]
     seconds: float
@@ -99,7 +81,7 @@ class Command:
             if old.stem.removeprefix("run").isdigit():
                 old.unlink()
 
-    def run(self, why: str, level: Level, **variables: str) -> Trial:
+    def run(self, why: str, passes: Mapping[str, str], **variables: str) -> Trial:
         """Run it once, and wait; ``variables`` are environment beside what turns passes off.
 
         Raises: CommandError if it cannot be started, or prints for a metric what is no number.
@@ -108,9 +90,9 @@ class Command:
         output = self.folder / f"run{number}.txt"
         began = time.monotonic()
         with output.open("ab") as file:
-            status = self._status({**environment(), **level.variables, **variables}, file)
+            status = self._status({**environment(), **passes, **variables}, file)
         seconds = time.monotonic() - began
-        trial = Trial(number, why, level, _ending(status), self._numbers(output), seconds, output)
+        trial = Trial(number, why, passes, _ending(status), self._numbers(output), seconds, output)
         self.trials.append(trial)
         return trial
 
@@ -151,9 +133,9 @@ class Command:
                 f"{found[:3]}. Let its first group hold the number alone: 'loss ([-+.\\w]+)'"
             ) from None
 
-    def line(self, level: Level) -> str:
+    def line(self, passes: Mapping[str, str]) -> str:
         """The same run, as one types it."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in level.variables.items()]
+        words = [f"{name}={shlex.quote(value)}" for name, value in passes.items()]
         return " ".join([*words, shlex.join(self.words)])
 
 

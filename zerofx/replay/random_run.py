@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.errors import CommandError
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.replay.in_process_group import Exchange
-from zerofx.replay.reference import MakeOptimizer, Reference, Updates
+from zerofx.replay.reference import MakeOptimizer, Reference, Updates, reduced
 from zerofx.report import optimizers
 from zerofx.report.read import DumpedProgram, ProgramFacts
 from zerofx.runtime.memory.flat import take_shard
@@ -25,7 +27,7 @@ class Results:
     after: dict[str, Any]
 
 
-def run_random(program: DumpedProgram, exchange: Exchange, seed: int, sgd: bool) -> Results:
+def run_random(program: DumpedProgram, exchange: Exchange, *, seed: int, sgd: bool) -> Results:
     """Run one rank's program on random inputs."""
     inputs = random_inputs(program, seed)
     updates = Updates(program.table(), optimizers_of(program, sgd))
@@ -60,14 +62,21 @@ def call(program: DumpedProgram, reference: Reference, inputs: Sequence[Any]) ->
         return names["program"](*inputs)
 
 
-def optimizers_of(program: ProgramFacts, sgd: bool = False) -> MakeOptimizer:
-    """Return what makes the program's optimizers, or plain SGD in the place of each."""
+def optimizers_of(program: ProgramFacts, sgd: bool = False, lenient: bool = False) -> MakeOptimizer:
+    """Return what makes the program's optimizers, or plain SGD in the place of each.
+
+    ``lenient`` puts SGD in the place of those that cannot be made.
+    """
 
     def make(number: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if sgd:
-            return torch.optim.SGD(stand_ins, lr=0.01)
         names = dict(zip(program.facts["PARAMETERS"], stand_ins, strict=True))
-        return optimizers.rebuild(program.facts["OPTIMIZERS"][number], names)
+        try:
+            if not sgd:
+                return optimizers.rebuild(program.facts["OPTIMIZERS"][number], names)
+        except CommandError:
+            if not lenient:
+                raise
+        return torch.optim.SGD(stand_ins, lr=0.01)
 
     return make
 
@@ -75,29 +84,41 @@ def optimizers_of(program: ProgramFacts, sgd: bool = False) -> MakeOptimizer:
 def random_inputs(program: ProgramFacts, seed: int) -> dict[str, Any]:
     """Inputs as the dump describes them, by name.
 
-    Parameters, their gradients and buffers are the same on all ranks, and for every program of a
-    step: shards are cut from the same whole tensors.  Batches are a rank's own.  Integers are 0 or
-    1, which index whatever has two elements.
+    Parameters and buffers are the same on all ranks, and for every program of a step: shards are
+    cut from the same whole tensors.  So are gradients, as the mean of the ranks' own, which a
+    program with ``accumulate="local"`` is given instead.  Batches are a rank's own.  Integers are 0
+    or 1, which index whatever has two elements.
     """
     infos = {info.name: info for info in program.table()}
-    inputs: dict[str, Any] = {}
-    for name, of in program.facts["INPUTS"].items():
-        if "shape" not in of:
-            inputs[name] = of["value"]
-            continue
-        is_own = of.get("unreduced") or (of["kind"] == "other" and of["shape"] != ())
-        what = of.get("parameter", name)
-        seeds = f"{seed} {of['kind']} {what} {program.rank if is_own else 0}"
-        generator = torch.Generator().manual_seed(_number(seeds))
-        dtype, shape, stride = getattr(torch, of["dtype"]), of["shape"], of["stride"]
-        if of.get("sharded"):
-            info = infos[what]
-            whole = _random(info.shape, info.stride, dtype, of["kind"], generator)
-            value = take_shard(whole.to(info.device), info, program.rank)
-        else:
-            value = _random(shape, stride, dtype, of["kind"], generator)
-        inputs[name] = value.to(of["device"])
-    return inputs
+    return {
+        name: _random_input(program, seed, name, of, infos) if "shape" in of else of["value"]
+        for name, of in program.facts["INPUTS"].items()
+    }
+
+
+def _random_input(
+    program: ProgramFacts,
+    seed: int,
+    name: str,
+    of: Mapping[str, Any],
+    infos: Mapping[str, ParameterInfo],
+) -> torch.Tensor:
+    kind, what = of["kind"], of.get("parameter", name)
+    info = infos[what] if of.get("sharded") else None
+    shape, stride = (info.shape, info.stride) if info else (of["shape"], of["stride"])
+
+    def drawn(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(_number(f"{seed} {kind} {what} {rank}"))
+        return _random(shape, stride, getattr(torch, of["dtype"]), kind, generator)
+
+    if kind == "gradient" and not of.get("unreduced"):
+        value = reduced(list(map(drawn, range(program.world_size))), "mean")
+    else:
+        is_own = kind == "gradient" or (kind == "other" and shape != ())
+        value = drawn(program.rank if is_own else 0)
+    if info:
+        value = take_shard(value.to(info.device), info, program.rank)
+    return value.to(of["device"])
 
 
 def _random(

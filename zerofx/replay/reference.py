@@ -95,13 +95,13 @@ class Reference:
     # Communication
 
     def gradient(self, grad: Tensor, parameter: int) -> Tensor:
-        return _reduced(self.exchange(grad), "mean")
+        return reduced(self.exchange(grad), "mean")
 
     def all_reduce_start(self, input: Tensor, reduction: str) -> Tensor:
-        return _reduced(self.exchange(input.contiguous()), reduction)
+        return reduced(self.exchange(input.contiguous()), reduction)
 
     def reduce_scatter_start(self, flat: Tensor, reduction: str, world_size: int) -> Tensor:
-        total = _reduced(self.exchange(flat), reduction)
+        total = reduced(self.exchange(flat), reduction)
         return total.view(world_size, -1)[self.rank].clone()
 
     def all_gather_start(self, shard: Tensor, world_size: int) -> Tensor:
@@ -340,7 +340,8 @@ def _stand_in(info: ParameterInfo) -> nn.Parameter:
     return nn.Parameter(element.expand(info.shape))
 
 
-def _reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
+def reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
+    """Return the sum, mean, maximum or minimum of all ranks' values, added up in their order."""
     combine: Mapping[str, Any] = {"max": torch.maximum, "min": torch.minimum}
     total = values[0].clone()
     for value in values[1:]:

@@ -6,13 +6,12 @@ Passes may change everything else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from zerofx.errors import CommandError
 from zerofx.ir.graph import copied
 from zerofx.ir.interface import unreduced_results, written_gradients
 from zerofx.passes.base import PassContext
@@ -25,16 +24,10 @@ from zerofx.report.text import program_facts
 
 @dataclass(frozen=True)
 class ObservedProgram(ProgramFacts):
-    """One rank's program as it was behind a pass.
-
-    Its optimizers are by handle.  ``averaged`` are inputs, by name, that are the mean of the ranks'
-    own: what a gradient that ``accumulate="local"`` has left unreduced means where nothing has been
-    said of ranks yet.
-    """
+    """One rank's program as it was behind a pass.  Its optimizers are by handle."""
 
     root: fx.GraphModule
     graph: fx.Graph
-    averaged: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -50,13 +43,7 @@ class ObservedProgram(ProgramFacts):
 
     def reduced_to(self, gm: fx.GraphModule) -> ObservedProgram:
         """A part of this program, as one of its own."""
-        facts = {**self.facts, **program_facts(gm, self.table())}
-        return ObservedProgram(facts, gm, gm.graph, self.averaged & facts["INPUTS"].keys())
-
-    def unreduced(self) -> frozenset[str]:
-        """The inputs, by name, that are this rank's own gradients."""
-        inputs = self.facts["INPUTS"].items()
-        return frozenset(name for name, of in inputs if of.get("unreduced"))
+        return ObservedProgram({**self.facts, **program_facts(gm, self.table())}, gm, gm.graph)
 
     def run(
         self, exchange: Exchange, watch: Watch | None = None, linear: bool = False
@@ -65,35 +52,20 @@ class ObservedProgram(ProgramFacts):
 
         ``linear`` updates with plain SGD, whatever the optimizers are.  Collective.
         """
-        make = optimizers_of(self, sgd=linear)
-
-        def optimizer(handle: int, stand_ins: list[nn.Parameter]) -> torch.optim.Optimizer:
-            try:
-                return make(handle, stand_ins)
-            except CommandError:  # all programs are compared with the same one
-                return torch.optim.SGD(stand_ins, lr=0.01)
-
         given: dict[tuple[int, int], list[tuple[Tensor, bool]]] = {}
 
         def note(optimizer: int, index: int, grad: Tensor, whole: bool) -> None:
             noted = grad.detach().clone(), self.facts["STAGE"] > 0 and not whole
             given.setdefault((optimizer, index), []).append(noted)
 
-        updates = Updates(self.table(), optimizer, note)
+        make = optimizers_of(self, sgd=linear, lenient=True)  # the same ones for all programs
+        updates = Updates(self.table(), make, note)
         reference = Reference(self.table(), self.rank, exchange, updates)
-        inputs = self._inputs(reference)
+        inputs = random_inputs(self, seed=0)
         torch.manual_seed(self.rank)
         with torch.no_grad():
             returned = Interpreter(self.root, self.graph, reference, watch).run(*inputs.values())
             return dict(self._visible(reference, inputs, returned, given))
-
-    def _inputs(self, reference: Reference) -> dict[str, Any]:
-        own = {name: {**self.facts["INPUTS"][name], "unreduced": True} for name in self.averaged}
-        facts = {**self.facts, "INPUTS": {**self.facts["INPUTS"], **own}}
-        inputs = random_inputs(replace(self, facts=facts), seed=0)
-        for name in sorted(self.averaged):
-            inputs[name] = reference.gradient(inputs[name], 0)
-        return inputs
 
     def _visible(
         self,

@@ -128,20 +128,16 @@ class Validator:
         Raises: ValidationError with the pass and the first node that computes something else.
         """
         with compat.real_tensors():  # whoever compiles has everything made fake
-            self._compare(name, ObservedProgram.of(gm, self.ctx, self.optimizers), path)
-
-    def _compare(self, name: str, mine: ObservedProgram, path: Path | None) -> None:
-        programs = [
-            self._program_of(rank, name) if rank != self.ctx.rank else mine
-            for rank in range(self.ctx.world_size)
-        ]
-        if self.after is not None:
-            self.before = _averaging_what_was_one(self.after, programs)
-        self.after = Observation.of(programs)
-        if self.before is None:
-            _warn_of_nothing_seen(self.after.seen)
-        elif found := self.difference(name, self.before, self.after):
-            raise self._differs(name, *found, path)
+            mine = ObservedProgram.of(gm, self.ctx, self.optimizers)
+            programs = [
+                self._program_of(rank, name) if rank != self.ctx.rank else mine
+                for rank in range(self.ctx.world_size)
+            ]
+            self.before, self.after = self.after, Observation.of(programs)
+            if self.before is None:
+                _warn_of_nothing_seen(self.after.seen)
+            elif found := self.difference(name, self.before, self.after):
+                raise self._differs(name, *found, path)
 
     def difference(
         self, name: str, before: Observation, after: Observation
@@ -215,19 +211,6 @@ class Validator:
             f"that {where}.{written} This is a fault of zerofx: {remedy}, and turn the pass off "
             "meanwhile if it has a switch."
         )
-
-
-def _averaging_what_was_one(
-    before: Observation, programs: Sequence[ObservedProgram]
-) -> Observation:
-    """Let programs before ``data_parallel`` find the mean of the gradients of those behind it.
-
-    ``accumulate="local"`` lets a gradient come in as each rank's own, where it was the average.
-    """
-    new = programs[0].unreduced() - before.programs[0].unreduced()
-    if not new:
-        return before
-    return Observation.of([replace(program, averaged=new) for program in before.programs])
 
 
 def _seen(programs: Sequence[ObservedProgram], linear: bool = False) -> Observed:

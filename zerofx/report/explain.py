@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -85,16 +86,13 @@ def _passes(program: Program, with_seconds: bool) -> str:
     """Return a table with a row for each pass: what it did, or why it is off."""
     rows = []
     for report in program.reports:
-        row = [report.name, "off" if report.skipped else "on", _counts(report.counts)]
+        what = report.skipped or _counts(report.counts)
         if report.skipped == TURNED_OFF:
-            row[-1] = f"{report.skipped}; ZEROFX_{report.option.upper()}=1 turns it on"
-        elif report.skipped:
-            row[-1] = report.skipped
-        rows.append([*row, f"{report.seconds:.3f}"])
-    headers = ("pass", "", "what it did, or why not", "seconds")
-    columns = len(headers) if with_seconds else len(headers) - 1
-    shown = [row[:columns] for row in rows]
-    return tabulate(shown, headers=headers[:columns], disable_numparse=True)
+            what += f"; ZEROFX_{report.option.upper()}=1 turns it on"
+        row = [report.name, "off" if report.skipped else "on", what]
+        rows.append([*row, f"{report.seconds:.3f}"] if with_seconds else row)
+    headers = ("pass", "", "what it did, or why not", *(("seconds",) if with_seconds else ()))
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def limit_text(timeline: Timeline) -> str:
@@ -129,21 +127,21 @@ def _lanes(timeline: Timeline) -> str:
 
 def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
     """Return rows on host memory and the moves there and back; none without offload."""
-    moved = moved_bytes(program.gm)
+    graph, moved = program.gm.graph, moved_bytes(program.gm)
     if not (program.options.offload or moved.to_device):
         return []
-    states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
-    stays = decisions(program.gm.graph).state_bytes
     targets = ", ".join(program.options.offload) or "what another function keeps there"
+    in_files = any(is_fetch(node, "shards") for node in graph.nodes)
+    states = program.runtime.steps.host_bytes() if program.runtime is not None else 0
     rows = [
         ("leaves the device, as far as it has to", targets),
         *_files(program),
-        (
-            "parameters in host memory",
-            size_text(0 if _files_hold_shards(program) else on_host_bytes(program)),
-        ),
+        ("parameters in host memory", size_text(0 if in_files else on_host_bytes(program))),
         ("optimizer states in host memory", size_text(states)),
-        *([("optimizer states on the device", size_text(stays))] if stays else []),
+    ]
+    if stays := decisions(graph).state_bytes:
+        rows.append(("optimizer states on the device", size_text(stays)))
+    rows += [
         ("staging buffers in host memory", size_text(moved.staging)),
         ("moved per step: to the host", size_text(moved.to_host)),
         ("moved per step: to the device", size_text(moved.to_device)),
@@ -162,34 +160,20 @@ def _files(program: Program) -> list[tuple[str, str]]:
     files = program.runtime.files if program.runtime is not None else None
     if files is None:
         return []
-    tier = files.tier
-    nbytes = sum(bucket.nbytes for bucket in set(files.buckets))
-    largest = max(bucket.nbytes for bucket in files.buckets)
+    tier, sizes = files.tier, {bucket: bucket.nbytes for bucket in files.buckets}
+    there = f"{size_text(sum(sizes.values()))} in {', '.join(tier.directories)}"
+    cached = f"{size_text(tier.cached_bytes)} of at most {size_text(tier.cache_bytes)}"
     return [
-        (
-            f"{words_for(files.buckets)} in files",
-            f"{size_text(nbytes)} in {', '.join(tier.directories)}",
-        ),
-        ("their largest bucket", size_text(largest)),
+        (f"{words_for(files.buckets)} in files", there),
+        ("their largest bucket", size_text(max(sizes.values()))),
         ("read per step, at most", size_text(files.read_bytes)),
         ("written per step, at most", size_text(files.written_bytes)),
-        (
-            "of that in host memory",
-            f"{size_text(tier.cached_bytes)} of at most {size_text(tier.cache_bytes)}",
-        ),
+        ("of that in host memory", cached),
     ]
-
-
-def _files_hold_shards(program: Program) -> bool:
-    return any(is_fetch(node, "shards") for node in program.gm.graph.nodes)
 
 
 def _counts(counts) -> str:
     return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
-
-
-_FIRST_SHARDED = {"parameters": 3, "gradients": 2, "optimizer states": 1}
-"""The first stage at which a rank keeps only a share of them."""
 
 
 def memory_by_stage(program: Program) -> list[str]:
@@ -201,67 +185,55 @@ def memory_by_stage(program: Program) -> list[str]:
 
     Source: ZeRO, Rajbhandari et al. 2020, section 5.
     """
-    ranks = program.function.communicator.world_size
-    trained = [info for info in program.table if info.requires_grad]
-    per_element = _state_bytes(program)
-    states = {info.index: per_element.get(info.index, 0.0) for info in program.table}
-    whole = {
-        "parameters": sum(info.nbytes for info in program.table),
-        "gradients": sum(info.nbytes for info in trained),
-        "optimizer states": sum(int(states[i.index] * i.numel) for i in program.table),
-    }
-    is_sharded = program.options.stage > 0
-    here = {
-        "parameters": kept_bytes(program) + on_host_bytes(program),
-        "gradients": _gradient_bytes(program),
-        "optimizer states": sum(
-            int(states[info.index] * (info.shard_numel if is_sharded else info.numel))
-            for info in program.table
-        ),
+    table, ranks = program.table, program.function.communicator.world_size
+    states = _state_bytes(program)
+    whole_states = sum(int(states[info.index] * info.numel) for info in table)
+    own_states = whole_states
+    if program.options.stage:
+        own_states = sum(int(states[info.index] * info.shard_numel) for info in table)
+    trained = sum(info.nbytes for info in table if info.requires_grad)
+    parameters = sum(info.nbytes for info in table)
+    own_parameters = kept_bytes(program) + on_host_bytes(program)
+    # By what it is: its bytes in all and in this program, and the first stage that shards it.
+    kept = {
+        "parameters": (parameters, own_parameters, 3),
+        "gradients": (trained, _gradient_bytes(program), 2),
+        "optimizer states": (whole_states, own_states, 1),
     }
     rows = [
-        [what, *(size_text(_share(nbytes, what, stage, ranks)) for stage in range(4))]
-        + [size_text(here[what])]
-        for what, nbytes in whole.items()
+        [*(-(-whole // ranks) if stage >= first else whole for stage in range(4)), here]
+        for whole, here, first in kept.values()
     ]
-    sums = [
-        sum(_share(nbytes, what, stage, ranks) for what, nbytes in whole.items())
-        for stage in range(4)
+    rows.append([sum(column) for column in zip(*rows, strict=True)])
+    shown = [
+        [what, *map(size_text, row)] for what, row in zip([*kept, "together"], rows, strict=True)
     ]
-    rows.append(["together", *map(size_text, sums), size_text(sum(here.values()))])
     headers = ("a rank keeps", *(f"stage {stage}" for stage in range(4)), "this program")
-    numel = sum(info.numel for info in program.table)
-    average = ", ".join(f"{what} {nbytes / max(numel, 1):.3g}" for what, nbytes in whole.items())
+    numel = sum(info.numel for info in table)
+    each = ", ".join(f"{what} {of[0] / max(numel, 1):.3g}" for what, of in kept.items())
     return [
-        tabulate(rows, headers=headers, disable_numparse=True),
-        f"Bytes per element: {average}; {numel} elements, {ranks} rank(s).",
+        tabulate(shown, headers=headers, disable_numparse=True),
+        f"Bytes per element: {each}; {numel} elements, {ranks} rank(s).",
         "This program's gradients are the most that a step has at once, averaged and not yet.",
     ]
 
 
-def _share(nbytes: int, what: str, stage: int, ranks: int) -> int:
-    return -(-nbytes // ranks) if stage >= _FIRST_SHARDED[what] else nbytes
-
-
 def _state_bytes(program: Program) -> dict[int, float]:
     """Return the bytes per element that optimizers keep, by the parameter's index."""
-    runtime = program.runtime
-    if runtime is None:
-        return {}
-    pairs = zip(runtime.tensors, program.table, strict=True)
-    infos = {id(tensor()): info for tensor, info in pairs if tensor() is not None}
+    found: dict[int, float] = defaultdict(float)
+    if program.runtime is None:
+        return found
+    tensors = [tensor() for tensor in program.runtime.tensors]
+    infos = {id(t): info for t, info in zip(tensors, program.table, strict=True) if t is not None}
     precision = Precision.of(program.options)
-    optimizers = zip(program.optimizers, (alive() for alive in runtime.optimizers), strict=True)
+    optimizers = zip(program.optimizers, program.runtime.optimizers, strict=True)
     known = {
         handle: bytes_of_states(optimizer, infos, precision)
-        for handle, optimizer in optimizers
+        for handle, optimizer in ((handle, alive()) for handle, alive in optimizers)
         if optimizer is not None
     }
-    by_index = {info.index: identity for identity, info in infos.items()}
-    found: dict[int, float] = {}
     for handle, parameter in updates(program.gm.graph):
-        nbytes = known.get(handle, {}).get(by_index.get(parameter, 0), 0.0)
-        found[parameter] = found.get(parameter, 0.0) + nbytes
+        found[parameter] += known.get(handle, {}).get(id(tensors[parameter]), 0.0)
     return found
 
 

@@ -58,12 +58,6 @@ class DumpFolder:
             error,
         )
 
-    def close(self) -> None:
-        """Release the folder, as the end of the process does."""
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
-
 
 def claim(path: str | Path, run: str) -> DumpFolder:
     """Return the folder of this run below ``path``, the same for all processes of the run.

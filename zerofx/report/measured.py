@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +43,6 @@ class _Range(NamedTuple):
     is_on_device: bool
 
 
-class _Span(NamedTuple):
-    lane: str
-    begin_s: float
-    end_s: float
-    name: str
-
-
 def add_measured(trace: dict[str, Any], path: Path) -> None:
     """Add the last step of a profile to a program's trace, in place of an earlier one.
 
@@ -66,25 +59,25 @@ def add_measured(trace: dict[str, Any], path: Path) -> None:
     _check(trace, path, host)
     predicted = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == PREDICTED]
     facts = {(LANES[event["tid"] - 1], event["name"]): event for event in predicted}
-    spans = [
-        span
-        for lane in LANES
-        for span in _in_turn(s for s in _spans(trace, host, device, facts) if s.lane == lane)
-    ]
+    zero_us = min(found.begin_us for found in host)  # the device has the same clock
+    lanes = {
+        lane: list(_in_turn(ranges, zero_us))
+        for lane, ranges in _by_lane(trace["zerofx"], host, device, facts).items()
+    }
     events = []
-    for lane, begin_s, end_s, name in spans:
-        known = facts.get((lane, name), {"cat": lane, "args": {}})
-        event = span_event(MEASURED, lane, name, known["cat"], begin_s, end_s, **known["args"])
-        events.append(event)
+    for lane in filter(lanes.__contains__, LANES):
+        for name, begin_s, end_s in lanes[lane]:
+            known = facts.get((lane, name), {"cat": lane, "args": {}})
+            event = span_event(MEASURED, lane, name, known["cat"], begin_s, end_s, **known["args"])
+            events.append(event)
     ours = trace["zerofx"]
-    lanes = {span.lane for span in spans}
     trace["traceEvents"] = [
         *(event for event in trace["traceEvents"] if event["pid"] != MEASURED),
         *process_events(MEASURED, f"measured: {ours['title']}", lanes),
         *events,
     ]
-    took_s = max(span.end_s for span in spans)
-    waited_s = sum(span.end_s - span.begin_s for span in spans if span.lane == "waiting")
+    took_s = max(end_s for spans in lanes.values() for _, _, end_s in spans)
+    waited_s = sum(end_s - begin_s for _, begin_s, end_s in lanes.get("waiting", ()))
     words = f"Measured, it took {duration(took_s)}, {duration(waited_s)} of it waiting"
     if ours["step_s"]:
         words += f": {took_s / ours['step_s']:.3g} times what was predicted"
@@ -104,42 +97,40 @@ def _check(trace: dict[str, Any], path: Path, host: list[_Range]) -> None:
         )
 
 
-def _spans(
-    trace: dict[str, Any], host: list[_Range], device: list[_Range], facts: Iterable[tuple]
-) -> list[_Span]:
-    """Put each range of a node on its lane, in seconds from the first."""
-    nodes, waits_for = set(trace["zerofx"]["nodes"]), trace["zerofx"]["waits_for"]
+def _by_lane(
+    ours: dict[str, Any], host: list[_Range], device: list[_Range], facts: Iterable[tuple]
+) -> dict[str, list[_Range]]:
+    """Put each range of a node on its lane."""
+    nodes, waits_for = set(ours["nodes"]), ours["waits_for"]
     lane_of = {name: lane for lane, name in facts if lane not in ("compute", "waiting")}
-    zero_us = min(found.begin_us for found in host)  # of both: a trace has one clock
     arrived_us = {waits_for[f.name]: f.end_us for f in host if f.name in waits_for}
     on_device = {found.name for found in device}
-    spans = []
-
-    def add(lane: str, found: _Range, end_us: float) -> None:
-        begin_s, end_s = (max(us - zero_us, 0.0) * 1e-6 for us in (found.begin_us, end_us))
-        spans.append(_Span(lane, begin_s, end_s, found.name))
-
+    lanes: dict[str, list[_Range]] = {}
     for found in host:
         if found.name not in nodes:
             continue
-        own = "host" if device else "compute"
-        add("waiting" if found.name in waits_for else own, found, found.end_us)
+        own = "waiting" if found.name in waits_for else "host" if device else "compute"
+        lanes.setdefault(own, []).append(found)
         if found.name in lane_of and found.name not in on_device:
-            add(lane_of[found.name], found, arrived_us.get(found.name, found.end_us))
+            end_us = arrived_us.get(found.name, found.end_us)
+            lanes.setdefault(lane_of[found.name], []).append(found._replace(end_us=end_us))
     for found in device:
         if found.name in nodes:
-            add(lane_of.get(found.name, "compute"), found, found.end_us)
-    return spans
+            lanes.setdefault(lane_of.get(found.name, "compute"), []).append(found)
+    return lanes
 
 
-def _in_turn(spans: Iterable[_Span]) -> list[_Span]:
-    """Cut what overlaps on a lane: it does one thing after the other, and begins the next then."""
-    found: list[_Span] = []
-    for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
-        begin_s = max(span.begin_s, found[-1].end_s if found else 0.0)
-        if begin_s < span.end_s:
-            found.append(span._replace(begin_s=begin_s))
-    return found
+def _in_turn(ranges: list[_Range], zero_us: float) -> Iterator[tuple[str, float, float]]:
+    """Cut what overlaps on a lane: it does one thing after the other, and begins the next then.
+
+    Yield names, and seconds from the first range of the step.
+    """
+    free_us = zero_us
+    for found in sorted(ranges, key=lambda found: (found.begin_us, found.end_us)):
+        begin_us = max(found.begin_us, free_us)
+        if begin_us < found.end_us:
+            free_us = found.end_us
+            yield found.name, (begin_us - zero_us) * 1e-6, (free_us - zero_us) * 1e-6
 
 
 def _ranges(path: Path) -> list[_Range]:
@@ -172,7 +163,6 @@ def _last_step(ranges: list[_Range]) -> list[_Range]:
     steps = [found for found in ranges if found.name == STEP_RANGE]
     if not steps:
         return []
-    inside = [
-        f for f in ranges if steps[-1].begin_us <= f.begin_us and f.end_us <= steps[-1].end_us
-    ]
+    last = steps[-1]
+    inside = (f for f in ranges if last.begin_us <= f.begin_us and f.end_us <= last.end_us)
     return [found for found in inside if found.name != STEP_RANGE]

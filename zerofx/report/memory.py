@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -93,10 +94,7 @@ def alive(pieces: Iterable[Piece], count: int, place: str = "device") -> dict[st
             changes[piece.kind][piece.end + 1] -= piece.nbytes
     found = {}
     for kind, steps in changes.items():
-        total, column = 0, []
-        for step in steps[:count]:
-            total += step
-            column.append(total)
+        column = list(itertools.accumulate(steps[:count]))
         if any(column):
             found[kind] = column
     return found

@@ -13,8 +13,6 @@ from torch import nn
 from zerofx import compat
 from zerofx.errors import CommandError
 
-_MISSING = object()
-
 _TENSOR = "tensor"
 """The key of a hyperparameter that is a tensor of one element, with its value."""
 
@@ -29,9 +27,14 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
     omitted: set[str] = set()
 
     def literals(values: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: _literal(value) for name, value in values.items() if name != "params"}
-        omitted.update(name for name, value in found.items() if value is _MISSING)
-        return {name: value for name, value in found.items() if value is not _MISSING}
+        found = {}
+        for name, value in values.items():
+            try:
+                if name != "params":
+                    found[name] = _literal(value)
+            except TypeError:
+                omitted.add(name)
+        return found
 
     groups = [
         {
@@ -112,6 +115,5 @@ def _literal(value: Any) -> Any:
         with compat.real_tensors():
             return {_TENSOR: value.item(), "dtype": dtype, "device": str(value.device)}
     if isinstance(value, tuple | list):
-        items = [_literal(item) for item in value]
-        return _MISSING if any(item is _MISSING for item in items) else type(value)(items)
-    return _MISSING
+        return type(value)([_literal(item) for item in value])
+    raise TypeError(f"a {type(value).__name__} is no literal")

@@ -6,7 +6,6 @@ import json
 import pkgutil
 import re
 import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -82,12 +81,21 @@ def target_text(target: Any) -> str | None:
     return f"{module}.{name}" if found is target else None
 
 
-def literal_text(name: str, brackets: str, items: Iterable[str]) -> str:
-    """Return the assignment of a list or dict to a name, with a line for each item."""
-    lines = [f"    {item}," for item in items]
-    if not lines:
-        return f"{name} = {brackets}"
-    return "\n".join([f"{name} = {brackets[0]}", *lines, brackets[1]])
+class AsItIs(str):
+    """Text that a list, tuple or dict shows without quotes."""
+
+    __repr__ = str.__str__
+
+
+def literal_text(name: str, value: Any) -> str:
+    """Return the assignment of a literal to a name; items of a dict, or dicts, have a line each."""
+    match value:
+        case {} if value:
+            lines = [f"    {key!r}: {item!r}," for key, item in value.items()]
+            return "\n".join([f"{name} = {{", *lines, "}"])
+        case [dict() | str(), *_]:
+            return "\n".join([f"{name} = [", *(f"    {item!r}," for item in value), "]"])
+    return f"{name} = {value!r}"
 
 
 def one_line(text: str) -> str:

@@ -15,8 +15,7 @@ from zerofx.errors import CommandError
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.report.text import FORMAT
 
-_VERSIONS = re.compile(r"# zerofx dump (\d+), torch (\S+), zerofx (\S+)$")
-_TITLE = re.compile(r"# (\d+) (\w+), rank \d+ of \d+, stage \d$")
+_VERSIONS = re.compile(r"# zerofx dump (\d+), torch (\S+), zerofx (\S+)\n")
 _FACTS = {"RANK", "WORLD_SIZE", "STAGE", "PARAMETERS", "OPTIMIZERS", "INPUTS", "GRADIENTS"}
 _FACTS |= {"SHARDED_RESULTS", "OBSTACLES"}
 """The facts that every dump has."""
@@ -63,9 +62,12 @@ class DumpedProgram(ProgramFacts):
 
     path: Path
     torch_version: str
-    title: str
     text: str
     function: str
+
+    @property
+    def title(self) -> str:
+        return self.path.stem.replace("_", " ", 1)
 
     def namespace(self) -> dict[str, Any]:
         """Execute the file, and return its names; the function ``program`` is defined, not run.
@@ -95,8 +97,7 @@ def read(path: str | Path) -> DumpedProgram:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         text = ""
-    lines = text.splitlines()
-    versions = _VERSIONS.match(lines[0]) if lines else None
+    versions = _VERSIONS.match(text)
     if versions is None:
         raise CommandError(f"{path} is no program that zerofx has dumped")
     if int(versions[1]) != FORMAT:
@@ -104,16 +105,15 @@ def read(path: str | Path) -> DumpedProgram:
             f"{path} is a dump of format {versions[1]}, written by zerofx {versions[3]}; this one "
             f"reads format {FORMAT}. Use that zerofx, or dump the step again."
         )
-    title = _TITLE.match(lines[1]) if len(lines) > 1 else None
     head, start, tail = text.partition("\ndef program(\n")
     function = (start + tail).strip().partition("\nif __name__")[0]
     try:
         facts = _literals(head)
     except SyntaxError:
         facts = {}
-    if title is None or not facts.keys() >= _FACTS or "\n    return" not in function:
+    if not facts.keys() >= _FACTS or "\n    return" not in function:
         raise CommandError(f"{path} is not whole: dump the step again")
-    return DumpedProgram(facts, path, versions[2], f"{title[1]} {title[2]}", text, function)
+    return DumpedProgram(facts, path, versions[2], text, function)
 
 
 def function_folders(folder: Path, rank: int, function: str | None = None) -> list[Path]:

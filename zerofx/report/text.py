@@ -30,6 +30,7 @@ from zerofx.ir.roles import bucket_of, parameter_of, provenance
 from zerofx.ir.source import source_of
 from zerofx.report.python_text import (
     EXACT,
+    AsItIs,
     comment,
     literal_text,
     one_line,
@@ -106,7 +107,7 @@ class _Text:
         self.handles: dict[int, int] = {}
         self.in_file = constants
         self.reads_file = False
-        self.constants: dict[str, str] = {}
+        self.constants: dict[str, AsItIs] = {}
         self._buckets: dict[int, list[str]] = {}
         for info in sorted(table, key=lambda info: info.place.offset):
             self._buckets.setdefault(info.place.bucket, []).append(quoted_name(info.name))
@@ -115,26 +116,14 @@ class _Text:
     def file(self) -> str:
         program = self._program()  # first: it notes optimizers, constants and obstacles
         facts = self.facts()
-
-        def as_dict(fact: str) -> str:
-            return literal_text(fact, "{}", (f"{k!r}: {v!r}" for k, v in facts[fact].items()))
-
-        optimizers = (repr(self.optimizers.get(handle, {})) for handle in self.handles)
-
-        return "\n\n".join(
-            [
-                as_dict("PARAMETERS"),
-                literal_text("OPTIMIZERS", "[]", optimizers),
-                as_dict("INPUTS"),
-                as_dict("GRADIENTS"),
-                f"SHARDED_RESULTS = {facts['SHARDED_RESULTS']}",
-                literal_text("OBSTACLES", "[]", map(repr, self.obstacles)),
-                _IMPORTS,
-                self._constants(),
-                f"\n{program}\n",
-                f"{_RUN}\n",
-            ]
-        )
+        facts = {
+            "PARAMETERS": facts.pop("PARAMETERS"),
+            "OPTIMIZERS": [self.optimizers.get(handle, {}) for handle in self.handles],
+            **facts,
+            "OBSTACLES": self.obstacles,
+        }
+        literals = [literal_text(name, value) for name, value in facts.items()]
+        return "\n\n".join([*literals, _IMPORTS, self._constants(), f"\n{program}\n", f"{_RUN}\n"])
 
     def facts(self) -> dict[str, Any]:
         graph = self.gm.graph
@@ -147,7 +136,7 @@ class _Text:
         }
 
     def _constants(self) -> str:
-        text = literal_text("CONSTANTS", "{}", (f"{k!r}: {v}" for k, v in self.constants.items()))
+        text = literal_text("CONSTANTS", self.constants)
         if self.reads_file:
             path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
             text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
@@ -254,16 +243,15 @@ class _Text:
 
     def _constant(self, node: fx.Node) -> str:
         name = str(node.target)
-        value: Any = self.gm
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(name)(self.gm)
         if not isinstance(value, torch.Tensor) or compat.is_fake(value):
             return self._unknown(node, f"{name} is a {type(value).__name__}")
         with compat.real_tensors():
             if value.numel() <= _IN_TEXT and value.dtype in EXACT and value.is_contiguous():
                 text = f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
-                is_on_host = value.device.type == "cpu"
-                self.constants[name] = text if is_on_host else f"{text}.to({str(value.device)!r})"
+                if value.device.type != "cpu":
+                    text += f".to({str(value.device)!r})"
+                self.constants[name] = AsItIs(text)
             elif value.nbytes <= _LARGEST_CONSTANT:
                 self.in_file[name] = value.detach()
                 self.reads_file = True
@@ -275,36 +263,30 @@ class _Text:
         """Write an argument as Python reads it."""
         return repr(fx.node.map_aggregate(value, self._leaf))
 
-    def _leaf(self, value: Any) -> _AsItIs:
+    def _leaf(self, value: Any) -> AsItIs:
         """Write what an argument's lists, tuples, dicts and slices hold."""
         if isinstance(value, fx.Node):
-            return _AsItIs(value.name)
+            return AsItIs(value.name)
         value = compat.scalar_hint(value)
         if value is None or type(value) in (bool, int, float, complex, str):
-            return _AsItIs(repr(value))
+            return AsItIs(repr(value))
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return _AsItIs(value)
+            return AsItIs(value)
         if isinstance(value, torch.device):
-            return _AsItIs(f"torch.device({str(value)!r})")
+            return AsItIs(f"torch.device({str(value)!r})")
         if value is Ellipsis:
-            return _AsItIs("...")
+            return AsItIs("...")
         text = target_text(value)
         if text is None:
             self.obstacles.append(f"one of its arguments is of type {type(value).__name__}")
             text = repr(one_line(without_addresses(repr(value))))
-        return _AsItIs(text)
+        return AsItIs(text)
 
     def _unknown(self, node: fx.Node, why: str) -> str:
         """Write a node that cannot be run again, to be read; note it as an obstacle."""
         self.obstacles.append(f"{node.name}: {one_line(without_addresses(why))}")
         reads = ", ".join(read.name for read in node.all_input_nodes)
         return f"({without_addresses(str(node.target))!r}, [{reads}])"
-
-
-class _AsItIs(str):
-    """Text that a list or tuple shows without quotes."""
-
-    __repr__ = str.__str__
 
 
 def _described(info: ParameterInfo) -> dict[str, Any]:

@@ -201,18 +201,8 @@ _PEAK = "allocated on the device at most, beside parameters, states and the batc
 
 
 def file_name(function: str) -> str:
-    """Return a folder's name for a function: in any alphabet, without characters that paths use.
-
-    Names that are too long for file systems are cut; the number after the last ``_`` stays.
-    """
-    plain = re.sub(r"[^\w.-]", "_", function).lstrip(".")
-    stem, separator, number = plain.rpartition("_")
-    while len(stem.encode()) > _LONGEST_NAME:
-        stem = stem[:-1]
-    return f"{stem}{separator}{number}"
-
-
-_LONGEST_NAME = 100
+    """Return a folder's name for a function: in any alphabet, without characters that paths use."""
+    return re.sub(r"[^\w.-]", "_", function).lstrip(".")
 
 
 def _shown(before: Costs | None, after: Costs) -> tuple[str, ...]:
