@@ -113,15 +113,15 @@ def test_what_breaks_a_rule_is_dumped_under_another_name(
 
 
 def test_what_is_no_program_any_more_is_dumped_as_a_list_of_nodes(tmp_path):
-    original = write.program_text
+    original = write.ProgramText.file
 
-    def text(gm, *rest):
-        if any(node.name == "mul_tensor" for node in gm.graph.nodes):
+    def file(text):
+        if any(node.name == "mul_tensor" for node in text.gm.graph.nodes):
             raise AttributeError("no val")
-        return original(gm, *rest)
+        return original(text)
 
     with (
-        mock.patch.object(write, "program_text", text),
+        mock.patch.object(write.ProgramText, "file", file),
         pytest.raises(KeyError, match="no such bucket"),
     ):
         train(tmp_path, half_done)

@@ -197,7 +197,8 @@ class Search:
 
     def _ends(self) -> tuple[int, int]:
         """Run the ends of the search; return a good level and a higher, bad one."""
-        if self._trial(ALL).succeeded and self.command.metric is None:
+        metric = self.command.metric
+        if self._trial(ALL).succeeded and metric is None:
             raise CommandError(
                 "the command succeeds as it is, so there is nothing to find. If what it prints is "
                 "wrong, say where with --metric, and how wrong with --tolerance."
@@ -205,7 +206,12 @@ class Search:
         higher = ALL
         for level in (REFERENCE, LEAST):
             if self._trial(level).succeeded:
-                self._refer_to(self._trial(level))
+                self.reference = self._trial(level)
+                if metric is not None and not self.reference.numbers:
+                    raise CommandError(
+                        f"--metric {metric.pattern!r} finds nothing in what the command printed: "
+                        f"{self.reference.output}."
+                    )
                 if self.is_bad(self._trial(higher)):
                     return level, higher
             higher = level
@@ -227,15 +233,6 @@ class Search:
             "the other."
         )
 
-    def _refer_to(self, trial: Trial) -> None:
-        metric = self.command.metric
-        if metric is not None and not trial.numbers:
-            raise CommandError(
-                f"--metric {metric.pattern!r} finds nothing in what the command printed: "
-                f"{trial.output}."
-            )
-        self.reference = trial
-
     def _again(self, trial: Trial, **variables: str) -> None:
         again = self.command.run(f"run {trial.number} again", trial.passes, **variables)
         if self.is_bad(again) != self.is_bad(trial):
@@ -248,18 +245,16 @@ class Search:
 
     def table(self) -> str:
         """Return a table with a row for each run."""
-        has_metric = self.command.metric is not None
         rows = []
         for trial in self.command.trials:
-            row = [str(trial.number), trial.why, trial.ending, f"{trial.seconds:.1f}"]
-            if has_metric:
-                row.append(f"{trial.numbers[-1]:.9g}" if trial.numbers else "none")
+            row = {"run": trial.number, "": trial.why, "ended": trial.ending}
+            row["seconds"] = f"{trial.seconds:.1f}"
+            if self.command.metric is not None:
+                row["last number"] = f"{trial.numbers[-1]:.9g}" if trial.numbers else "none"
                 if trial.numbers and self.reference is not None:
-                    row.append(f"{self.difference(trial):.3g}")
+                    row["differs by"] = f"{self.difference(trial):.3g}"
             rows.append(row)
-        headers = ["run", "", "ended", "seconds"]
-        headers += ["last number", "differs by"] if has_metric else []
-        return tabulate(rows, headers=headers, disable_numparse=True)
+        return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def _verdict(behind: Trial, validated: Trial) -> str:

@@ -19,7 +19,7 @@ from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, optimizers_of, random_inputs
 from zerofx.replay.reference import Interpreter, Reference, Updates, Watch
 from zerofx.report.read import ProgramFacts
-from zerofx.report.text import program_facts
+from zerofx.report.text import ProgramText
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ObservedProgram(ProgramFacts):
         cls, gm: fx.GraphModule, ctx: PassContext, optimizers: Mapping[int, Mapping[str, Any]]
     ) -> ObservedProgram:
         """A program as it is now, whatever is made of it later."""
-        facts = {**program_facts(gm, ctx.table), "OPTIMIZERS": optimizers, "RANK": ctx.rank}
+        facts = {**ProgramText(gm, ctx.table).facts(), "OPTIMIZERS": optimizers, "RANK": ctx.rank}
         facts |= {"WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
         return cls(facts, gm, copied(gm.graph))
 
@@ -43,7 +43,9 @@ class ObservedProgram(ProgramFacts):
 
     def reduced_to(self, gm: fx.GraphModule) -> ObservedProgram:
         """A part of this program, as one of its own."""
-        return ObservedProgram({**self.facts, **program_facts(gm, self.table())}, gm, gm.graph)
+        return ObservedProgram(
+            {**self.facts, **ProgramText(gm, self.table()).facts()}, gm, gm.graph
+        )
 
     def run(
         self, exchange: Exchange, watch: Watch | None = None, linear: bool = False

@@ -104,10 +104,7 @@ def run_of_this_process() -> str:
     if store is None:
         return mine
     try:
-        if store.add("dump/asked", 1) == 1:
-            store.set("dump/run", mine)
-            return mine
-        return store.get("dump/run").decode()
+        return store.compare_set("dump/run", "", mine).decode()
     except RuntimeError:
         return mine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class DumpedProgram(ProgramFacts):
 
     @property
     def title(self) -> str:
-        return self.path.stem.replace("_", " ", 1)
+        return self.path.name.split(".")[0].replace("_", " ", 1)
 
     def namespace(self) -> dict[str, Any]:
         """Execute the file, and return its names; the function ``program`` is defined, not run.
@@ -152,10 +153,7 @@ def _literals(text: str) -> dict[str, Any]:
     """Return the constants that are literals, by name; others are for the program alone."""
     found = {}
     for statement in ast.parse(text).body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                try:
-                    found[name] = ast.literal_eval(value)
-                except ValueError:
-                    continue
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                found[statement.targets[0].id] = ast.literal_eval(statement.value)
     return found

@@ -10,6 +10,7 @@ import json
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,48 +73,31 @@ _LARGEST_CONSTANT = 64 * 2**20
 """A constant of at most so many bytes is written to a file next to the program."""
 
 
-def program_text(
-    gm: fx.GraphModule,
-    table: ParameterTable,
-    optimizers: Mapping[int, Mapping[str, Any]],
-    constants: dict[str, torch.Tensor],
-) -> str:
-    """Return the program as Python, without a header.
+@dataclass
+class ProgramText:
+    """A program as Python.
 
-    ``optimizers`` are described by handle: programs count them from 0, in order of first use,
-    for handles are numbers of a process.  Constants that the text does not hold are added to
-    ``constants``, by name.
+    ``optimizers`` are described by handle: programs count them from 0, in order of first use, for
+    handles are numbers of a process.  ``in_file`` gets the constants that the text does not hold,
+    by name.
     """
-    return _Text(gm, table, optimizers, constants).file()
 
+    gm: fx.GraphModule
+    table: ParameterTable
+    optimizers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    in_file: dict[str, torch.Tensor] = field(default_factory=dict)
 
-def program_facts(gm: fx.GraphModule, table: ParameterTable) -> dict[str, Any]:
-    """Return the facts of a dumped program: its parameters, inputs and results.
-
-    They have the names that the file has; optimizers and obstacles are not among them.
-    """
-    return _Text(gm, table, {}, {}).facts()
-
-
-class _Text:
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        table: ParameterTable,
-        optimizers: Mapping[int, Mapping[str, Any]],
-        constants: dict[str, torch.Tensor],
-    ):
-        self.gm, self.table, self.optimizers = gm, table, optimizers
+    def __post_init__(self) -> None:
         self.handles: dict[int, int] = {}
-        self.in_file = constants
         self.reads_file = False
         self.constants: dict[str, AsItIs] = {}
         self._buckets: dict[int, list[str]] = {}
-        for info in sorted(table, key=lambda info: info.place.offset):
+        for info in sorted(self.table, key=lambda info: info.place.offset):
             self._buckets.setdefault(info.place.bucket, []).append(quoted_name(info.name))
         self.obstacles: list[str] = []  # to running it again: none, for most programs
 
     def file(self) -> str:
+        """Return the program's file, without a header."""
         program = self._program()  # first: it notes optimizers, constants and obstacles
         facts = self.facts()
         facts = {
@@ -126,6 +110,7 @@ class _Text:
         return "\n\n".join([*literals, _IMPORTS, self._constants(), f"\n{program}\n", f"{_RUN}\n"])
 
     def facts(self) -> dict[str, Any]:
+        """Return the parameters, inputs and results of the program, as its file names them."""
         graph = self.gm.graph
         gradients = gradient_outputs(graph).items()
         return {

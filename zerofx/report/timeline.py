@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -254,16 +255,26 @@ def _operator(node: fx.Node) -> str:
 def _counters(
     pieces: Iterable[Piece], issued_s: Sequence[float], place: str
 ) -> list[dict[str, Any]]:
-    """Return memory over time: in all, and by kind."""
+    """Return memory over time: in all, and by kind.
+
+    Several nodes may run at one time, if they take none: the highest and the last are shown.
+    """
     kinds = alive(pieces, len(issued_s), place)
+    columns = list(zip(*kinds.values(), strict=True))
     events: list[dict[str, Any]] = []
     shown = None
-    for at_s, column in zip(issued_s, zip(*kinds.values(), strict=True), strict=False):
-        if column != shown:
-            shown = column
-            event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": _microseconds(at_s)}
-            events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(column)}})
-            by_kind = dict(zip(kinds, column, strict=True))
+    for at_us, group in itertools.groupby(
+        range(len(columns)), lambda p: _microseconds(issued_s[p])
+    ):
+        positions = list(group)
+        highest = max(positions, key=lambda position: sum(columns[position]))
+        for position in (highest, positions[-1]):
+            if columns[position] == shown:
+                continue
+            shown = columns[position]
+            event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": at_us}
+            events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}})
+            by_kind = dict(zip(kinds, shown, strict=True))
             events.append({**event, "name": f"{place} memory by kind", "args": by_kind})
     return events
 

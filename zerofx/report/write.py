@@ -18,7 +18,7 @@ from zerofx.cost.traffic import moved_bytes, size_text, wire_bytes
 from zerofx.passes.base import PassContext
 from zerofx.report.folder import DumpFolder
 from zerofx.report.python_text import one_line
-from zerofx.report.text import CONSTANTS_FILE, FORMAT, program_text
+from zerofx.report.text import CONSTANTS_FILE, FORMAT, ProgramText
 from zerofx.report.timeline import SUFFIX, StateBytes, text_of, trace_of
 from zerofx.versions import __version__
 
@@ -91,7 +91,7 @@ class ProgramDump:
         return f"The least that shows it is minimal_before.py and minimal_after.py{where}."
 
     def _text(self, gm: fx.GraphModule) -> str:
-        return program_text(gm, self.ctx.table, self.optimizers, self.constants)
+        return ProgramText(gm, self.ctx.table, self.optimizers, self.constants).file()
 
     def _write_program(self, stem: str, lines: Sequence[str], text: str) -> Path | None:
         """Write a program below its first lines and the facts that running it needs."""
