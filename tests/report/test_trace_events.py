@@ -24,8 +24,8 @@ from zerofx.cost.timeline import predict
 from zerofx.hardware import parse
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
-from zerofx.report.memory import KINDS, alive, parameters_of, phases_of, pieces_of
-from zerofx.report.timeline import LANES, LOWERED_BY, PREDICTED, duration, trace_of
+from zerofx.report.memory import KINDS, LOWERED_BY, alive, parameters_of, phases_of, pieces_of
+from zerofx.report.timeline import LANES, PREDICTED, duration, trace_of
 
 HARDWARE = "latency_s=1e-6 bytes_per_s=1e9 flops_per_s=1e9 memory_bytes_per_s=1e9"
 AWAY = {"offload": "optimizer,activations,params", "update_in_backward": True}

@@ -23,22 +23,24 @@ from zerofx.report.python_text import value_text
 
 aten = torch.ops.aten
 
-DEVICE = (
-    "parameters",
-    "optimizer states",
-    "inputs",
-    "gathered parameters",
-    "gradients",
-    "activations",
-    "temporaries",
-    "staging",
-)
-"""Kinds of memory on the device, from the bottom of the stack to its top."""
+LOWERED_BY = {
+    "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
+    "optimizer states": "stage 1 keeps a shard of them, and offload=optimizer keeps that in host "
+    "memory",
+    "inputs": "a smaller batch lowers them",
+    "gathered parameters": "a memory_budget or smaller bucket_bytes gathers less at once",
+    "gradients": "stage 2 keeps a shard of them, and update_in_backward frees each one early",
+    "activations": "recompute with a memory_budget, offload=activations or a smaller batch lowers "
+    "them",
+    "temporaries": "a smaller batch lowers them, or a loss that is computed in pieces",
+    "staging": "smaller bucket_bytes lower it",
+}
+"""Advice on lowering each kind of memory on the device, from the bottom of the stack to its top."""
 
 HOST = ("parameters", "optimizer states", "staging")
 """Kinds of host memory that a program uses for what leaves the device."""
 
-KINDS = {"device": DEVICE, "host": HOST}
+KINDS = {"device": tuple(LOWERED_BY), "host": HOST}
 
 
 class Piece(NamedTuple):

@@ -25,7 +25,7 @@ from zerofx.ir import ops
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, provenance, role
 from zerofx.ir.source import source_of
-from zerofx.report.memory import Piece, alive, parameters_of, phases_of, pieces_of
+from zerofx.report.memory import LOWERED_BY, Piece, alive, parameters_of, phases_of, pieces_of
 from zerofx.report.python_text import value_text
 
 SUFFIX = ".trace.json"
@@ -40,21 +40,6 @@ LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files
 
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
 """The words list so many tensors at the peak, so many waits, and so many parameters of each."""
-
-LOWERED_BY = {
-    "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
-    "optimizer states": "stage 1 keeps a shard of them, and offload=optimizer keeps that in host "
-    "memory",
-    "inputs": "a smaller batch lowers them",
-    "gathered parameters": "a memory_budget or smaller bucket_bytes gathers less at once",
-    "gradients": "stage 2 keeps a shard of them, and update_in_backward frees each one early",
-    "activations": "recompute with a memory_budget, offload=activations or a smaller batch lowers "
-    "them",
-    "temporaries": "a smaller batch lowers them, or a loss that is computed in pieces",
-    "staging": "smaller bucket_bytes lower it",
-}
-"""Advice on lowering each kind of memory."""
-
 
 StateBytes = Mapping[tuple[int, int], float]
 """The bytes per element that optimizers keep, by (optimizer, parameter)."""
