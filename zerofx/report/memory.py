@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,7 +19,6 @@ from zerofx.ir.offload import is_staged, operands_of_updates, staged_until
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.sizes import hinted_bytes, value_bytes
-from zerofx.report.python_text import value_text
 
 aten = torch.ops.aten
 
@@ -46,7 +45,8 @@ KINDS = {"device": tuple(LOWERED_BY), "host": HOST}
 class Piece(NamedTuple):
     """Bytes that are in memory while the nodes from ``begin`` to ``end`` run, both included.
 
-    ``node`` makes them; ``place`` is ``device`` or ``host``.
+    ``node`` makes them; ``place`` is ``device`` or ``host``; ``value`` is the tensor in them, or
+    what else they are.
     """
 
     node: fx.Node
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     begin: int
     end: int
     nbytes: int
-    value: str
+    value: Any
 
 
 def pieces_of(
@@ -210,8 +210,8 @@ def _inputs(nodes: Sequence[fx.Node]) -> list[Piece]:
         if node.op == "placeholder" and hinted_bytes(node):
             given = input_role(node)
             place = "host" if given.on_host else "device"
-            kind, value = kinds.get(given.kind, "inputs"), value_text(node.meta["val"])
-            found.append(Piece(node, place, kind, 0, last, hinted_bytes(node), value))
+            kind, nbytes = kinds.get(given.kind, "inputs"), hinted_bytes(node)
+            found.append(Piece(node, place, kind, 0, last, nbytes, node.meta["val"]))
     return found
 
 
@@ -262,15 +262,12 @@ def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
     found = []
     for node in nodes:
         if is_staged(node) and hinted_bytes(node):
-            span = order[node], staged_until(node, order)
-            value = value_text(node.meta["val"])
-            found.append(Piece(node, "host", "staging", *span, hinted_bytes(node), value))
+            span, nbytes = (order[node], staged_until(node, order)), hinted_bytes(node)
+            found.append(Piece(node, "host", "staging", *span, nbytes, node.meta["val"]))
     return found
 
 
-def _value(allocation: Allocation) -> str:
-    """Return the tensor that an allocation holds, as text; empty if it is no result."""
-    if allocation.own:
-        return ""
-    value = allocation.node.meta.get("val")
-    return value_text(value[allocation.part] if isinstance(value, tuple | list) else value)
+def _value(allocation: Allocation) -> Any:
+    """Return the tensor that an allocation holds; None if it is no result."""
+    value = None if allocation.own else allocation.node.meta.get("val")
+    return value[allocation.part] if isinstance(value, tuple | list) else value

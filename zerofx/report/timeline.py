@@ -283,8 +283,8 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
     there = [p for p in pieces if p.place == "device" and p.begin <= peak <= p.end]
     there.sort(key=lambda piece: (-piece.nbytes, piece.begin))
     rows = [
-        (size_text(p.nbytes), p.kind, p.value, p.node.name, writer.serves(p.node, _NAMES),
-         _short_source(p.node))
+        (size_text(p.nbytes), p.kind, value_text(p.value), p.node.name,
+         writer.serves(p.node, _NAMES), _short_source(p.node))
         for p in there[:_LARGEST]
     ]  # fmt: skip
     headers = ("at the peak", "kind", "tensor", "made by", "parameter", "your line")

@@ -134,24 +134,19 @@ class ProgramDump:
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         """Write a table of the passes: what each did, its seconds, and the costs around it."""
-        (captured, before), *after_passes = self.costs
-        costs_after = dict(after_passes)
-        rows: list[tuple[str, ...]] = [("00", captured, *_shown(None, before), "")]
-        number = 0
+        names, costs = zip(*self.costs, strict=True)
+        rows: list[tuple[str, ...]] = [("00", names[0], *_shown(None, costs[0]), "")]
         for report in reports:
             if report.skipped:
                 rows.append(("", report.name, *[""] * 4, "", f"off: {report.skipped}"))
                 continue
-            number += 1
-            after = costs_after[report.name]
-            seconds = f"{report.seconds:.4f}"
-            counts = _counts(report.counts)
-            rows.append((f"{number:02d}", report.name, *_shown(before, after), seconds, counts))
-            before = after
+            number = names.index(report.name)
+            shown = _shown(costs[number - 1], costs[number])
+            seconds, counts = f"{report.seconds:.4f}", _counts(report.counts)
+            rows.append((f"{number:02d}", report.name, *shown, seconds, counts))
         headers = ("", "pass", "collectives", "sent", "peak before", "after", "seconds", "")
-        lines = [tabulate(rows, headers=headers, disable_numparse=True)]
-        lines += ["", f"{'sent':12} per rank and step", f"{'peak':12} {_PEAK}"]
-        lines += [self.hardware]
+        lines = [tabulate(rows, headers=headers, disable_numparse=True), ""]
+        lines += [f"{'sent':12} per rank and step", f"{'peak':12} {_PEAK}", self.hardware]
         lines += [f"predicted: {predicted}"] if predicted else []
         text = "\n".join(lines) + "\n"
         self.write_file("summary.txt", text)
