@@ -2,7 +2,7 @@
 
 A module's ``add_to(subparsers)`` adds the command's parser, and sets its default ``run`` to a
 function of the parsed arguments that returns the exit status.  It raises CommandError for what
-the user should be told; it imports what is slow where that is needed.
+the user should be told.
 """
 
 from __future__ import annotations

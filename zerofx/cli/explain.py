@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from zerofx.report.read import function_folders
+from zerofx.report.write import EXPLANATION
+
 
 def add_to(subparsers: Any) -> None:
     """Add the command ``explain``."""
@@ -25,9 +28,6 @@ def add_to(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Print the explanation of each function that has run."""
-    from zerofx.report.read import function_folders
-    from zerofx.report.write import EXPLANATION
-
     folders = function_folders(chosen.folder, chosen.rank, chosen.function)
     for position, folder in enumerate(folders):
         path = folder / EXPLANATION

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.errors import CommandError
+from zerofx.report.folder import written_anew
+from zerofx.report.measured import PROFILE, add_measured
+from zerofx.report.picture import MISSING, draw
+from zerofx.report.timeline import SUFFIX, read, text_of
 
 
 def add_to(subparsers: Any) -> None:
@@ -35,11 +39,6 @@ def add_to(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Draw each trace, with what was measured in it, and print where it is and its words."""
-    from zerofx.report import timeline
-    from zerofx.report.folder import written_anew
-    from zerofx.report.measured import PROFILE, add_measured
-    from zerofx.report.picture import MISSING, draw
-
     paths = _traces(chosen.folder)
     if chosen.measured is not None and len(paths) > 1:
         raise CommandError(
@@ -47,16 +46,16 @@ def run(chosen: argparse.Namespace) -> int:
             f"programs of {len(paths)}: give the folder of one, as {paths[0].parent}."
         )
     for path in paths:
-        trace = timeline.read(path)
+        trace = read(path)
         beside = path.parent / PROFILE
-        is_last = path == max(path.parent.glob(f"*{timeline.SUFFIX}"))  # what ran, and is measured
+        is_last = path == max(path.parent.glob(f"*{SUFFIX}"))  # what ran, and is measured
         profile = chosen.measured or (beside if is_last and beside.exists() else None)
         if profile is not None:
             add_measured(trace, profile)
             with written_anew(path) as part:
-                part.write_text(timeline.text_of(trace), "utf-8", "backslashreplace")
+                part.write_text(text_of(trace), "utf-8", "backslashreplace")
         print(path)
-        picture = path.with_name(path.name.removesuffix(timeline.SUFFIX) + ".png")
+        picture = path.with_name(path.name.removesuffix(SUFFIX) + ".png")
         try:
             draw(trace, picture)
             print(picture)
@@ -74,8 +73,6 @@ def _traces(folder: Path) -> list[Path]:
 
     Raises: CommandError if there is none.
     """
-    from zerofx.report.timeline import SUFFIX
-
     if folder.is_file():
         if not folder.name.endswith(SUFFIX):
             raise CommandError(f"{folder} is no timeline: give a folder, or a file *{SUFFIX}.")

@@ -136,11 +136,8 @@ def _taken(folder: Path, run: str) -> DumpFolder:
 
 def _is_free(folder: Path) -> bool:
     """Return whether every process of the folder's run has ended."""
-    claim = os.open(folder / CLAIM, os.O_RDWR)
-    try:
-        return _lock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(claim)
+    with open(folder / CLAIM, "r+b") as claim:
+        return _lock(claim.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_dumps(folder: Path) -> None:
