@@ -48,7 +48,7 @@ def run(chosen: argparse.Namespace) -> int:
     if not chosen.random:
         outputs = run_fake(program)
         print(f"{program.title} runs on shapes alone; what it returns:")
-        print(_table(outputs, program))
+        print(_table(_named(outputs, program)))
         return 0
     refuse_missing_devices(program)
     call = partial(run_random, seed=chosen.seed, sgd=chosen.sgd)
@@ -72,10 +72,10 @@ def run(chosen: argparse.Namespace) -> int:
         others = f" of {len(programs)}, which ran in turns"
         how = f"rank {program.rank}{others if len(programs) > 1 else ', the only one'}"
     print(f"{program.title} on random inputs of seed {chosen.seed}, {how}; what it returns:")
-    print(_table(results.returned, program))
+    print(_table(_named(results.returned, program)))
     if results.after:
         print("\nand leaves behind:")
-        print(_table(results.after, program))
+        print(_table(results.after))
     if chosen.sgd and program.facts["OPTIMIZERS"]:
         print("\nPlain SGD has stood in for its optimizers.")
     return 0
@@ -145,9 +145,8 @@ def run_fake(program: DumpedProgram) -> Any:
             return names["program"](*inputs)
 
 
-def _table(values: Any, program: DumpedProgram) -> str:
+def _table(named: Mapping[str, Any]) -> str:
     """Return a table with each tensor's shape and, if it has elements, checksum and norm."""
-    named = dict(values) if isinstance(values, Mapping) else _named(values, program)
     rows = []
     for name, value in named.items():
         row = [name, value_text(value) or "None"]

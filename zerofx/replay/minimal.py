@@ -6,7 +6,7 @@ Source of the idea: Weiser 1981, "Program Slicing".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, memory_of, mutated_inputs
-from zerofx.ir.graph import copied, program_order
+from zerofx.ir.graph import copied
 from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.replay.in_process_group import in_turns
 from zerofx.replay.replayed import ObservedProgram
@@ -109,48 +109,33 @@ def cut_out(gm: fx.GraphModule, target: str, given: Mapping[str, bool]) -> fx.Gr
     """
     graph = copied(gm.graph)
     nodes = {node.name: node for node in graph.nodes}
-    changers = _changers(graph)
-    inputs = {nodes[name] for name in given if name != target} - changers.keys()
-    needed = _needed(graph, nodes[target], inputs, changers)
+    end = nodes[target]
+    changed = {node: _changed_by(node) for node in graph.nodes}
+    inputs = {nodes[name] for name in given if name != target}.difference(*changed.values())
+    needed = {end}
+    order = list(graph.nodes)
+    for node in reversed(order[: order.index(end) + 1]):
+        if node in needed or not needed.isdisjoint(changed[node]):
+            needed.add(node)
+            if node not in inputs:
+                needed.update(node.all_input_nodes)
     least, kept = fx.Graph(), {}
-    for node in filter(needed.__contains__, graph.nodes):  # inputs come first
+    for node in filter(needed.__contains__, order):  # inputs come first
         if node.op == "placeholder":
             kept[node] = least.node_copy(node)
         elif node in inputs:
             kept[node] = least.placeholder(node.name)
             kept[node].meta = {"val": node.meta["val"]}
             set_input_role(kept[node], InputRole("buffer" if given[node.name] else "other"))
-    for node in graph.nodes:
+    for node in order:
         if node in needed and node not in kept:
             kept[node] = least.node_copy(node, lambda source: kept[source])
-    least.output((kept[nodes[target]],))
+    least.output((kept[end],))
     return fx.GraphModule(gm, least)
 
 
-def _changers(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Return the nodes that write to a node's memory or give it up, by node; only if there are."""
-    found: dict[fx.Node, set[fx.Node]] = {}
-    for node in graph.nodes:
-        for operand in node.all_input_nodes if ops.gives_up(node) else mutated_inputs(node):
-            for alias in set().union(*map(aliases, memory_of(operand))):
-                found.setdefault(alias, set()).add(node)
-    return found
-
-
-def _needed(
-    graph: fx.Graph, end: fx.Node, inputs: Set[fx.Node], changers: Mapping[fx.Node, Set[fx.Node]]
-) -> set[fx.Node]:
-    """Return the nodes that the end depends on: operands, and earlier writes to their memory."""
-    order = program_order(graph)
-    needed: set[fx.Node] = set()
-    pending = [end]
-    while pending:
-        node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        if node not in inputs:
-            pending += node.all_input_nodes
-            for source in node.all_input_nodes:
-                pending += [one for one in changers.get(source, ()) if order[one] < order[node]]
-    return needed
+def _changed_by(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes whose memory a node writes to or gives up."""
+    operands = node.all_input_nodes if ops.gives_up(node) else mutated_inputs(node)
+    roots = {root for operand in operands for root in memory_of(operand)}
+    return set().union(*map(aliases, roots))

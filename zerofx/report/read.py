@@ -94,10 +94,7 @@ def read(path: str | Path) -> DumpedProgram:
     path = Path(path)
     if path.is_dir():
         raise CommandError(f"{path} is a folder; name one of the programs in it")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        text = ""
+    text = path.read_text(encoding="utf-8", errors="replace")
     versions = _VERSIONS.match(text)
     if versions is None:
         raise CommandError(f"{path} is no program that zerofx has dumped")

@@ -297,7 +297,7 @@ def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             seen.update(node.all_input_nodes)
         elif node.op != "placeholder":
             unread = [] if node in seen else [node]
-            last = [*dict.fromkeys(read for read in node.all_input_nodes if read not in seen)]
+            last = [read for read in node.all_input_nodes if read not in seen]
             seen.update(last)
             dying[node] = [*(read for read in last if read.op != "placeholder"), *unread]
     return dying
