@@ -53,7 +53,8 @@ def draw(trace: dict[str, Any], path: Path) -> None:
 
     events = trace["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    rows = _rows(spans)
+    there = {*map(_row, spans)} or {("compute", PREDICTED)}
+    rows = sorted(there, key=lambda row: (LANES.index(row[0]), row[1]))
     ends_us = [event["ts"] + event.get("dur", 0) for event in events if "ts" in event]
     end_us = max([*ends_us, trace["zerofx"]["step_s"] * 1e6, 1e-3])
     places = [place for place in KINDS if _counted(events, place)]
@@ -109,37 +110,28 @@ def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_u
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True)
 
 
-def _rows(spans: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """The rows of lanes from top to bottom: waiting is drawn with compute."""
-    there = {(event["tid"], event["pid"]) for event in spans}
-    rows = []
-    for number, lane in enumerate(LANES, 1):
-        processes = [of for of in (PREDICTED, MEASURED) if (number, of) in there]
-        rows += [(lane, process) for process in processes if lane != "waiting"]
-    return rows or [("compute", PREDICTED)]
+def _row(span: dict[str, Any]) -> tuple[str, int]:
+    """Return the lane and the process that a span is drawn on: waiting is drawn with compute."""
+    lane = LANES[span["tid"] - 1]
+    return "compute" if lane == "waiting" else lane, span["pid"]
 
 
 def _draw_lanes(
     axis: Any, spans: Sequence[dict[str, Any]], rows: Sequence[tuple[str, int]]
 ) -> None:
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for event in spans:
-        lane = LANES[event["tid"] - 1]
-        row = ("compute" if lane == "waiting" else lane, event["pid"])
-        if row in rows:
-            place = bars.setdefault((rows.index(row), event["cat"]), [])
-            place.append((event["ts"], event["dur"]))
     for work, colour in WORK.items():
         label: str | None = work
-        for position in range(len(rows)):
-            if found := bars.get((position, work)):
-                axis.broken_barh(found, (position - 0.4, 0.8), facecolors=colour, label=label)
+        for position, row in enumerate(rows):
+            drawn = [span for span in spans if span["cat"] == work and _row(span) == row]
+            if drawn:
+                bars = [(span["ts"], span["dur"]) for span in drawn]
+                axis.broken_barh(bars, (position - 0.4, 0.8), facecolors=colour, label=label)
                 label = None
     names = [f"{lane}{', measured' if of == MEASURED else ''}" for lane, of in rows]
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.tick_params(axis="x", labelsize=8)
-    if bars:
+    if spans:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
