@@ -209,8 +209,8 @@ def test_what_does_not_exist_and_what_is_no_timeline_is_refused(tmp_path, capsys
 @pytest.mark.parametrize(
     "content, told",
     [
-        (b"", "is no JSON"),
-        (b"\xff", "is no JSON"),
+        (b"", "is no timeline of zerofx (JSONDecodeError: "),
+        (b"\xff", "is no timeline of zerofx (UnicodeDecodeError: "),
         (b"[]", "is no timeline of zerofx"),
         (b'{"traceEvents": []}', "is no timeline of zerofx"),
         (b'{"zerofx": {"version": 1}}', "is no timeline of zerofx"),

@@ -99,15 +99,13 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         trace = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CommandError(f"{path} is no JSON ({error}). {REMEDY}") from None
-    ours = trace.get("zerofx") if isinstance(trace, dict) else None
-    if not isinstance(ours, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise CommandError(f"{path} is no timeline of zerofx. {REMEDY}")
-    if ours.get("version") != VERSION:
+        version, _ = trace["zerofx"]["version"], trace["traceEvents"]
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CommandError(f"{path} is no timeline of zerofx ({reason}). {REMEDY}") from None
+    if version != VERSION:
         raise CommandError(
-            f"{path} is of version {ours.get('version')!r}, and this zerofx reads version "
-            f"{VERSION}. {REMEDY}"
+            f"{path} is of version {version!r}, and this zerofx reads version {VERSION}. {REMEDY}"
         )
     return trace
 
