@@ -27,15 +27,29 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from tabulate import tabulate
 
+from zerofx.runtime.memory.pages import aligned_empty
 from zerofx.runtime.storage.disk import BucketLayout, FileStore, HostCache, Part
+from zerofx.runtime.storage.memory import HostMemory
 
 NUM_BUFFERS = 4  # buckets in memory at once, as many operations are under way
 KINDS = ("read", "write")
+
+
+@contextlib.contextmanager
+def opened_store(directories: list[str], layouts: list[BucketLayout], **options) -> Iterator:
+    with contextlib.closing(FileStore(directories, **options)) as store:
+        store.add(layouts)
+        yield store
+
+
+def empty(store: FileStore, bucket: str) -> torch.Tensor:
+    """Memory for a whole bucket."""
+    return aligned_empty(store.layouts[bucket].nbytes)
 
 
 class Files:
@@ -46,11 +60,11 @@ class Files:
         self.depth = depth
         self.buckets = list(store.layouts)
         self.nbytes = sum(layout.nbytes for layout in store.layouts.values())
-        self.buffers = [store.empty(self.buckets[0]) for _ in range(NUM_BUFFERS)]
+        self.buffers = [empty(store, self.buckets[0]) for _ in range(NUM_BUFFERS)]
         for buffer in self.buffers:
             buffer.random_()
         # They have no names of their own.
-        files = (file for bucket in self.buckets for file in store.files(bucket))
+        files = (one.file for bucket in self.buckets for one in store.files[bucket])
         self.paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
         self.through_store("write")  # what is only reserved is slower to write the first time
 
@@ -69,7 +83,7 @@ class Files:
     def through_threads(self, kind: str) -> float:
         call = os.preadv if kind == "read" else os.pwritev
         block = self.store.block_bytes
-        flags = os.O_RDWR | (os.O_DIRECT if all(self.store.is_direct) else 0)
+        flags = os.O_RDWR | (os.O_DIRECT if all(self.store.stripes.is_direct) else 0)
         memories = [memoryview(buffer.numpy()) for buffer in self.buffers]
         with contextlib.ExitStack() as opened:
             blocks = []
@@ -140,15 +154,16 @@ class Updates:
     def __init__(self, store: FileStore, cached: int) -> None:
         self.store = store
         self.order = list(store.layouts)
-        layout = store.layout(self.order[0])
+        layout = store.layouts[self.order[0]]
         memory_bytes = cached * layout.nbytes
-        self.cache = HostCache(store, self.order, memory_bytes=memory_bytes)
+        self.cache = HostCache(store, memory_bytes, HostMemory())
+        self.cache.begin(self.order)
         self.numel = layout.parts[0].nbytes // 4
         self.value = torch.nn.Parameter(torch.randn(self.numel))
         self.value.grad = torch.randn(self.numel)
         self.optimizer = torch.optim.AdamW([self.value], fused=True)
         self.optimizer.state[self.value]["step"] = torch.zeros(())
-        self.resident = layout.views(store.empty(self.order[0]))
+        self.resident = layout.views(empty(store, self.order[0]))
 
     def step(self) -> float:
         """Seconds of one step, from files."""
@@ -179,15 +194,16 @@ def measure_updates(arguments: argparse.Namespace) -> None:
     count = max(arguments.cached + 2, round(arguments.gib * 1024 / arguments.bucket_mib))
     layouts = [BucketLayout(f"bucket {index}", fields) for index in range(count)]
     options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}
-    with FileStore(arguments.directories, layouts, **options) as store:
+    with opened_store(arguments.directories, layouts, **options) as store:
         files, updates = Files(store, arguments.depth), Updates(store, arguments.cached)
         updates.step()
         rows = []
         for _ in range(arguments.rounds):
             rates = [files.through_store(kind) for kind in KINDS]
-            before = store.bytes_read, store.bytes_written
+            before = store.transfers.bytes_read, store.transfers.bytes_written
             step_s = updates.step()
-            moved = store.bytes_read - before[0], store.bytes_written - before[1]
+            after = store.transfers.bytes_read, store.transfers.bytes_written
+            moved = [now - then for now, then in zip(after, before, strict=True)]
             disk_s = sum(nbytes / rate for nbytes, rate in zip(moved, rates, strict=True))
             rows.append((step_s, disk_s, updates.in_memory()))
     seconds = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -228,14 +244,15 @@ def main() -> None:
     ]
     options = {"block_bytes": arguments.block_kib * 1024, "depth": arguments.depth}
     with contextlib.ExitStack() as opened:
-        store = opened.enter_context(FileStore(arguments.directories, layouts, **options))
+        store = opened.enter_context(opened_store(arguments.directories, layouts, **options))
         files = Files(store, arguments.depth)
         systems = {"store": files.through_store, "threads": files.through_threads}
         if arguments.fio:
             systems["fio"] = lambda kind: files.through_fio(kind, arguments.fio)
         if arguments.checksums:  # files of its own: the others write into the first one's
-            checked = FileStore(arguments.directories, layouts, checksums=True, **options)
-            opened.enter_context(checked)
+            checked = opened.enter_context(
+                opened_store(arguments.directories, layouts, checksums=True, **options)
+            )
             systems["store, checksums"] = Files(checked, arguments.depth).through_store
         rates = measure(systems, arguments.rounds)
     baseline = "fio" if arguments.fio else "threads"

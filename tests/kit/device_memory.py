@@ -107,7 +107,7 @@ def measured(layers=6, **options) -> Footprint:
     shards = [b.shard for b in bound if b is not None and b.shard is not None]
     on_host = sum(shard.nbytes for shard in shards if REGISTRY.host.holds(shard))
     runtime, moved = program.runtime, moved_bytes(program.gm)
-    states = runtime.files.tier.cached_bytes if runtime.files else runtime.steps.host_bytes()
+    states = runtime.files.tier.cache.held_bytes if runtime.files else runtime.steps.host_bytes()
     return Footprint(
         life.peak_nbytes,
         step.peak_nbytes,

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from zerofx.runtime.memory.pages import aligned_empty
 from zerofx.runtime.storage.disk import BucketLayout, FileStore, Part
 from zerofx.runtime.storage.disk.layout import ALIGNMENT
 from zerofx.runtime.storage.disk.system import SystemCalls
@@ -177,6 +178,22 @@ class BufferedShort(Buffered, Short):
 BIG = layout("big", shard=5 * BLOCK // 4 + 7, exp_avg=(torch.bfloat16, 3), empty=0)
 
 
+def store_of(directories, layouts=(), kind=FileStore, **options):
+    """A store with room for these buckets; closed if there is none."""
+    store = kind(directories, **options)
+    try:
+        store.add(layouts)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def empty(store, bucket):
+    """Memory for a whole bucket."""
+    return aligned_empty(store.layouts[bucket].nbytes)
+
+
 @pytest.fixture(name="open_store")
 def open_store_fixture(tmp_path):
     """Open stores on so many directories; closed after the test."""
@@ -187,7 +204,7 @@ def open_store_fixture(tmp_path):
         for directory in directories:
             directory.mkdir(exist_ok=True)
         options = {"block_bytes": BLOCK, "depth": 8, **options}
-        opened.append(FileStore(directories, layouts, **options))
+        opened.append(store_of(directories, layouts, **options))
         return opened[-1]
 
     yield open_one
@@ -197,8 +214,8 @@ def open_store_fixture(tmp_path):
 
 def filled(store, bucket, values):
     """Memory of a bucket that holds these values."""
-    memory = store.empty(bucket)
-    for name, view in store.layout(bucket).views(memory).items():
+    memory = empty(store, bucket)
+    for name, view in store.layouts[bucket].views(memory).items():
         view.view(torch.uint8).copy_(values[name].view(torch.uint8))
     return memory
 
@@ -208,14 +225,14 @@ def write(store, bucket, values):
 
 
 def read(store, bucket):
-    memory = store.empty(bucket)
+    memory = empty(store, bucket)
     store.start_read(bucket, memory).wait()
-    return store.layout(bucket).views(memory)
+    return store.layouts[bucket].views(memory)
 
 
 def files_of(store):
     """Paths of the files, which have no names of their own: bucket by bucket."""
-    files = (file for bucket in store.layouts for file in store.files(bucket))
+    files = (one.file for bucket in store.layouts for one in store.files[bucket])
     return [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
 
 

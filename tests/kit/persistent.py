@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from zerofx.runtime.parameters.guarded import GuardedState
+from zerofx.runtime.parameters.parameter import State
 from zerofx.runtime.parameters.registry import REGISTRY
 
 
@@ -19,7 +20,7 @@ def persistent_bytes(optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[s
         parameter = bound.parameter
         if parameter is None:
             continue
-        shard = bound.shard if bound.is_sharded and not bound.is_open else None
+        shard = bound.shard if bound.state is State.SHARDED else None
         parameters += parameter.nbytes if shard is None else shard.nbytes
         if bound.memory is not None:
             memories.add(bound.memory)
@@ -27,7 +28,7 @@ def persistent_bytes(optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[s
             gradients += bound.gradient.nbytes
         elif parameter.grad is not None and parameter.grad is not bound.stub:
             gradients += parameter.grad.nbytes
-    parameters += sum(memory.padding_bytes for memory in memories)
+    parameters += sum(map(padding_bytes, memories))
     states = sum(
         value.nbytes
         for optimizer in optimizers
@@ -40,3 +41,9 @@ def persistent_bytes(optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[s
         "gradients": gradients,
         "optimizer_states": states,
     }
+
+
+def padding_bytes(memory) -> int:
+    """Bytes of a bucket's memory that belong to no parameter; 0 before they have moved in."""
+    used = sum(info.numel for info in memory.infos) * memory.flat.itemsize
+    return max(memory.flat.nbytes - used, 0)

@@ -31,7 +31,7 @@ from zerofx.lower.regions import CompiledRegion
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage import copies as copying
 from zerofx.runtime.storage.copies import Copies
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import HostMemory
 
 ACTIVATIONS, BOTH = {"offload": "activations"}, {"offload": "optimizer,activations"}
 SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
@@ -414,8 +414,10 @@ def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
     monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
     monkeypatch.setattr(copying.torch, "cuda", cuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    memory = mock.MagicMock()
-    memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
+    memory = HostMemory()
+    monkeypatch.setattr(
+        memory, "empty", lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
+    )
     copies = Copies(memory)
     value = torch.arange(8.0).view(2, 4).t()
     host = copies.wait(copies.offload_start(value, 0))

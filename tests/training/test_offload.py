@@ -53,7 +53,7 @@ from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage import copies as copying
 from zerofx.runtime.storage.copies import Copies
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import HostMemory
 
 
 @pytest.fixture(autouse=True)
@@ -538,8 +538,10 @@ def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypa
     cuda = Cuda()
     monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
     monkeypatch.setattr(copying.torch, "cuda", cuda)
-    memory = mock.MagicMock()
-    memory.empty = lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
+    memory = HostMemory()
+    monkeypatch.setattr(
+        memory, "empty", lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)
+    )
     copies = Copies(memory)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     value = torch.arange(8.0)

@@ -50,7 +50,7 @@ from zerofx.runtime.optimizer.states import per_element
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.disk.system import SystemCalls
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import HostMemory
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PAGE = 4096
@@ -94,8 +94,8 @@ def trained(step, options, dtype=torch.float32, make=torch.optim.AdamW, steps=4)
         if "offload_dir" in options:
             tier = program_of(compiled).runtime.files.tier
             flush(tier)
-            moved.append((tier.store.bytes_read, tier.store.bytes_written))
-            assert tier.cached_bytes <= options["offload_cache_bytes"]
+            moved.append((tier.store.transfers.bytes_read, tier.store.transfers.bytes_written))
+            assert tier.cache.held_bytes <= options["offload_cache_bytes"]
             live = [p for p in pair[0].parameters() if p.requires_grad]
             values = [v for p in live for _, v in per_element(pair[1].state[p])]
             assert values and all(isinstance(value, GuardedState) for value in values)
@@ -106,7 +106,7 @@ def trained(step, options, dtype=torch.float32, make=torch.optim.AdamW, steps=4)
 
 def flush(tier):
     """Wait until nothing moves, without changing what is where."""
-    for operation in list(tier.store._transfers._open):
+    for operation in list(tier.store.transfers._open):
         operation.wait_for_its_end()
 
 
@@ -159,7 +159,7 @@ def test_a_step_that_is_skipped_writes_nothing(tmp_path):
         compiled(*pair, x if number < 2 else x * torch.inf, y)
         flush(program_of(compiled).runtime.files.tier)
         store = store_of(compiled)
-        moved.append((store.bytes_read, store.bytes_written))
+        moved.append((store.transfers.bytes_read, store.transfers.bytes_written))
     nbytes = sum(bucket.nbytes for bucket in program_of(compiled).runtime.files.buckets)
     (read, written), (more_read, more_written) = moved[-2:]
     assert more_read - read == nbytes and more_written == written == 2 * nbytes
@@ -575,7 +575,7 @@ def test_host_memory_never_holds_all_states(tmp_path):
     states = sum(bucket.nbytes for bucket in runtime.files.buckets)
     staging = runtime.host_needs["staging buffers"]
     assert states > 2 * bound
-    assert runtime.files.tier.cached_bytes <= bound
+    assert runtime.files.tier.cache.held_bytes <= bound
     assert 0 < REGISTRY.host.peak_nbytes - before <= bound + staging
     count = REGISTRY.host.num_allocations
     for _ in range(3):
@@ -588,12 +588,12 @@ def test_the_cache_has_a_bound_of_its_own_if_none_is_given(tmp_path, monkeypatch
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 10**9)
     compiled = zero(**files(tmp_path, None))
     run(compiled, built(), range(1))
-    assert program_of(compiled).runtime.files.tier.cache_bytes == 5 * 10**8
+    assert program_of(compiled).runtime.files.tier.cache.memory_bytes == 5 * 10**8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     torch._dynamo.reset()
     (tmp_path / "other").mkdir()
     run(compiled := zero(clipped, **files(tmp_path / "other", None)), built(), range(1))
-    assert program_of(compiled).runtime.files.tier.cache_bytes == 5 * 10**8 // 4
+    assert program_of(compiled).runtime.files.tier.cache.memory_bytes == 5 * 10**8 // 4
 
 
 def test_two_of_the_largest_buckets_fit_if_none_is_given(tmp_path, monkeypatch):
@@ -601,7 +601,7 @@ def test_two_of_the_largest_buckets_fit_if_none_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, None))
     run(compiled, built(), range(1))
-    assert program_of(compiled).runtime.files.tier.cache_bytes == TWO_BUCKETS
+    assert program_of(compiled).runtime.files.tier.cache.memory_bytes == TWO_BUCKETS
 
 
 def test_files_go_with_the_last_that_uses_them(tmp_path):

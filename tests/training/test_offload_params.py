@@ -44,7 +44,7 @@ from zerofx.errors import StepError
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage import copies as copying
 from zerofx.runtime.storage.copies import Copies
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import HostMemory
 
 PARAMS, ALL = {"offload": "params"}, {"offload": "optimizer,params"}
 EITHER = pytest.mark.parametrize("offload", (PARAMS, ALL), ids=("params", "optimizer,params"))

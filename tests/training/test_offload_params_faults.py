@@ -21,7 +21,7 @@ from zerofx.errors import FileTierError
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Location
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import HostMemory
 
 LOST = "lost since a step failed in the middle.*Load a checkpoint"
 
@@ -176,10 +176,10 @@ def test_a_shards_memory_is_given_out_again_when_no_gpu_copies_it_any_more():
         def synchronize(self):
             event.append(bound.shard.numel())
 
-    bound = ParameterState(mock.Mock(), mock.Mock(), 3, None, torch.Tensor, torch.Tensor, host=host)
-    bound.move_to(host.empty(4, torch.float32).fill_(3.0), Location.HOST)
-    bound.lie_in(part)
+    bound = ParameterState(mock.Mock(), mock.Mock(), 3, None, torch.Tensor, host)
+    bound._shard, bound.location = host.empty(4, torch.float32).fill_(3.0), Location.HOST
+    bound.lie_in(part, Location.FILE)
     assert bound.location is Location.FILE and bound.shard.data_ptr() == part.data_ptr()
-    host.is_read_until(Event(), bound.shard)
+    host.is_copied_until(Event(), bound.shard)
     bound.leave_memory()
     assert event == [4] and not bound.shard.numel(), "it waited before it left"

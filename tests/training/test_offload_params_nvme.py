@@ -120,8 +120,8 @@ def trained(step, options, dtype=torch.float32, make=torch.optim.AdamW, steps=4)
     if "offload_dir" in options:
         tier = program_of(compiled).runtime.files.tier
         assert kinds_of(compiled) == {KINDS[target] for target in options["offload"].split(",")}
-        assert tier.cached_bytes <= options["offload_cache_bytes"]
-        moved = tier.store.bytes_read, tier.store.bytes_written
+        assert tier.cache.held_bytes <= options["offload_cache_bytes"]
+        moved = tier.store.transfers.bytes_read, tier.store.transfers.bytes_written
     return losses, pair[0].state_dict(), pair[1].state_dict(), moved
 
 
@@ -309,7 +309,7 @@ def sized(rows_of, options, stage=3):
     gc.collect()
     pair, compiled = built(), zero(stage=stage, **SMALL_BUCKETS, **options)
     losses = [compiled(*pair, *features(n, rows)).item() for n, rows in enumerate(rows_of)]
-    filed = program_of(compiled).function.copies.filed.values()
+    filed = program_of(compiled).function.copies.slots.values()
     sizes = [bucket.nbytes for bucket in filed]
     return losses, pair[0].state_dict(), pair[1].state_dict(), sizes
 
@@ -403,7 +403,7 @@ def test_a_cache_too_small_is_refused_and_the_least_it_names_is_enough(tmp_path)
     def train(options):
         pair, compiled = built(), zero(clipped, **SMALL_BUCKETS, **options)
         losses = run(compiled, pair, range(3))
-        return losses, program_of(compiled).runtime.files.tier.cached_bytes, options
+        return losses, program_of(compiled).runtime.files.tier.cache.held_bytes, options
 
     losses, cached_bytes, options = with_least_cache(train, tmp_path, ALL)
     assert cached_bytes <= options["offload_cache_bytes"]

@@ -25,7 +25,7 @@ from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
-from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import Snapshot
 from zerofx.runtime.storage.bucket import Reader
@@ -188,7 +188,7 @@ class Contents:
             return self._by_lowest_rank(value, lambda: LEDGER.value_of(value))
         if bound is None:
             return self._whole(value)
-        if bound.is_sharded and not bound.is_open:
+        if bound.state is State.SHARDED:
             return self._shard_of_parameter(bound)
         return self._part(value.detach())
 

@@ -21,6 +21,7 @@ from zerofx.errors import CheckpointError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.states import states_after_a_step
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
+from zerofx.runtime.parameters.parameter import State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Reader
 
@@ -58,7 +59,7 @@ def target_of(entry: str, name: str, value: torch.Tensor) -> Target:
             "model first."
         )
     bound = REGISTRY.lookup(value)
-    if bound is not None and bound.is_sharded and not bound.is_open:
+    if bound is not None and bound.state is State.SHARDED:
         return into_shard(entry, bound)
     return into_tensor(entry, value)
 

@@ -14,7 +14,6 @@ from torch import fx
 from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
-from zerofx.codegen.rewrite.storage import Precision
 from zerofx.compiler.auto_offload import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
 from zerofx.compiler.progress import progress
@@ -33,12 +32,12 @@ from zerofx.report.write import EXPLANATION, ProgramDump
 from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
 from zerofx.runtime.memory.pages import return_freed_memory
-from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
+from zerofx.runtime.optimizer.setup import ProgramSetup, Trained
 from zerofx.runtime.optimizer.state_dict import has_step_hooks
 from zerofx.runtime.parameters.first_values import digest_of
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime
-from zerofx.runtime.storage.tier import FileTier
+from zerofx.runtime.storage.tier import FileOptions, FileTier
 
 if TYPE_CHECKING:
     from zerofx.backend import CompiledFunction
@@ -160,15 +159,10 @@ class Program:
                     step.buffers,
                     {handle: substitutes.optimizer_of(handle) for handle in self.optimizers},
                 ),
-                DeviceSetup(
-                    options.stage,
-                    Precision.of(options),
-                    moves_whole=options.bucket,
-                    in_place=[node.args[2] for node in nodes if node.target is ops.write_back],
-                    reuses_buffers=options.memory_budget is None,
-                ),
-                HostSetup(
+                ProgramSetup(
+                    options,
                     self.function.copies,
+                    in_place=[node.args[2] for node in nodes if node.target is ops.write_back],
                     joins_updates=self.lowered.has_run("merge_updates"),
                     open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,
@@ -196,7 +190,7 @@ class Program:
         if self.options.offload_tier != "nvme":
             (step,) = self.captured
             bounds = filter(None, map(REGISTRY.lookup, step.tensors))
-            return next(bound.file.tier for bound in bounds if bound.file is not None)
+            return next(bound.file.place for bound in bounds if bound.file is not None)
         ranks = environment().get("LOCAL_WORLD_SIZE") or str(self.function.communicator.world_size)
         if not ranks.isdecimal() or int(ranks) < 1:
             raise StepError(
@@ -204,10 +198,12 @@ class Program:
                 "memory: a number from 1 on. torchrun sets it; set it so, or unset it."
             )
         return REGISTRY.files.open(
-            self.options.offload_dir,
-            self.options.offload_cache_bytes,
-            self.options.offload_checksums,
-            int(ranks),
+            FileOptions(
+                self.options.offload_dir,
+                self.options.offload_cache_bytes,
+                self.options.offload_checksums,
+                int(ranks),
+            )
         )
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

@@ -161,14 +161,14 @@ def _files(program: Program) -> list[tuple[str, str]]:
     if files is None:
         return []
     tier, sizes = files.tier, {bucket: bucket.nbytes for bucket in files.buckets}
-    there = f"{size_text(sum(sizes.values()))} in {', '.join(tier.directories)}"
-    cached = f"{size_text(tier.cached_bytes)} of at most {size_text(tier.cache_bytes)}"
+    there = f"{size_text(sum(sizes.values()))} in {', '.join(tier.options.directories)}"
+    held, bound = size_text(tier.cache.held_bytes), size_text(tier.cache.memory_bytes)
     return [
         (f"{words_for(files.buckets)} in files", there),
         ("their largest bucket", size_text(max(sizes.values()))),
         ("read per step, at most", size_text(files.read_bytes)),
         ("written per step, at most", size_text(files.written_bytes)),
-        ("of that in host memory", cached),
+        ("of that in host memory", f"{held} of at most {bound}"),
     ]
 
 

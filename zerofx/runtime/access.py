@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerofx.runtime.memory.flat import gather, ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import unshard_states
-from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.wrappers import unwrapped
 
@@ -35,8 +35,9 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
     Raises: RuntimeError if a rank does not join.
     """
-    bounds = [bound for bound in _bound_in(model) if bound.is_sharded]
-    REGISTRY.barrier.wait((bound for bound in bounds if not bound.is_open), "full_params()")
+    # Those that are whole already are another such block's.
+    bounds = [bound for bound in _bound_in(model) if bound.state is State.SHARDED]
+    REGISTRY.barrier.wait(bounds, "full_params()")
     with contextlib.ExitStack() as opened:
         for bound in bounds:
             REGISTRY.open(bound)
@@ -68,7 +69,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
     REGISTRY.barrier.wait(in_parts, "unshard()")
     with contextlib.ExitStack() as opened:  # as before if one cannot be read
         for bound in bounds:
-            if bound.is_sharded:
+            if bound.state is State.SHARDED:
                 REGISTRY.open(bound)
                 opened.callback(REGISTRY.close, bound)
         for optimizer in given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,24 +25,21 @@ from zerofx.runtime.storage.bucket import Bucket, ValueBucket
 from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.tier import FileTier
 
-Group = tuple[int, tuple[int, ...]]
-"""Updates that have their states together: (optimizer, parameters)."""
-
 
 @dataclass(frozen=True)
 class _Use:
-    """One of ``uses_of_files``: of states of a group, shards of parameters, or a slot's value."""
+    """One of ``uses_of_files``: of parameters' states in an optimizer, their shards, or a slot."""
 
-    group: Group | None = None
     parameters: tuple[int, ...] = ()
+    optimizer: int | None = None
     slot: int = -1
 
 
 class ProgramFiles:
     """The buckets of a ``tier`` that a program uses, and those that are in memory in a call.
 
-    A call is ``begin``, the program's operators, ``finish`` or ``failed``, ``end_call``.  Values of
-    one ``copies``'s programs share their buckets, slot by slot.
+    A call is ``begin``, the program's operators, ``tier.finish`` or ``failed``, ``end_call``.
+    Values of one ``copies``'s programs share their buckets, slot by slot.
 
     Raises: StepError or FileTierError if there is no room for what is new.
     """
@@ -60,28 +58,24 @@ class ProgramFiles:
         self._groups = _shard_groups(self._uses, self.table)
         self.parameters = frozenset(index for group in self._groups for index in group)
         """Those whose shards the program takes from files."""
-        groups = dict.fromkeys(use.group for use in self._uses if use.group is not None)
-        self._states: dict[Group, Bucket] = {
-            (handle, of): runners[handle].states.bucket_in(self.tier, of) for handle, of in groups
+        self._states = {
+            use: runners[use.optimizer].states.bucket_in(tier, use.parameters)
+            for use in dict.fromkeys(self._uses)
+            if use.optimizer is not None
         }
         self._new_shards: dict[tuple[int, ...], ShardBucket] = {}  # by the parameters to adopt it
         self._in_shards = self._find_shards(list(map(REGISTRY.lookup, trained.tensors)))
         self._find_values(nodes)
         self._events = _events(graph, dict(zip(nodes, self._uses, strict=True)))
         self._reserve()
-        bytes_of = {
-            use: sum(bucket.nbytes for bucket in self._buckets_of(use)) for use in self._uses
-        }
-        self.read_bytes = sum(
-            bytes_of[use] for node, use in zip(nodes, self._uses, strict=True) if ops.is_wait(node)
-        )
-        """The bytes that a call reads, if nothing is in host memory before it is used."""
-        self.written_bytes = sum(
-            bytes_of[use]
-            for node, use in zip(nodes, self._uses, strict=True)
-            if changes_files(released_at(node))
-        )
-        """The bytes that it then writes."""
+        # The bytes that a call reads, if nothing is in host memory before it is used; and writes.
+        self.read_bytes = self.written_bytes = 0
+        for node, use in zip(nodes, self._uses, strict=True):
+            nbytes = sum(bucket.nbytes for bucket in self._buckets_of(use))
+            if ops.is_wait(node):
+                self.read_bytes += nbytes
+            if changes_files(released_at(node)):
+                self.written_bytes += nbytes
         self._reading: dict[int, tuple[Tensor, _Use]] = {}  # by what stands for it
         # By the identity of what stands for an activation: that, and the bucket that it is in.
         self._values: dict[int, tuple[Tensor, ValueBucket]] = {}
@@ -108,13 +102,8 @@ class ProgramFiles:
 
     def _file_of(self, bound: ParameterState | None) -> ShardBucket | None:
         """Return the bucket of a parameter's shard in this tier; None if it has none here."""
-        if bound is None or bound.file is None or bound.file.tier is not self.tier:
-            return None
-        return bound.file
-
-    def has_in_files(self, index: int, bound: ParameterState) -> bool:
-        """Return whether the program takes this shard from where it is, if that is a file."""
-        return index in self.parameters and self._file_of(bound) is not None
+        file = bound.file if bound is not None else None
+        return file if file is not None and file.place is self.tier else None
 
     def _shard_bucket(self, group: tuple[int, ...]) -> ShardBucket:
         names = [self.table[index].name for index in group]
@@ -128,16 +117,15 @@ class ProgramFiles:
             if not ops.is_wait(node):
                 sizes[slot_of(node)] = max(sizes.get(slot_of(node), 0), hinted_bytes(node))
         for slot, nbytes in sizes.items():
-            if slot not in self.copies.filed or self.copies.filed[slot].tier is not self.tier:
-                self.copies.filed[slot] = ValueBucket(
-                    self.tier, self.tier.name(f"activation {slot}"), nbytes
-                )
+            if (self.tier, slot) not in self.copies.slots:
+                name = self.tier.name(f"activation {slot}")
+                self.copies.slots[self.tier, slot] = ValueBucket(self.tier, name, nbytes)
 
     def _buckets_of(self, use: _Use) -> list[Bucket]:
-        if use.group is not None:
-            return [self._states[use.group]]
+        if use.optimizer is not None:
+            return [self._states[use]]
         if use.slot >= 0:
-            return [self.copies.filed[use.slot]]
+            return [self.copies.slots[self.tier, use.slot]]
         return list(dict.fromkeys(self._in_shards[index] for index in use.parameters))
 
     def _reserve(self) -> None:
@@ -146,11 +134,7 @@ class ProgramFiles:
         Raises: StepError or FileTierError if there is none.
         """
         self.tier.reserve(self.buckets, self._most_in_use({}))
-        self._reserved_for = self._value_sizes()
-
-    def _value_sizes(self) -> list[int]:
-        """They grow, also by what other programs of the function have there."""
-        return [self.copies.filed[use.slot].num_bytes for use in self._uses if use.slot >= 0]
+        self._num_grown = self.tier.num_grown
 
     def _most_in_use(self, to_be: Mapping[Bucket, int]) -> int:
         """The most bytes that are in use at once in the program; of some buckets ``to_be``."""
@@ -176,10 +160,14 @@ class ProgramFiles:
             return
         bucket = self._new_shards.pop(group)
         bucket.adopt([by_index[index] for index in group])
-        self.tier.begin([bucket])
-        bucket.acquire()
-        bucket.release()
-        self.tier.finish()
+        try:
+            self.tier.begin([bucket])
+            bucket.acquire()
+            bucket.release()
+            self.tier.finish()
+        except BaseException as error:
+            self.tier.failed(error)
+            raise
 
     # In a call
 
@@ -192,20 +180,17 @@ class ProgramFiles:
         self._in_shards = self._find_shards(bounds)
         in_use = set(self._in_shards.values())
         self._new_shards = {of: new for of, new in self._new_shards.items() if new in in_use}
-        if self._new_shards or self._value_sizes() != self._reserved_for:
-            self._reserve_again()
+        if self._new_shards or self._num_grown != self.tier.num_grown:
+            try:
+                self._reserve()
+            except FileTierError as error:
+                if self.tier.lost is not None:
+                    raise
+                raise StepError(str(error)) from error  # after which nothing is lost
         for of, bucket in self._new_shards.items():
             bucket.adopt([bounds[index] for index in of])
         self._new_shards = {}
         self.tier.begin(self.buckets)
-
-    def _reserve_again(self) -> None:
-        try:
-            self._reserve()
-        except FileTierError as error:
-            if self.tier.lost is not None:
-                raise
-            raise StepError(str(error)) from error  # after which nothing is lost
 
     def fetch_start(
         self,
@@ -219,7 +204,7 @@ class ProgramFiles:
         if evicted is not None:
             return evicted
         started = torch.empty(0, dtype=torch.uint8)
-        self._reading[id(started)] = started, _asked_for(parameters, optimizer)
+        self._reading[id(started)] = started, _Use(tuple(parameters), optimizer)
         return started
 
     def wait(self, started: Tensor) -> Tensor:
@@ -248,7 +233,7 @@ class ProgramFiles:
         _, use = self._reading.pop(id(there))
         if optimizer is not None:  # an update may have been skipped
             group = {(optimizer, parameter) for parameter in parameters}
-            changed = not group.isdisjoint(self._changed)
+            changed &= not group.isdisjoint(self._changed)
             self._changed -= group
         for bucket in self._buckets_of(use):
             bucket.release(dirty=changed)
@@ -256,20 +241,14 @@ class ProgramFiles:
 
     def offload_start(self, value: Tensor, slot: int) -> Tensor:
         """Start copying a value to its bucket's memory, with more room if it has grown."""
-        bucket = self.copies.filed[slot]
+        bucket = self.copies.slots[self.tier, slot]
         nbytes = self.copies.span_bytes(value)
         if nbytes > bucket.num_bytes:
-            self._grow(bucket, nbytes)
-        bucket.acquire()
-        assert bucket.memory is not None, "it has been fetched"
-        host = self.copies.offload_start(value, slot, bucket.memory)
+            padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
+            self.tier.grow(bucket, nbytes, self._most_in_use({bucket: padded}))
+        host = self.copies.offload_start(value, slot, self.tier)
         self._values[id(host)] = host, bucket
         return host
-
-    def _grow(self, bucket: ValueBucket, nbytes: int) -> None:
-        padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
-        self.tier.grow(bucket, nbytes, self._most_in_use({bucket: padded}))
-        self._reserved_for = self._value_sizes()
 
     def _evict_value(self, value: Tensor, changed: bool) -> Tensor:
         _, bucket = self._values.pop(id(value))
@@ -284,16 +263,11 @@ class ProgramFiles:
         return filed
 
     def _value_there(self, filed: Tensor, bucket: ValueBucket) -> Tensor:
-        bucket.acquire()
-        memory = bucket.memory
-        assert memory is not None, "it has been fetched"
+        memory = bucket.acquired()
         length = memory.numel() // filed.itemsize * filed.itemsize
         there = memory[:length].view(filed.dtype).as_strided(filed.shape, filed.stride())
         self._values[id(there)] = there, bucket
         return there
-
-    def finish(self) -> None:
-        self.tier.finish()
 
     def failed(self, error: BaseException, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Leave a call that has failed, when no update writes to what is there any more.
@@ -336,17 +310,14 @@ def _use_of(node: fx.Node) -> _Use:
     evicted = start.args[0]
     if evicted is not None:
         return _Use(slot=slot_of(evicted.args[0].args[0]))
-    return _asked_for(ops.argument(start, "parameters"), ops.argument(start, "optimizer"))
-
-
-def _asked_for(parameters: Sequence[int], optimizer: int | None) -> _Use:
-    of = tuple(parameters)
-    return _Use(parameters=of) if optimizer is None else _Use(group=(optimizer, of))
+    parameters = tuple(ops.argument(start, "parameters"))
+    return _Use(parameters, ops.argument(start, "optimizer"))
 
 
 def _shard_groups(uses: Iterable[_Use], table: ParameterTable) -> list[tuple[int, ...]]:
     """Parameters whose shards are in files together: those of a bucket, in its order."""
-    indices = dict.fromkeys(index for use in uses for index in use.parameters)
+    of_shards = (use.parameters for use in uses if use.optimizer is None)
+    indices = dict.fromkeys(itertools.chain.from_iterable(of_shards))
     groups: dict[tuple, list[int]] = {}
     for index in indices:
         info = table[index]

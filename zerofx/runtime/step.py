@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zerofx.codegen.rewrite.storage import Precision
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
@@ -30,12 +31,12 @@ from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.memory.flat import in_memory_of_its_own, without_base
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
-from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained
+from zerofx.runtime.optimizer.setup import ProgramSetup, Trained
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.first_values import read_by_all
-from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.bucket import Location
@@ -57,8 +58,7 @@ class StepRuntime:
         communicator: Communicator,
         graph: fx.Graph,
         trained: Trained,
-        device: DeviceSetup,
-        host: HostSetup,
+        setup: ProgramSetup,
         keep_source: Callable[[str, str], None] | None = None,
     ):
         self.communicator = communicator
@@ -67,23 +67,22 @@ class StepRuntime:
         self.tensors = [weakref.ref(tensor) for tensor in trained.tensors]
         self.buffers = [weakref.ref(buffer) for buffer in trained.buffers]
         self.optimizers = [weakref.ref(optimizer) for optimizer in trained.optimizers.values()]
-        self.device = device
-        self.copies = host.copies
+        self.options, self.copies = setup.options, setup.copies
         self.program: Callable | None = None
         self.bound: list[ParameterState] = []
         self._read_interface(graph)
         self.communicates = any(map(ops.is_collective, graph.nodes))
         self.moves = effects.has_moves(graph)
         self.groups_on_host = effects.groups_on_host(graph)
-        self.steps = OptimizerSteps(graph, communicator, trained, device, host, keep_source)
+        self.steps = OptimizerSteps(graph, communicator, trained, setup, keep_source)
         self.files: ProgramFiles | None = None
-        if host.open_files is not None and uses_of_files(graph):
+        if uses_of_files(graph):
             self.files = ProgramFiles(
-                host.open_files(), graph, trained, self.steps.runners, self.copies
+                setup.open_files(), graph, trained, self.steps.runners, self.copies
             )
         self.host_needs: dict[str, int] = {}
         if self.moves:
-            is_delayed = host.delayed is not None
+            is_delayed = setup.delayed is not None
             kept = [
                 (trained.tensors[index], self.table[index])
                 for index in self.on_host
@@ -96,9 +95,9 @@ class StepRuntime:
         LEDGER.check(trained.tensors)
         check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
-        self.buckets = Buckets(communicator, self.table, device.in_place, moved_out)
+        self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
         changed_in_files = self.files.note_changes if self.files is not None else None
-        self.host_updates = HostUpdates(self.steps, host, changed_in_files)
+        self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
         """Return whether a shard is still to be made, to be filed before the next bucket's."""
@@ -133,7 +132,7 @@ class StepRuntime:
 
     def sources(self) -> dict[int, Source]:
         """Return the files of new parameters, by index, if each rank reads its own part."""
-        if self.device.stage < 3:
+        if self.options.stage < 3:
             return {}
         tensors = zip(map(_alive, self.tensors), self.table, strict=True)
         return read_by_all(one for one in tensors if REGISTRY.lookup(one[0]) is None)
@@ -147,16 +146,17 @@ class StepRuntime:
             list(zip(map(_alive, self.tensors), self.table, strict=True)),
             list(map(_alive, self.buffers)),
             self.communicator,
-            self.device.stage,
-            self.device.moves_whole,
+            self.options.stage,
+            self.options.bucket,
             self.on_host,
             self.files.take_in if self.files is not None else lambda bounds: None,
             sources,
         )
         self.buckets.bind(self.bound)
         self.host_updates.bind(self.bound, self.groups_on_host)
+        is_plain = Precision.of(self.options).is_plain
         for optimizer in map(_alive, self.optimizers):
-            attach_optimizer(optimizer, keeps_loaded_dtypes=not self.device.precision.is_plain)
+            attach_optimizer(optimizer, keeps_loaded_dtypes=not is_plain)
 
     def kernels(self) -> dict[object, Callable]:
         """The function that runs each ``zerofx::`` operator of the program."""
@@ -178,7 +178,9 @@ class StepRuntime:
             ops.reduce_bucket_start: buckets.reduce_bucket_start,
             ops.write_back: buckets.write_back,
             ops.copy_start: self.copy_start,
-            ops.copy_start_shards: self.copy_start_shards,
+            ops.copy_start_shards: lambda values, of, shards: self.copies.store_start(
+                values, shards
+            ),
             (ops.wait, TO_HOST): self.copies.wait,
             (ops.wait, TO_DEVICE): self.copies.wait,
             ops.update_start: on_host.update_start,
@@ -191,7 +193,9 @@ class StepRuntime:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the program once on Dynamo's inputs; empties the list it is given."""
-        if any(bound.retired for bound in self.bound):  # unsharded since: take charge again
+        if any(
+            bound.state is State.RETIRED for bound in self.bound
+        ):  # unsharded since: take charge again
             self.bind({})
         self.host_updates.begin_call(self.bound, self._live_optimizers())
         values = list(inputs)
@@ -199,11 +203,12 @@ class StepRuntime:
         self._check_model(values)
         self.buckets.begin_call(
             [values[position] for position, _ in self.parameter_inputs]
-            if self.device.stage < 3
+            if self.options.stage < 3
             else []
         )
         self._swap_inputs(values)
-        self.communicator.buffers.is_on = self.device.reuses_buffers
+        # Kept buffers would be bytes that a budget does not know of.
+        self.communicator.buffers.is_on = self.options.memory_budget is None
         try:
             results = self._run(values)
         except BaseException as error:
@@ -245,22 +250,18 @@ class StepRuntime:
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
         misplaced: dict[Location, list[ParameterState]] = {}
+        filed = self.files.parameters if self.files is not None else ()
         for _, role in self.inputs:
             if role.kind != "parameter":
                 continue
             index, bound = role.parameter, self.bound[role.parameter]
             is_on_device = bound.location is Location.DEVICE
-            if is_on_device is role.on_host or self._is_in_wrong_file(index, bound):
+            is_filed = bound.location is Location.FILE
+            if is_on_device is role.on_host or (is_filed and index not in filed):
                 to = Location.HOST if role.on_host else Location.DEVICE
                 misplaced.setdefault(to, []).append(bound)
         for location, bounds in misplaced.items():
             REGISTRY.place(bounds, location)
-
-    def _is_in_wrong_file(self, index: int, bound: ParameterState) -> bool:
-        """Return whether a shard is in a file of folders that this program never reads."""
-        if bound.location is not Location.FILE:
-            return False
-        return self.files is None or not self.files.has_in_files(index, bound)
 
     def _run(self, values: list[Any]) -> list[Any]:
         """Run the program, and complete what it has left under way but for this call's own."""
@@ -277,7 +278,7 @@ class StepRuntime:
         if self.communicates:
             self.communicator.settle()
         if self.files is not None:
-            self.files.finish()
+            self.files.tier.finish()
         self.host_updates.finish()
         return results
 
@@ -312,7 +313,7 @@ class StepRuntime:
         bound = self.bound[index]
         if gradient is not None and gradient is bound.gradient:  # as it came in
             return bound.stub
-        if self.device.stage >= 2:
+        if self.options.stage >= 2:
             return REGISTRY.gradients.store(bound, gradient)
         if gradient is None:
             return None
@@ -347,11 +348,6 @@ class StepRuntime:
             buffers = self.communicator.buffers
             return self.copies.to_device_start(values, torch.device(place), buffers)
         return self.copies.reload_start(values[0], torch.device(place))
-
-    def copy_start_shards(
-        self, values: list[torch.Tensor], parameters: list[int], shards: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        return self.copies.store_start(values, shards)
 
 
 def _alive(reference: weakref.ref) -> Any:

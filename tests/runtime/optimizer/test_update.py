@@ -17,6 +17,7 @@ from zerofx.runtime.optimizer.state_dict import attach_optimizer
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.runtime.storage.memory import HostMemory
 
 WORLD_SIZE = 3
 
@@ -161,7 +162,7 @@ def shard(tensor, info, rank):
 
 def bound(p, info, rank):
     communicator = types.SimpleNamespace(rank=rank, world_size=info.world_size, group=None)
-    return ParameterState(weakref.ref(p), info, 1, communicator, type(p), type(p))
+    return ParameterState(weakref.ref(p), info, 1, communicator, type(p), HostMemory())
 
 
 def attach(optimizer, owners):

@@ -20,8 +20,10 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.access import full_params, unshard
 from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory import flat
 from zerofx.runtime.memory.flat import take_shard, whole_from_flat
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
+from zerofx.runtime.parameters import registry
 from zerofx.runtime.parameters.guarded import ShardedGradient, ShardedParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -270,6 +272,29 @@ def test_binding_twice_changes_nothing():
     first = [REGISTRY.lookup(p) for p in model.parameters()]
     shard = first[0].shard
     assert bind(model) == first and first[0].shard is shard and type(x) is ShardedParameter
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_not_bound_when_binding_failed_is_as_it_was(monkeypatch, stage):
+    model, calls = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), []
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(members, communicator):
+        calls.append(members)
+        if len(calls) == 3:
+            raise MemoryError("no more")
+
+    monkeypatch.setattr(flat, "COALESCED_BYTES", 0)  # each comes alone
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "have_values", fails)
+        with pytest.raises(MemoryError, match="no more"):
+            bind(model, stage)
+    bound = [name for name, p in model.named_parameters() if REGISTRY.lookup(p) is not None]
+    assert bound == (["0.weight", "0.bias"] if stage == 3 else [])
+    assert type(model[1].weight) is nn.Parameter
+    assert torch.equal(model[1].weight, before["1.weight"])
+    assert len(bind(model, stage)) == 4
+    assert_same(model.state_dict(), before)
 
 
 def test_entries_and_memory_go_with_the_model():

@@ -13,6 +13,7 @@ from tests.kit.files import (
     Slow,
     Watched,
     all_same_bits,
+    empty,
     files_of,
     filled,
     layout,
@@ -40,15 +41,15 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
     store = open_store(layouts, num_directories, checksums=checksums, system=Watched())
     values = {each.bucket: random_values(each, seed) for seed, each in enumerate(layouts)}
     writes = [store.start_write(name, filled(store, name, each)) for name, each in values.items()]
-    found = {each.bucket: store.empty(each.bucket) for each in layouts}
+    found = {each.bucket: empty(store, each.bucket) for each in layouts}
     reads = [store.start_read(bucket, each) for bucket, each in found.items()]  # none waited for
     for operation in writes + reads:
         operation.wait()
     for each in layouts:
         assert all_same_bits(values[each.bucket], each.views(found[each.bucket]))
     assert (
-        store.bytes_written
-        == store.bytes_read
+        store.transfers.bytes_written
+        == store.transfers.bytes_read
         == sum(part.nbytes for each in layouts for part in each.parts)
     )
 
@@ -56,8 +57,8 @@ def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, che
 def test_a_bucket_of_nothing_is_read_and_written(open_store):
     store = open_store([layout("none"), layout("empty", shard=0)])
     for bucket in ("none", "empty"):
-        store.start_write(bucket, store.empty(bucket)).wait()
-        store.start_read(bucket, store.empty(bucket)).wait()
+        store.start_write(bucket, empty(store, bucket)).wait()
+        store.start_read(bucket, empty(store, bucket)).wait()
 
 
 def test_blocks_go_over_all_directories_and_small_buckets_too(open_store):
@@ -78,9 +79,9 @@ def test_blocks_go_over_all_directories_and_small_buckets_too(open_store):
 def test_memory_of_the_store_moves_without_a_copy(open_store):
     system = Watched()
     store = open_store(system=system)
-    if not all(store.is_direct):
+    if not all(store.stripes.is_direct):
         pytest.skip("the file system of the tests has no direct I/O")
-    memory = store.empty("big")
+    memory = empty(store, "big")
     for start in (store.start_write, store.start_read):
         system.calls.clear()
         start("big", memory).wait()
@@ -101,7 +102,7 @@ def test_as_many_calls_are_outstanding_as_the_depth(open_store):
     store = open_store(layouts, depth=12, system=system)
     system.move = meet
     names = [each.bucket for each in layouts]
-    for operation in [store.start_write(name, store.empty(name)) for name in names]:
+    for operation in [store.start_write(name, empty(store, name)) for name in names]:
         operation.wait()
     assert system.most_under_way == 12
 
@@ -109,7 +110,7 @@ def test_as_many_calls_are_outstanding_as_the_depth(open_store):
 def test_operations_on_one_bucket_take_effect_in_their_order(open_store):
     store = open_store(system=Slow(0.01, kinds=["write"]))
     old, new = (filled(store, "big", random_values(BIG, seed)) for seed in (1, 2))
-    first, second = store.empty("big"), store.empty("big")
+    first, second = empty(store, "big"), empty(store, "big")
     operations = [
         store.start_write("big", old),
         store.start_read("big", first),
@@ -125,7 +126,7 @@ def test_a_write_waits_for_reads_started_before_it(open_store):
     store = open_store(system=Slow(0.01, kinds=["read"]))
     old, new = random_values(BIG, 1), random_values(BIG, 2)
     write(store, "big", old)
-    into = [store.empty("big") for _ in range(3)]
+    into = [empty(store, "big") for _ in range(3)]
     reads = [store.start_read("big", each) for each in into]
     write(store, "big", new)
     assert all(operation.is_done for operation in reads)
@@ -159,11 +160,11 @@ def test_buckets_are_overwritten_while_others_are_read(open_store):
                 memory = filled(store, each.bucket, now[each.bucket])
                 writes.append(store.start_write(each.bucket, memory))
             else:
-                into = store.empty(each.bucket)
+                into = empty(store, each.bucket)
                 reads.append((store.start_read(each.bucket, into), each.bucket, into))
         for operation, bucket, into in reads:
             operation.wait()
-            assert all_same_bits(store.layout(bucket).views(into), now[bucket])
+            assert all_same_bits(store.layouts[bucket].views(into), now[bucket])
         for operation in writes:
             operation.wait()
 
@@ -195,7 +196,7 @@ def resident_bytes():
 
 def test_a_hundred_operations_take_no_more_memory_than_ten(open_store):
     store = open_store([layout("b", shard=8 * BLOCK)], depth=4)
-    memory = store.empty("b").fill_(1)
+    memory = empty(store, "b").fill_(1)
 
     def work(times):
         for _ in range(times):

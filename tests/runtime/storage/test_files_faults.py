@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from tests.kit.files import (
     BIG,
@@ -22,12 +21,14 @@ from tests.kit.files import (
     Slow,
     Watched,
     all_same_bits,
+    empty,
     files_of,
     filled,
     layout,
     open_store_fixture,  # noqa: F401
     random_values,
     read,
+    store_of,
     write,
 )
 from zerofx.errors import FileTierError
@@ -46,7 +47,7 @@ def test_a_failed_read_names_everything_and_leaves_the_store_usable(open_store, 
     values = random_values(BIG)
     write(store, "big", values)
     system.arm("read", errno.EIO, at=3)
-    operation = store.start_read("big", store.empty("big"))
+    operation = store.start_read("big", empty(store, "big"))
     with pytest.raises(FileTierError, match="reading bucket 'big' failed at byte") as caught:
         operation.wait()
     error = caught.value
@@ -80,16 +81,16 @@ def test_after_a_failed_write_nothing_more_is_read_or_written(open_store, code):
     system.armed = None
     for start in (store.start_read, store.start_write):
         with pytest.raises(FileTierError, match="unusable since a write failed.*'big'"):
-            start("other", store.empty("other"))
+            start("other", empty(store, "other"))
 
 
 def test_a_failed_write_that_nobody_waits_for_is_not_forgotten(open_store):
     system = Failing()
     store = open_store([BIG, layout("other", shard=3)], system=system)
-    write(store, "other", random_values(store.layout("other")))
+    write(store, "other", random_values(store.layouts["other"]))
     system.arm("write", errno.EIO)
-    store.start_write("big", store.empty("big"))
-    into = store.empty("other")
+    store.start_write("big", empty(store, "big"))
+    into = empty(store, "other")
     deadline = time.monotonic() + 10
     with pytest.raises(FileTierError, match="unusable since a write failed"):
         while time.monotonic() < deadline:
@@ -101,9 +102,9 @@ def test_a_read_behind_a_write_that_fails_fails_too(open_store):
     store = open_store([BIG, layout("other", shard=3)], system=system)
     system.arm("write", errno.EIO)
     system.gate.clear()
-    leaving = store.start_write("big", store.empty("big"))
-    behind = store.start_read("big", store.empty("big"))
-    dependent = store.start_write("other", store.empty("other"), after=[leaving])
+    leaving = store.start_write("big", empty(store, "big"))
+    behind = store.start_read("big", empty(store, "big"))
+    dependent = store.start_write("other", empty(store, "other"), after=[leaving])
     system.gate.set()
     for operation in (dependent, behind, leaving):
         with pytest.raises(FileTierError, match="writing bucket 'big' failed"):
@@ -116,7 +117,7 @@ def test_a_write_behind_a_read_that_fails_goes_on(open_store):
     write(store, "big", random_values(BIG))
     system.arm("read", errno.EIO)
     system.gate.clear()
-    reading = store.start_read("big", store.empty("big"))
+    reading = store.start_read("big", empty(store, "big"))
     values = random_values(BIG, 1)
     writing = store.start_write("big", filled(store, "big", values))
     system.gate.set()
@@ -144,7 +145,7 @@ def test_calls_that_move_nothing_end_in_an_error(open_store):
     store = open_store(system=system)
     write(store, "big", random_values(BIG))
     system.move = lambda kind, call, fd, buffers, offset: 100 if kind == "read" else 0
-    if all(store.is_direct):
+    if all(store.stripes.is_direct):
         with pytest.raises(FileTierError, match="in a row moved less than"):
             read(store, "big")
     with pytest.raises(FileTierError, match="in a row moved less than"):
@@ -165,7 +166,7 @@ def test_a_file_cut_short_is_an_error(open_store):
 def test_what_was_never_written_cannot_be_read(open_store):
     store = open_store()
     with pytest.raises(FileTierError, match="bucket 'big' was never written"):
-        store.start_read("big", store.empty("big"))
+        store.start_read("big", empty(store, "big"))
 
 
 @pytest.mark.parametrize("num_directories", [1, 2])
@@ -223,7 +224,7 @@ def test_without_direct_io_files_are_buffered_with_a_warning(open_store):
     system.sync = synced.append
     with pytest.warns(UserWarning, match="does not support direct I/O"):
         store = open_store(system=system)
-    assert store.is_direct == [False]
+    assert store.stripes.is_direct == [False]
     values = random_values(BIG)
     write(store, "big", values)
     assert synced  # or a failure to write later would be nobody's
@@ -289,13 +290,13 @@ def test_a_full_disk_is_an_error_before_anything_is_written_with_the_numbers(tmp
     system = Watched()
     system.free_bytes = lambda directory: BIG.nbytes - 1
     with pytest.raises(FileTierError, match="no room for the buckets") as caught:
-        FileStore([first], [BIG], block_bytes=BLOCK, system=system)
+        store_of([first], [BIG], block_bytes=BLOCK, system=system)
     for part in (str(first), f"need {BIG.nbytes} bytes", f"{BIG.nbytes - 1} are free"):
         assert part in str(caught.value)
     assert caught.value.errno == errno.ENOSPC
     # Each of two directories has room for its half, but they are of one file system.
     with pytest.raises(FileTierError, match=f"need {BIG.nbytes} bytes"):
-        FileStore([first, second], [BIG], block_bytes=BLOCK, system=system)
+        store_of([first, second], [BIG], block_bytes=BLOCK, system=system)
     assert os.listdir(first) == os.listdir(second) == []
 
 
@@ -336,7 +337,7 @@ def test_exactly_what_is_written_is_reserved_when_the_store_is_opened(open_store
         assert os.stat(path).st_blocks * 512 >= nbytes
         os.truncate(path, 0)
     for each in layouts:
-        store.start_write(each.bucket, store.empty(each.bucket)).wait()
+        store.start_write(each.bucket, empty(store, each.bucket)).wait()
     assert {path: os.path.getsize(path) for path in files_of(store)} == reserved
 
 
@@ -359,42 +360,23 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_tensors_that_do_not_fit_are_refused(open_store):
-    store = open_store()
-    memory = store.empty("big")
-    with pytest.raises(ValueError, match="no bucket 'small'.*Known: big"):
-        store.start_write("small", memory)
-    with pytest.raises(ValueError, match="elements of torch.uint8, and the tensor has"):
-        store.start_write("big", memory[1:])
-    with pytest.raises(ValueError, match="of torch.uint8, and the tensor has .* torch.int32"):
-        store.start_write("big", memory.view(torch.int32))
-    with pytest.raises(ValueError, match="as one range of memory"):
-        store.start_write("big", torch.zeros(2 * len(memory), dtype=torch.uint8)[::2])
-    with pytest.raises(ValueError, match=f"from a multiple of {ALIGNMENT} bytes on"):
-        store.start_write("big", torch.cat((memory, memory))[8:][: len(memory)])
-    with pytest.raises(TypeError, match="the tensor is on meta"):
-        store.start_write("big", memory.to("meta"))
-    with pytest.raises(ValueError, match="two have one of big"):
-        store.add([BIG])
-
-
 def test_closing_gives_up_what_is_under_way_and_removes_the_files(open_store):
     store = open_store(system=Slow(0.02), depth=1)
     (path,) = files_of(store)
-    operation = store.start_write("big", store.empty("big"))
+    operation = store.start_write("big", empty(store, "big"))
     file = os.readlink(path)
     store.close()
     assert not os.path.exists(path) or os.readlink(path) != file
     with pytest.raises(FileTierError, match="the store was closed before it ended"):
         operation.wait()
     with pytest.raises(FileTierError, match="closed"):
-        store.start_write("big", store.empty("big"))
+        store.start_write("big", empty(store, "big"))
     store.close()
 
 
 def test_a_store_that_is_dropped_stops_its_threads_and_removes_its_files(tmp_path):
     before = threading.active_count()
-    store = FileStore([tmp_path], [BIG], block_bytes=BLOCK, depth=5)
+    store = store_of([tmp_path], [BIG], block_bytes=BLOCK, depth=5)
     write(store, "big", random_values(BIG))
     assert threading.active_count() == before + 5
     del store

@@ -1,5 +1,6 @@
 """Scratch files go with their process, however it ends, and are seen by no other."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.kit.covering import first
-from tests.kit.files import BLOCK, layout, read, write
+from tests.kit.files import BLOCK, layout, read, store_of, write
 from zerofx.errors import FileTierError
 from zerofx.runtime.storage.disk import FileStore
 
@@ -61,10 +62,10 @@ def run(tmp_path_factory):
 
 
 def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
-    with FileStore([tmp_path], [BUCKET]) as one:
+    with contextlib.closing(store_of([tmp_path], [BUCKET])) as one:
         values = torch.arange(BLOCK, dtype=torch.float32)
         write(one, "b", {(0, "shard"): values})
-        with FileStore([tmp_path], [BUCKET]) as two:
+        with contextlib.closing(store_of([tmp_path], [BUCKET])) as two:
             write(two, "b", {(0, "shard"): -values})
         assert torch.equal(read(one, "b")[0, "shard"], values)
 
@@ -75,11 +76,10 @@ def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
 )
 def test_a_process_that_ends_leaves_nothing(run, tmp_path, end):
     script = f"""
-from tests.kit.files import layout
-from zerofx.runtime.storage.disk import FileStore
+from tests.kit.files import empty, layout, store_of
 import os, sys
-store = FileStore([sys.argv[1]], [layout("b", shard=1000)])
-store.start_write("b", store.empty("b"))
+store = store_of([sys.argv[1]], [layout("b", shard=1000)])
+store.start_write("b", empty(store, "b"))
 print(len(os.listdir(sys.argv[1])))
 {end}
 """
@@ -92,17 +92,16 @@ print(len(os.listdir(sys.argv[1])))
 @pytest.mark.slow(reason="processes of its own start")
 def test_killed_processes_leave_nothing(run, tmp_path):
     script = """
-from tests.kit.files import layout
-from zerofx.runtime.storage.disk import FileStore
-import os, random, signal, sys, time
+from tests.kit.files import empty, layout, store_of
+import contextlib, os, random, signal, sys, time
 
 directory, = sys.argv[1:]
 bucket = layout("b", shard=400_000)
 
 def work(ready):
-    with FileStore([directory], [bucket], depth=4, checksums=True) as store:
+    with contextlib.closing(store_of([directory], [bucket], depth=4, checksums=True)) as store:
         while True:
-            store.start_write("b", store.empty("b")).wait()
+            store.start_write("b", empty(store, "b")).wait()
             os.write(ready, b".")
 
 generator = random.Random(0)
@@ -127,20 +126,19 @@ for turn in range(8):
 @pytest.mark.slow(reason="processes of its own start")
 def test_a_forked_child_neither_uses_nor_removes_its_parents_files(run, tmp_path):
     script = """
-from tests.kit.files import layout
+from tests.kit.files import empty, layout, store_of
 from zerofx.errors import FileTierError
-from zerofx.runtime.storage.disk import FileStore
 import os, sys
-store = FileStore([sys.argv[1]], [layout("b", shard=1000)])
+store = store_of([sys.argv[1]], [layout("b", shard=1000)])
 child = os.fork()
 if child == 0:
     try:
-        store.start_write("b", store.empty("b"))
+        store.start_write("b", empty(store, "b"))
     except FileTierError as error:
         assert "was forked from" in str(error)
         sys.exit(7)  # and its exit handlers run
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-store.start_write("b", store.empty("b")).wait()
+store.start_write("b", empty(store, "b")).wait()
 print(len(os.listdir(sys.argv[1])))
 """
     status, stdout, stderr = run(script, str(tmp_path))
@@ -154,5 +152,5 @@ def test_a_store_that_cannot_be_opened_leaves_nothing(tmp_path):
     with pytest.raises(FileTierError, match="does not exist"):
         FileStore([directory, tmp_path / "missing"])
     with pytest.raises(FileTierError, match="no room"):
-        FileStore([directory], [layout("b", shard=2**60)])
+        store_of([directory], [layout("b", shard=2**60)])
     assert os.listdir(directory) == []

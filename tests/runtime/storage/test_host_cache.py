@@ -1,5 +1,6 @@
 """The host cache keeps what its bound allows, reads ahead and writes what changed."""
 
+import contextlib
 import errno
 import os
 import time
@@ -7,20 +8,20 @@ import time
 import pytest
 import torch
 
-from tests.kit.files import BLOCK, Failing, Slow, Watched, layout, write
+from tests.kit.files import BLOCK, Failing, Slow, Watched, layout, store_of, write
 from zerofx.errors import FileTierError
 from zerofx.runtime.storage.disk import FileStore, HostCache, Operation
+from zerofx.runtime.storage.memory import HostMemory
 
 NUMEL = BLOCK // 16
 SIZE = 4 * NUMEL
 
 
 class Recorded(FileStore):
-    """A store with a log of what it was asked for, in order; and how often for memory."""
+    """A store with a log of what it was asked for, in order."""
 
     def __init__(self, *arguments, **options):
         self.log = []
-        self.num_allocated = 0
         super().__init__(*arguments, block_bytes=BLOCK, depth=4, **options)
 
     def start_read(self, bucket, into, **options):
@@ -31,9 +32,12 @@ class Recorded(FileStore):
         self.log.append(f"write {bucket}")
         return super().start_write(bucket, source, **options)
 
-    def empty(self, bucket):
-        self.num_allocated += 1
-        return super().empty(bucket)
+
+def cache_of(store, order, memory_bytes):
+    """A cache of a store's buckets that goes by an order."""
+    cache = HostCache(store, memory_bytes, HostMemory())
+    cache.begin(order)
+    return cache
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def open_store(tmp_path):
 
     def open_one(numels, system=None):
         layouts = [layout(f"{index}", shard=numel) for index, numel in enumerate(numels)]
-        store = Recorded([tmp_path], layouts, system=system, checksums=True)
+        store = store_of([tmp_path], layouts, Recorded, system=system, checksums=True)
         opened.append(store)
         for index, each in enumerate(layouts):
             write(
@@ -52,7 +56,6 @@ def open_store(tmp_path):
                 {(0, "shard"): torch.full((each.parts[0].nbytes // 4,), float(index))},
             )
         store.log.clear()
-        store.num_allocated = 0
         return store
 
     yield open_one
@@ -78,7 +81,7 @@ def train(cache, order, *, steps=1, compute_s=0.0, is_dirty=lambda bucket: True)
 
 def test_it_reads_ahead_what_fits_and_evicts_the_coldest_first(open_store):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0123", 2 * SIZE)
     assert store.log == ["read 0", "read 1"]  # before any is used
     cache.use("0")
     assert store.log[2:] == []  # 0 is in use and 1 is next: no room for 2
@@ -96,7 +99,7 @@ def test_buckets_used_again_soon_stay(open_store):
     # Forward, then backward: what was used last is used first.
     order = "01233210"
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, order, memory_bytes=3 * SIZE)
+    cache = cache_of(store, order, 3 * SIZE)
     train(cache, order)
     assert [entry for entry in store.log if entry.startswith("read")] == [
         "read 0",
@@ -111,7 +114,7 @@ def test_buckets_used_again_soon_stay(open_store):
 @pytest.mark.parametrize("num_held", [1, 2, 3, 5])
 def test_values_survive_any_bound(open_store, order, num_held):
     store = open_store([NUMEL] * 5)
-    cache = HostCache(store, order, memory_bytes=num_held * SIZE + 5)
+    cache = cache_of(store, order, num_held * SIZE + 5)
     counts = train(cache, order, steps=4, is_dirty=lambda bucket: bucket != "2")
     for bucket, count in counts.items():
         assert (cache.read(bucket)[0, "shard"] == int(bucket) + count).all()
@@ -120,7 +123,7 @@ def test_values_survive_any_bound(open_store, order, num_held):
 
 def test_what_fits_is_read_once(open_store):
     store = open_store([NUMEL] * 3)
-    cache = HostCache(store, "012", memory_bytes=3 * SIZE)
+    cache = cache_of(store, "012", 3 * SIZE)
     counts = train(cache, "012", steps=5)
     assert store.log == ["read 0", "read 1", "read 2"]
     assert (cache.read("2")[0, "shard"] == 2 + counts["2"]).all()
@@ -128,9 +131,9 @@ def test_what_fits_is_read_once(open_store):
 
 def test_buckets_of_one_size_allocate_nothing_after_the_first_round(open_store):
     store = open_store([NUMEL] * 6)
-    cache = HostCache(store, "012345", memory_bytes=3 * SIZE)
+    cache = cache_of(store, "012345", 3 * SIZE)
     train(cache, "012345", steps=5)
-    assert store.num_allocated == 3
+    assert cache._host.num_allocations == 3
 
 
 def test_buckets_of_many_sizes_stay_within_the_bound(open_store):
@@ -138,12 +141,12 @@ def test_buckets_of_many_sizes_stay_within_the_bound(open_store):
     order = "012345543210"
     store = open_store(numels)
     for num_held in (5, 8):
-        cache = HostCache(store, order, memory_bytes=num_held * SIZE)
+        cache = cache_of(store, order, num_held * SIZE)
         for bucket in order * 3:  # held_bytes is looked at inside too, by what the store allocates
             values = cache.use(bucket)[0, "shard"]
             assert (values == int(bucket)).all()
             held = sum(each.memory.nbytes for each in cache._resident.values())
-            held += sum(each.memory.nbytes for each in cache._free)
+            held += sum(memory.nbytes for memory, _ in cache._free)
             assert held == cache.held_bytes <= cache.memory_bytes
             cache.release(bucket, dirty=True)
 
@@ -152,7 +155,7 @@ def test_what_it_does_does_not_depend_on_the_disk(open_store):
     logs = []
     for system in (Watched(), Slow(0.01), Slow(0.01, kinds=["write"])):
         store = open_store([NUMEL] * 6, system=system)
-        train(HostCache(store, "012345", memory_bytes=3 * SIZE), "012345", steps=3)
+        train(cache_of(store, "012345", 3 * SIZE), "012345", steps=3)
         logs.append(store.log)
     assert logs[0] == logs[1] == logs[2] and len(logs[0]) > 20
 
@@ -163,7 +166,7 @@ def test_a_slow_disk_is_hidden_behind_the_work(open_store):
     waited = {}
     for num_held in (1, 4):
         store = open_store([NUMEL] * 8, system=Slow(delay_s, kinds=["read"]))
-        cache = HostCache(store, order, memory_bytes=num_held * SIZE)
+        cache = cache_of(store, order, num_held * SIZE)
         start_s = time.monotonic()
         train(cache, order, steps=2, compute_s=2 * delay_s, is_dirty=lambda bucket: False)
         waited[num_held] = time.monotonic() - start_s - 16 * 2 * delay_s
@@ -173,11 +176,11 @@ def test_a_slow_disk_is_hidden_behind_the_work(open_store):
 
 def test_an_eviction_does_not_make_the_caller_wait(open_store):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0123", 2 * SIZE)
     cache.use("0")
     cache._resident["1"].load.wait()
     slow = Slow(1.0, kinds=["write"])
-    store._transfers._system = slow
+    store.transfers._system = slow
     start_s = time.monotonic()
     cache.release("0", dirty=True)  # written a second long, and 2 read into its memory after
     cache.use("1")
@@ -187,48 +190,19 @@ def test_an_eviction_does_not_make_the_caller_wait(open_store):
     assert time.monotonic() - start_s >= 1.0
 
 
-def test_another_bucket_than_the_next_is_refused(open_store):
-    cache = HostCache(open_store([NUMEL] * 3), "012", memory_bytes=3 * SIZE)
-    cache.use("0")
-    with pytest.raises(ValueError, match="'2' is not next in the order: '1' is, at place 1 of 3"):
-        cache.use("2")
-    cache.use("1")
-
-
-def test_releasing_what_is_not_in_use_is_refused(open_store):
-    cache = HostCache(open_store([NUMEL] * 2), "0011", memory_bytes=2 * SIZE)
-    cache.use("0")
-    cache.use("0")
-    cache.release("0", dirty=False)
-    cache.release("0", dirty=False)
-    for bucket in ("0", "1", "unknown"):
-        with pytest.raises(ValueError, match=f"'{bucket}' is not in use"):
-            cache.release(bucket, dirty=False)
-
-
 def test_a_bucket_in_use_is_never_evicted(open_store):
-    cache = HostCache(open_store([NUMEL] * 4), "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(open_store([NUMEL] * 4), "0123", 2 * SIZE)
     zero, one = cache.use("0")[0, "shard"], cache.use("1")[0, "shard"]
-    with pytest.raises(ValueError, match="no room for bucket '2'.*in use are: 0, 1"):
+    with pytest.raises(AssertionError, match="no room for '2' besides what is in use"):
         cache.use("2")
     assert (zero == 0).all() and (one == 1).all()
     cache.release("1", dirty=False)
     assert (cache.use("2")[0, "shard"] == 2).all() and (zero == 0).all()
 
 
-def test_bounds_and_orders_that_make_no_sense_are_refused(open_store):
-    store = open_store([NUMEL, 2 * NUMEL])
-    with pytest.raises(ValueError, match=f"'1' takes {2 * SIZE} bytes.*{2 * SIZE - 1}"):
-        HostCache(store, "01", memory_bytes=2 * SIZE - 1)
-    with pytest.raises(ValueError, match="order of uses is empty"):
-        HostCache(store, memory_bytes=9 * SIZE).begin("")
-    with pytest.raises(ValueError, match="no bucket '7'"):
-        HostCache(store, "07", memory_bytes=9 * SIZE)
-
-
 def test_after_a_step_that_failed_the_order_begins_anew_and_changes_are_kept(open_store):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0123", 2 * SIZE)
     cache.use("0")[0, "shard"].fill_(70)
     cache.release("0", dirty=True)
     cache.use("1")[0, "shard"].fill_(71)  # and the step ends here
@@ -246,7 +220,7 @@ def test_a_bucket_that_could_not_be_read_can_be_tried_again(open_store):
     system = Failing()
     store = open_store([NUMEL] * 3, system=system)
     system.arm("read", errno.EIO)
-    cache = HostCache(store, "012", memory_bytes=SIZE)
+    cache = cache_of(store, "012", SIZE)
     with pytest.raises(FileTierError, match="reading bucket '0' failed"):
         cache.use("0")
     system.armed = None
@@ -257,7 +231,7 @@ def test_a_bucket_that_could_not_be_read_can_be_tried_again(open_store):
 def test_a_write_back_that_fails_is_an_error_at_a_later_use(open_store):
     system = Failing()
     store = open_store([NUMEL] * 3, system=system)
-    cache = HostCache(store, "012", memory_bytes=SIZE)
+    cache = cache_of(store, "012", SIZE)
     system.arm("write", errno.ENOSPC)
     with pytest.raises(FileTierError, match="writing bucket '0' failed.*checkpoint"):
         train(cache, "012", steps=2)
@@ -265,9 +239,9 @@ def test_a_write_back_that_fails_is_an_error_at_a_later_use(open_store):
 
 def test_what_was_never_written_gets_memory_without_a_read_and_is_kept_from_then_on(tmp_path):
     layouts = [layout(f"{index}", shard=NUMEL) for index in range(4)]
-    with Recorded([tmp_path], layouts, checksums=True) as store:
+    with contextlib.closing(store_of([tmp_path], layouts, Recorded, checksums=True)) as store:
         order = [each.bucket for each in layouts]
-        cache = HostCache(store, order, memory_bytes=2 * SIZE)
+        cache = cache_of(store, order, 2 * SIZE)
         for bucket in order:
             cache.use(bucket)[0, "shard"].fill_(int(bucket))
             cache.release(bucket, dirty=True)
@@ -279,7 +253,7 @@ def test_what_was_never_written_gets_memory_without_a_read_and_is_kept_from_then
 
 def test_a_bucket_is_read_out_of_turn_as_it_is_now(open_store):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, list("0123"), memory_bytes=2 * SIZE)
+    cache = cache_of(store, list("0123"), 2 * SIZE)
     counts = train(cache, list("0123"), steps=2)
     held = cache.held_bytes
     for bucket in "0123":
@@ -291,8 +265,9 @@ def test_a_bucket_is_read_out_of_turn_as_it_is_now(open_store):
 
 
 def test_what_nobody_has_written_cannot_be_read_out_of_turn(tmp_path):
-    with Recorded([tmp_path], [layout("0", shard=NUMEL), layout("1", shard=NUMEL)]) as store:
-        cache = HostCache(store, ["0"], memory_bytes=2 * SIZE)
+    layouts = [layout("0", shard=NUMEL), layout("1", shard=NUMEL)]
+    with contextlib.closing(store_of([tmp_path], layouts, Recorded)) as store:
+        cache = cache_of(store, ["0"], 2 * SIZE)
         for bucket in "01":
             with pytest.raises(FileTierError, match="was never written"):
                 cache.read(bucket)
@@ -300,14 +275,12 @@ def test_what_nobody_has_written_cannot_be_read_out_of_turn(tmp_path):
 
 def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store):
     store = open_store([NUMEL] * 3)
-    cache = HostCache(store, list("012"), memory_bytes=2 * SIZE)
+    cache = cache_of(store, list("012"), 2 * SIZE)
     train(cache, list("012"))
     before = len(os.listdir("/proc/self/fd"))
     cache.drop("1")
     store.remove("1")
     assert len(os.listdir("/proc/self/fd")) == before - 1 and "1" not in store.layouts
-    with pytest.raises(ValueError, match="no bucket '1'"):
-        store.remove("1")
     cache.begin(list("02"))
     for bucket in "0202":
         assert (cache.use(bucket)[0, "shard"] == int(bucket) + 1).all()
@@ -320,7 +293,7 @@ def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store)
 def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):
     store = open_store([NUMEL] * 3)
     order = list("012")
-    cache = HostCache(store, order, memory_bytes=2 * SIZE)
+    cache = cache_of(store, order, 2 * SIZE)
     train(cache, order)
     store.log.clear()
     cache.begin(order)
@@ -329,8 +302,7 @@ def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):
     cache.begin(order)  # as after a step that failed: from its start, and 0 counts as changed
     cache.use("0")
     cache.release("0", dirty=False)
-    with pytest.raises(ValueError, match="not in use"):
-        cache.views("0")
+    assert not any(held.num_uses for held in cache._resident.values())
 
 
 def use_all(cache, order):
@@ -341,7 +313,7 @@ def use_all(cache, order):
 
 def test_what_is_void_is_neither_written_nor_read_until_it_is_made_anew(open_store):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0123", 2 * SIZE)
     use_all(cache, "01")
     cache.use("2")[0, "shard"].fill_(12.0)
     cache.release("2", dirty=True, void=True)
@@ -357,7 +329,7 @@ def test_what_is_void_is_neither_written_nor_read_until_it_is_made_anew(open_sto
 
 def test_what_was_changed_and_then_is_void_is_not_written_either(open_store):
     store = open_store([NUMEL] * 3)
-    cache = HostCache(store, "0012", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0012", 2 * SIZE)
     cache.use("0")[0, "shard"].fill_(5.0)
     cache.release("0", dirty=True)
     cache.use("0")
@@ -369,7 +341,7 @@ def test_what_was_changed_and_then_is_void_is_not_written_either(open_store):
 
 def test_a_bucket_of_another_layout_keeps_its_place(open_store):
     store = open_store([NUMEL] * 3)
-    cache = HostCache(store, "0121", memory_bytes=4 * SIZE)
+    cache = cache_of(store, "0121", 4 * SIZE)
     use_all(cache, "0")
     store.lay_out_anew(layout("1", shard=2 * NUMEL))
     cache.drop("1")
@@ -387,7 +359,7 @@ def test_a_bucket_of_another_layout_keeps_its_place(open_store):
 
 def test_who_is_interrupted_while_waiting_has_changed_nothing(open_store, monkeypatch):
     store = open_store([NUMEL] * 4)
-    cache = HostCache(store, "0123", memory_bytes=2 * SIZE)
+    cache = cache_of(store, "0123", 2 * SIZE)
     wait = Operation.wait
 
     def interrupted(operation):
@@ -397,8 +369,7 @@ def test_who_is_interrupted_while_waiting_has_changed_nothing(open_store, monkey
     monkeypatch.setattr(Operation, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.use("0")
-    with pytest.raises(ValueError, match="not in use"):
-        cache.views("0")
+    assert not any(held.num_uses for held in cache._resident.values())
     train(cache, "123", is_dirty=lambda bucket: False)
     cache.begin("0123")
     train(cache, "0123", is_dirty=lambda bucket: False)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 
 from zerofx.ir.parameters import ParameterInfo, storage_order
 from zerofx.runtime.memory.pages import BufferPool
+
+T = TypeVar("T")
 
 # Small tensors travel to the other ranks together, in messages of at most this size.
 COALESCED_BYTES = 4 * 1024 * 1024
@@ -180,51 +183,60 @@ def _from_owners(shard: torch.Tensor, info: ParameterInfo, communicator: Any) ->
     return flat
 
 
-def _memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor's memory as flat bytes.  Raises: ValueError if it is not dense."""
-    order = storage_order(tuple(tensor.shape), tensor.stride())
-    return tensor.detach().permute(order).view(-1).view(torch.uint8)
+def in_batches(items: Iterable[T], nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cut a list where what has come together is worth a message; what is large is alone."""
+    batch: list[T] = []
+    nbytes = 0
+    for item in items:
+        if batch and nbytes + nbytes_of(item) > COALESCED_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += nbytes_of(item)
+    if batch:
+        yield batch
 
 
 def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
     """Overwrite every tensor with rank 0's, small ones together.  Collective."""
     if communicator.world_size == 1:
         return
-    pending: list[torch.Tensor] = []
-
-    def flush() -> None:
-        if not pending:
-            return
-        message = torch.cat(pending)
-        communicator.broadcast(message)
-        for data, received in zip(pending, message.split([len(d) for d in pending]), strict=True):
-            data.copy_(received)
-        pending.clear()
-
-    for tensor in tensors:
-        try:
-            data = _memory_bytes(tensor)
-        except ValueError:  # a buffer with holes or overlaps; parameters were checked before
-            packed = tensor.detach().contiguous()
-            communicator.broadcast(_memory_bytes(packed))
-            tensor.copy_(packed)
-            continue
-        if len(data) >= COALESCED_BYTES:
-            communicator.broadcast(data)
-            continue
-        bytes_after = sum(map(len, pending)) + len(data)
-        if pending and (bytes_after > COALESCED_BYTES or pending[0].device != data.device):
-            flush()
-        if len(data):
-            pending.append(data)
-    flush()
+    values = (tensor.detach() for tensor in tensors if tensor.numel())
+    for _, on_one_device in groupby(values, lambda tensor: tensor.device):
+        for batch in in_batches(on_one_device, lambda tensor: tensor.nbytes):
+            dense = list(map(_dense, batch))
+            parts = [one.permute(_order(one)).view(-1).view(torch.uint8) for one in dense]
+            message = parts[0] if len(parts) == 1 else torch.cat(parts)
+            communicator.broadcast(message)
+            if len(parts) > 1:
+                for part, received in zip(parts, message.split(list(map(len, parts))), strict=True):
+                    part.copy_(received)
+            for tensor, one in zip(batch, dense, strict=True):
+                if one is not tensor:
+                    tensor.copy_(one)
 
 
-def without_storage(info: ParameterInfo) -> torch.Tensor:
-    """Return a tensor of the parameter's shape and strides that has no memory."""
-    tensor = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.device)
-    tensor.untyped_storage().resize_(0)
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    return storage_order(tuple(tensor.shape), tensor.stride())
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of a buffer with holes or overlaps; parameters were checked before."""
+    try:
+        _order(tensor)
+    except ValueError:
+        return tensor.contiguous()
     return tensor
+
+
+def without_storage(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a tensor that has no memory.  To make it takes the memory for a moment."""
+    with ordinary_tensors():
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensor.untyped_storage().resize_(0)
+        return tensor
 
 
 def in_memory_of_its_own(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.optimizer.piece import GroupOfStep
-from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 
 OptimizerReference = weakref.ref[torch.optim.Optimizer]
@@ -187,7 +187,7 @@ class DelayedUpdates:
     def drop_retired(self) -> None:
         """Forget updates of parameters that are gone."""
         for key, update in list(self.pending.items()):
-            if all(bound.retired for bound in update.bounds):
+            if all(bound.state is State.RETIRED for bound in update.bounds):
                 self.pending.pop(key, None)
         self._forget_if_empty()
 

@@ -10,7 +10,7 @@ import torch
 
 from zerofx.runtime.optimizer.delayed import HostUpdate
 from zerofx.runtime.optimizer.delayed import Key as DelayedKey
-from zerofx.runtime.optimizer.setup import HostSetup
+from zerofx.runtime.optimizer.setup import ProgramSetup
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -33,11 +33,11 @@ class HostUpdates:
     def __init__(
         self,
         steps: OptimizerSteps,
-        host: HostSetup,
+        setup: ProgramSetup,
         changed_in_files: Callable[[int, Sequence[int]], object] | None,
     ) -> None:
-        self.steps, self.copies = steps, host.copies
-        self.joined, self.delayed = host.joins_updates, host.delayed
+        self.steps, self.copies = steps, setup.copies
+        self.joined, self.delayed = setup.joins_updates, setup.delayed
         self._changed_in_files = changed_in_files
         self._delayed_keys: dict[tuple[int, tuple[int, ...]], DelayedKey] = {}
         # By the id of what they write:

@@ -18,7 +18,7 @@ from zerofx import compat
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.ir.parameters import ParameterInfo, storage_order
-from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import ordinary_tensors, without_storage
 from zerofx.runtime.memory.guard import guarded_among, read_or_write
 from zerofx.runtime.parameters.guarded import GuardedState
 from zerofx.runtime.storage.bucket import Reader
@@ -103,10 +103,7 @@ def standing_for(
     first element and the one behind the last.
     """
     shape, stride = tuple(like.shape), like.stride()
-    with ordinary_tensors():
-        late = torch.empty(0, dtype=like.dtype, device=device)
-        late.set_(late.untyped_storage(), 0, shape, stride)
-        late.untyped_storage().resize_(0)
+    late: Any = without_storage(shape, stride, like.dtype, device)
     late.__class__ = LazyState
     late.source, late.of = source, source.name
     order, late.start, late.stop = part or (storage_order(shape, stride), 0, like.numel())

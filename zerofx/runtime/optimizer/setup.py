@@ -1,4 +1,4 @@
-"""The objects that a program trains, and how it keeps them on the device and in host memory."""
+"""The objects that a program trains, and what it is given to train them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.parameters import ParameterTable
+from zerofx.options import Options
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.tier import FileTier
@@ -47,31 +48,18 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True)
-class DeviceSetup:
-    """The settings by which a program keeps what it trains on the device.
+class ProgramSetup:
+    """The options of a program, and what its function has for it.
 
-    With ``moves_whole`` whole parameters live in their bucket's memory; ``in_place`` are the
-    buckets, as their parameters' indices, that the program may write to before its last copies do.
-    With ``reuses_buffers`` a layer's buffers are given out again, and kept until the call ends.
+    ``copies`` makes its moves.  ``in_place`` are the buckets, as their parameters' indices, that it
+    may write to before its last copies do.  Updates in host memory run as one for each bucket if
+    ``joins_updates``.  ``open_files`` opens the tier for what it reads from files.  With
+    ``delayed``, updates go on into the next call, which stores what they have made.
     """
 
-    stage: int
-    precision: Precision = Precision()
-    moves_whole: bool = False
-    in_place: Sequence[Sequence[int]] = ()
-    reuses_buffers: bool = True
-
-
-@dataclass(frozen=True)
-class HostSetup:
-    """The settings by which a program uses host memory.
-
-    The ``copies`` makes its moves; updates there run a bucket's as one with ``joins_updates``.
-    ``open_files`` opens the tier for those that a program reads from files.  With ``delayed``
-    updates go on into the next call, which stores what they have made.
-    """
-
+    options: Options
     copies: Copies
-    joins_updates: bool = False
-    open_files: Callable[[], FileTier] | None = None
-    delayed: DelayedUpdates | None = None
+    in_place: Sequence[Sequence[int]]
+    joins_updates: bool
+    open_files: Callable[[], FileTier]
+    delayed: DelayedUpdates | None

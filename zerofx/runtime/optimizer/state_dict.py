@@ -73,7 +73,7 @@ class OptimizerAttachment:
         """The parameters whose states are sharded or are to be, in the optimizer's order."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         found = (self.lookup(parameter) for parameter in parameters)
-        return [b for b in found if b is not None and b.stage > 0 and not b.retired]
+        return [b for b in found if b is not None and b.stage > 0]
 
     def shard_states(self, optimizer: Optimizer) -> None:
         """Cut whatever is whole; nothing changes if one state cannot be cut."""

@@ -7,7 +7,7 @@ then all of the next one's, so that one kernel takes them as they lie in memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from zerofx import compat
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.trace.shadow import shadow_of
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.memory.flat import without_storage
 from zerofx.runtime.optimizer.precision import StateStorage
 from zerofx.runtime.optimizer.traces import TracedOptimizer
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.registry import REGISTRY
-from zerofx.runtime.storage.bucket import Bucket, Key, Left, Part, Reader
+from zerofx.runtime.storage.bucket import Bucket, Key, Left, Location, Part, Place, Reader
+from zerofx.runtime.storage.memory import Memory
 from zerofx.runtime.storage.tier import FileTier
 
 States = Sequence[dict[str, Any]]
@@ -64,36 +65,30 @@ def per_element(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 class StateBucket(Bucket):
     """The states of one group of updates.
 
-    ``stubs`` stand for its values in ``optimizer.state`` between updates, by place and
-    name; none while it holds nothing.
+    ``stubs`` stand for its values in ``optimizer.state`` between updates, by place and name, if
+    they are in files; there are none while it holds nothing.
     """
 
     what = "optimizer states"
-    is_copied_by_gpu = False
+    is_copied_by_gpu = False  # updates run on the CPU
 
     def __init__(
         self,
-        tier: FileTier,
+        place: Place,
         name: str,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
         parts: Parts,
     ) -> None:
-        super().__init__(tier, name, parts)
+        super().__init__(place, name, parts)
         self.optimizer = weakref.ref(optimizer)
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.stubs: dict[Key, GuardedState] = {}
 
-    @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        return _key(self.optimizer(), [reference() for reference in self.parameters])
-
     def is_of(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether it is for these very objects."""
-        mine = [reference() for reference in self.parameters]
-        return self.optimizer() is optimizer and all(
-            one is other for one, other in zip(mine, parameters, strict=True)
-        )
+        mine = [id(reference()) for reference in self.parameters]
+        return self.optimizer() is optimizer and mine == list(map(id, parameters))
 
     def states(self) -> States:
         """Return the optimizer's entries for its parameters as they are now."""
@@ -133,22 +128,36 @@ class StateBucket(Bucket):
             bring_back(states)
             self.forget()
 
+    def parts_elsewhere(self, memory: Memory) -> Parts:
+        states = self.states()
+        self.parts = parts_there(states)
+        return tuple(
+            part
+            for part in self.parts
+            if not all(memory.holds(states[place][part.name]) for place, _ in part.numels)
+        )
+
     def arrive(self, views: Mapping[Key, Tensor]) -> None:
         """Have the optimizer hold what is in memory, with what comes from elsewhere copied there.
 
         States of another kind than were expected stay where they are.
         """
         states = self.states()
-        if not self.stubs:
+        if not self.stubs and parts_there(states) != self.parts:
             for state in states:
                 state.update((name, value.cpu()) for name, value in per_element(state))
-            if parts_there(states) != self.parts:
-                return
-            self.take(states, views)
-        self.give(states, views)
+            return
+        for (place, name), view in views.items():
+            value = states[place][name]
+            if value is not self.stubs.get((place, name)):
+                view = view.view(value.shape).copy_(value)
+            states[place][name] = view
 
     def leave(self, views: Mapping[Key, Tensor]) -> Left:
-        """Take the states back from the optimizer, with those that its update has made."""
+        """Take the states back from the optimizer, with those that its update has made.
+
+        What a stub stands for lies in memory: ``arrive``, or this, was interrupted.
+        """
         states = self.states()
         parts = parts_there(states)
         if not parts:
@@ -156,37 +165,23 @@ class StateBucket(Bucket):
         if parts != self.parts:
             return Left.RELAYOUT
         is_new = not self.stubs
-        self.take(states, views)
-        return Left.NEW if is_new else Left.KNOWN
-
-    def give(self, states: States, views: Mapping[Key, Tensor]) -> None:
-        """Have the optimizer hold what is in memory, each parameter its part of it."""
-        for (place, name), value in views.items():
-            states[place][name] = value
-
-    def take(self, states: States, views: Mapping[Key, Tensor]) -> None:
-        """Copy what does not lie in the bucket's memory already there; leave stubs.
-
-        What a stub of this bucket stands for lies there: ``give``, or this, was interrupted.
-        """
         for (place, name), view in views.items():
             value = states[place][name]
-            if value is self.stubs.get((place, name)):
-                continue
-            if value.data_ptr() != view.data_ptr():
-                view.copy_(value)
-        self.leave_stubs(states)
+            if value is not self.stubs.get((place, name)) and value.data_ptr() != view.data_ptr():
+                view.copy_(value.reshape(-1))
+        self._leave_stubs(states)
+        return Left.NEW if is_new else Left.KNOWN
 
-    def leave_stubs(self, states: States) -> None:
+    def _leave_stubs(self, states: States) -> None:
         """Put what stands for the values in their place."""
         if not self.stubs:
-            with ordinary_tensors():
-                for part in self.parts:
-                    for place, numel in part.numels:
-                        stub = _without_memory(part.dtype, numel)
-                        stub.bucket, stub.key = self, (place, part.name)
-                        stub.of = f"state {part.name!r} of {self.name!r}"
-                        self.stubs[place, part.name] = stub
+            for part in self.parts:
+                for place, numel in part.numels:
+                    stub: Any = without_storage((numel,), (1,), part.dtype, "cpu")
+                    stub.__class__ = GuardedState
+                    stub.bucket, stub.key = self, (place, part.name)
+                    stub.of = f"state {part.name!r} of {self.name!r}"
+                    self.stubs[place, part.name] = stub
         for (place, name), stub in self.stubs.items():
             states[place][name] = stub
 
@@ -199,10 +194,6 @@ class StateBucket(Bucket):
     def lay_out_anew(self) -> None:
         self.forget()
         self.parts = parts_there(self.states())
-
-
-def _key(optimizer: Any, parameters: Sequence[Any]) -> Hashable:
-    return (id(optimizer), *map(id, parameters))
 
 
 def with_values(state: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
@@ -218,13 +209,6 @@ def bring_back(states: States) -> None:
     reader = Reader()
     for state in states:
         state.update(with_values(state, reader))
-
-
-def _without_memory(dtype: torch.dtype, numel: int) -> GuardedState:
-    tensor = torch.empty(numel, dtype=dtype)
-    tensor.untyped_storage().resize_(0)
-    tensor.__class__ = GuardedState
-    return tensor
 
 
 class StatePlaces:
@@ -267,15 +251,18 @@ class StatePlaces:
         return total
 
     def bucket_in(self, tier: FileTier, indices: Sequence[int]) -> StateBucket:
-        """Return the bucket of the states of these updates: the one that there is, or a new one."""
+        """Return the bucket of these parameters' states in files: the one there is, or a new one.
+
+        One that holds nothing yet is not worth its room if it is of another layout.
+        """
         optimizer, parameters = self._traced.live_optimizer(), self._of(indices)
         users, names = [user for user, _ in parameters], [info.name for _, info in parameters]
         parts = parts_of(self._to_come(parameters))
-        found = tier.find(_key(optimizer, users))
-        assert found is None or isinstance(found, StateBucket), "no other one has such a key"
-        # One that holds nothing yet is not worth its room if it is of another layout.
-        if found and found.is_of(optimizer, users) and (found.stubs or found.parts == parts):
-            return found
+        states = (one for one in tier.buckets if isinstance(one, StateBucket))
+        mine = [one for one in states if one.is_of(optimizer, users)]
+        for bucket in mine:
+            if bucket.stubs or (bucket.parts == parts and not any(one.stubs for one in mine)):
+                return bucket
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         name = tier.name(f"{self._traced.name} of {span}")
         return StateBucket(tier, name, optimizer, users, parts)
@@ -290,17 +277,17 @@ class StatePlaces:
         return sum(value.nbytes for _, value in there if REGISTRY.host.holds(value))
 
     def place(self, indices: Sequence[int]) -> None:
-        """Have these parameters' states in host memory, side by side, or on the device.
-
-        In the one where they are updated.
-        """
-        entries, parameters = self._traced.live_optimizer().state, self._of(indices)
-        states = [entries[user] for user, _ in parameters if user in entries]
-        bring_back(states)  # from files, where another function has put them
-        if self._traced.parameters[indices[0]].on_host:
-            REGISTRY.host.take_in(states)
-        else:
-            REGISTRY.host.give_back(states, parameters[0][1].device)
+        """Have these parameters' states, side by side, in the memory where they are updated."""
+        parameters, on_host = self._of(indices), self._traced.parameters[indices[0]].on_host
+        location = Location.HOST if on_host else Location.DEVICE
+        memory = REGISTRY.memory(location, parameters[0][1].device)
+        users = [user for user, _ in parameters]
+        bucket = StateBucket(memory, "", self._traced.live_optimizer(), users, ())
+        bucket.acquire()
+        for state in bucket.states() if on_host else ():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    state[name] = value.cpu()  # a number
 
 
 _SHAPE = (4, 4)

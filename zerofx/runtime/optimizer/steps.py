@@ -11,11 +11,12 @@ from torch import fx
 from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.gradient_norm import squares_of
 from zerofx.codegen.rewrite.gradient_work import GradientWork
+from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.effects import gradients_read_after_update, owned_parameters, updated_on_host
 from zerofx.ir.graph import updates
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
-from zerofx.runtime.optimizer.setup import DeviceSetup, HostSetup, Trained, UpdateSettings
+from zerofx.runtime.optimizer.setup import ProgramSetup, Trained, UpdateSettings
 from zerofx.runtime.optimizer.update import Fused, OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
@@ -37,8 +38,7 @@ class OptimizerSteps:
         graph: fx.Graph,
         communicator: Communicator,
         trained: Trained,
-        device: DeviceSetup,
-        host: HostSetup,
+        setup: ProgramSetup,
         keep_source: Keep | None = None,
     ) -> None:
         self.communicator = communicator
@@ -53,10 +53,10 @@ class OptimizerSteps:
                 parameters,
                 UpdateSettings(
                     rank=communicator.rank,
-                    sharded=device.stage > 0,
+                    sharded=setup.options.stage > 0,
                     gradients_read_later=read_later,
                     keep_source=keep_source,
-                    precision=device.precision,
+                    precision=Precision.of(setup.options),
                     owned=owned.get(handle, ()),
                     on_host=on_host[handle],
                 ),
@@ -66,7 +66,7 @@ class OptimizerSteps:
         for handle, runner in self.runners.items():
             runner.prepare(parameter for other, parameter in updates(graph) if other == handle)
         self.complete_updates: Callable[[int], object] = lambda optimizer: None
-        self._delayed = host.delayed
+        self._delayed = setup.delayed
         self._updated: dict[int, set[int]] = {}  # in the step that is under way
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
 

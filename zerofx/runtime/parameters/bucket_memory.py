@@ -72,12 +72,6 @@ class BucketMemory:
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         return True
 
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes that belong to no parameter; 0 before they have moved in."""
-        used = sum(info.numel for info in self.infos) * self.flat.itemsize
-        return max(self.flat.nbytes - used, 0)
-
     def is_made_of(self, shards: Sequence[torch.Tensor]) -> bool:
         """Return whether these are this rank's ranges of all parameters, here, in order."""
         mine = [self.shards[id(reference())].data_ptr() for reference in self.parameters]

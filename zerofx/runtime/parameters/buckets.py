@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -41,8 +40,7 @@ class Buckets:
         self.table = table
         self.in_place, self.moved_out = list(in_place), moved_out
         self._bounds: Sequence[ParameterState] = ()
-        # Weakly: a bucket's memory goes with its parameters.
-        self._memories: list[tuple[weakref.ref[BucketMemory], Sequence[int]]] = []
+        self._with_memory: list[Sequence[int]] = []  # of ``in_place``, those that live in one
         self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
         self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
         self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
@@ -53,21 +51,20 @@ class Buckets:
 
     def bind(self, bounds: Sequence[ParameterState]) -> None:
         """Know the program's parameters, and so the memory of its buckets."""
-        self._bounds = bounds
-        self._memories = []
+        self._bounds, self._with_memory = bounds, []
         for parameters in self.in_place:
             memory = bounds[parameters[0]].memory
             if memory is not None and len(memory.infos) == len(parameters):
                 if all(bounds[index].memory is memory for index in parameters):
-                    self._memories.append((weakref.ref(memory), parameters))
+                    self._with_memory.append(parameters)
 
     def begin_call(self, wholes: Iterable[torch.Tensor]) -> None:
         """Move parameters into their buckets' memory that have left it.
 
         What is sent from the memory of these, which the call has whole, is copied first.
         """
-        for reference, parameters in self._memories:
-            memory = reference()
+        for parameters in self._with_memory:
+            memory = self._bounds[parameters[0]].memory
             assert memory is not None, "the caller holds its parameters"
             if memory.move_in() and memory.flat.numel():  # what is empty lies nowhere
                 self._homes.update(dict.fromkeys(parameters, memory))

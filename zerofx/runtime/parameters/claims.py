@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.parameters.parameter import ParameterState
@@ -17,35 +18,29 @@ class Claims:
     """The storages of bound parameters, and the buffers that all ranks have as rank 0's."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._claims: dict[int, tuple[Any, list[tuple[int, int, Any, str]]]] = {}
+        self._buffers = WeakIdKeyDictionary()
+        self._claims = WeakIdKeyDictionary()  # by storage: first byte, end, parameter, its name
 
     def unseen(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of these buffers that have not been here before; note them."""
         unseen = []
         for buffer in buffers:
-            key = id(buffer)
-            if key in self._buffers and self._buffers[key]() is buffer:
+            if buffer in self._buffers:
                 continue
             if buffer.is_meta:
                 raise ValueError(
                     f"a buffer of shape {tuple(buffer.shape)} is on the meta device and has no "
                     "values. Materialize the model before its first step."
                 )
-            self._buffers[key] = weakref.ref(buffer, _forgetting(self._buffers, key))
+            self._buffers[buffer] = None
             unseen.append(buffer)
         return unseen
 
     def claim(self, parameter: nn.Parameter, name: str) -> None:
         """Refuse two parameter objects over the same memory: each would get a shard of its own."""
-        storage = parameter.untyped_storage()
         start = parameter.storage_offset() * parameter.itemsize
         stop = start + parameter.nbytes
-        key = id(storage)
-        if key not in self._claims or self._claims[key][0]() is not storage:
-            forget = weakref.ref(storage, _forgetting(self._claims, key))
-            self._claims[key] = (forget, [])
-        claims = self._claims[key][1]
+        claims = self._claims.setdefault(parameter.untyped_storage(), [])
         for other_start, other_stop, other, other_name in claims:
             if other() is parameter:
                 return
@@ -97,10 +92,3 @@ def check_same_place(bound: ParameterState, info: ParameterInfo) -> None:
             "torch.compiler.reset(), and this function is compiled anew, or give all functions "
             "options={'bucket': False}."
         )
-
-
-def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
-    def forget(_reference: Any) -> None:
-        table.pop(key, None)
-
-    return forget

@@ -12,26 +12,17 @@ from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import COALESCED_BYTES, make_equal
+from zerofx.runtime.memory.flat import in_batches, make_equal
 
 Member = tuple[nn.Parameter, ParameterInfo]
 
 
 def batches(members: Iterable[Member]) -> Iterator[list[Member]]:
-    """Cut a list of parameters where what has come together is worth a message.
+    """Cut a list of parameters into those that come together: a large one is alone.
 
-    A large one is alone: it is all that a rank then has whole.
+    It is all that a rank then has whole.
     """
-    batch: list[Member] = []
-    nbytes = 0
-    for parameter, info in members:
-        if batch and nbytes + info.nbytes > COALESCED_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((parameter, info))
-        nbytes += info.nbytes
-    if batch:
-        yield batch
+    return in_batches(members, lambda member: member[1].nbytes)
 
 
 def read_by_all(members: Iterable[Member]) -> dict[int, Source]:

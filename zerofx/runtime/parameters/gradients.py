@@ -44,11 +44,10 @@ class GradientRegistry:
         self._is_plain = True
         for bound, parameter in self._with_stub():
             bound.stub.__class__ = torch.Tensor
-            allow_accumulation(bound, parameter)
+            allow_accumulation(bound)
             _drop_unless_used(bound, parameter)
         for bound in self._averaged:
-            if bound.parameter is not None:
-                allow_accumulation(bound, bound.parameter)
+            allow_accumulation(bound)
         self._averaged = [bound for bound in self._averaged if _has_average(bound)]
 
     def guard_again(self) -> None:
@@ -75,7 +74,8 @@ class GradientRegistry:
         """
         with self._lock, ordinary_tensors():
             if bound.stub is None:
-                bound.stub = without_storage(bound.info)
+                info = bound.info
+                bound.stub = without_storage(info.shape, info.stride, info.dtype, info.device)
                 self._stubs[id(bound.stub)] = bound
             bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
             if not self._is_plain:
@@ -192,9 +192,10 @@ def _watch_accumulation(bound: ParameterState) -> None:
     bound.accumulation_hook = parameter.register_hook(before_adding)
 
 
-def allow_accumulation(bound: ParameterState, parameter: nn.Parameter) -> None:
+def allow_accumulation(bound: ParameterState) -> None:
     """Watch an eager ``backward()`` no longer."""
-    if bound.accumulation_hook is None:
+    parameter = bound.parameter
+    if bound.accumulation_hook is None or parameter is None:
         return
     bound.accumulation_hook.remove()
     bound.accumulation_hook = None

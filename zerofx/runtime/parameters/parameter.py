@@ -23,8 +23,8 @@ from zerofx.runtime.memory.flat import (
 )
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
-from zerofx.runtime.storage.bucket import Bucket, Key, Left, Location, Part, Reader
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.bucket import Bucket, Key, Left, Location, Part, Place, Reader
+from zerofx.runtime.storage.memory import HostMemory, Memory
 
 
 class State(Enum):
@@ -49,10 +49,10 @@ class ParameterState:
     whole and this rank's own, and the gradient is its mean over the ranks.
 
     Parameters of one bucket have the same ``bucket``: their ``BucketMemory`` if they live in one
-    (stages 1 and 2).  It is None for a parameter that is alone elsewhere.  ``location`` is where
-    the values of the shard lie between uses; ``host`` is the memory for those that are not on the
-    device.  ``file`` is the bucket that they may be in, and are if ``location`` is a file: the
-    shard is then an empty tensor, and the same one as before.
+    (stages 1 and 2).  ``location`` is where the values of the shard lie between uses; ``host`` is
+    the memory for those that are not on the device.  ``home`` is the bucket that the shard has last
+    been given to, and will come to if it is not there; None where it was made.  In a file, the
+    shard is an empty tensor.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -60,15 +60,13 @@ class ParameterState:
     stage: int
     communicator: Any
     own_class: type
-    guarded_class: type
+    host: HostMemory = field(repr=False)
     bucket: object = None
-    host: HostMemory = field(default_factory=HostMemory, repr=False)
     location: Location = Location.DEVICE
-    file: ShardBucket | None = None
+    home: ShardBucket | None = None
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
-    open_count: int = 0  # of nested ``full_params``
     state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
@@ -94,11 +92,6 @@ class ParameterState:
         return self.bucket if isinstance(self.bucket, BucketMemory) else None
 
     @property
-    def is_sharded(self) -> bool:
-        """True if this rank keeps a shard of it between steps (stage 3)."""
-        return self.state in (State.SHARDED, State.OPEN)
-
-    @property
     def what_is_kept(self) -> str:
         """Say in words what this rank keeps of a gradient that crosses calls."""
         if self.is_unreduced:
@@ -106,29 +99,25 @@ class ParameterState:
         return f"ZeRO stage {self.stage} keeps only this rank's shard of it"
 
     @property
-    def is_open(self) -> bool:
-        """True while the parameter is whole, inside ``full_params``."""
-        return self.state is State.OPEN
-
-    @property
-    def retired(self) -> bool:
-        """True once the parameter has been given back, or is gone."""
-        return self.state is State.RETIRED
+    def file(self) -> ShardBucket | None:
+        """The bucket in files that the shard belongs to, if it does."""
+        is_filed = self.home is not None and self.home.place.location is Location.FILE
+        return self.home if is_filed else None
 
     @property
     def shard(self) -> torch.Tensor | None:
         """This rank's flat range of the values at stage 3, else None.
 
-        The same tensor for as long as it stays on the device, or on the host; empty while its
-        values are in a file.
+        The same tensor for as long as it stays on the device, or off it; empty while its values
+        are in a file.
 
         Raises: RuntimeError while the values are elsewhere.
         """
-        if self.retired:
+        if self.state is State.RETIRED:
             raise RuntimeError(
                 f"parameter {self.name!r} was given back by zerofx.unshard: bind it again"
             )
-        if self.is_open:
+        if self.state is State.OPEN:
             raise RuntimeError(
                 f"parameter {self.name!r} is whole inside `with zerofx.full_params(model):`, and "
                 "a compiled step works on its shards. Call the step after the with block."
@@ -138,13 +127,8 @@ class ParameterState:
     def live_in(self, buffer: torch.Tensor, location: Location) -> None:
         """Keep the shard in its bucket's buffer from now on.  Before the first ``free``."""
         shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
-        self.move_to(shard, location)
-
-    def move_to(self, shard: torch.Tensor, location: Location) -> None:
-        """Keep the shard there from now on, where its values are already, and in no file."""
-        # A view on the host would hold its memory when the shard has left for a file.
-        self._shard = without_base(shard) if location is Location.HOST else shard
-        self.location, self.file = location, None
+        # A view would hold its memory when the shard has left for another place.
+        self._shard, self.location = without_base(shard), location
 
     def values(self, reader: Reader | None = None) -> torch.Tensor:
         """The shard's values, wherever they are: the shard itself, or a copy of what is in a file.
@@ -154,20 +138,24 @@ class ParameterState:
         Raises: FileTierError if they are lost, or cannot be read.
         """
         assert self._shard is not None
-        if self.file is None or self.location is not Location.FILE:
+        if self.location is not Location.FILE:
             return self._shard
-        key = self.file.key_of(self)
-        return reader.read(self.file, key) if reader else Reader().read(self.file, key).clone()
+        assert self.home is not None, "it has come there"
+        key = self.home.key_of(self)
+        return reader.read(self.home, key) if reader else Reader().read(self.home, key).clone()
 
-    def lie_in(self, part: torch.Tensor) -> None:
+    def lie_in(self, part: torch.Tensor, location: Location) -> None:
         """Have the shard in this memory: with what is there, or what it has brought along."""
         assert self._shard is not None
         with torch.no_grad(), ordinary_tensors():
             if self.location is not Location.FILE:
                 self._settle()
                 part.copy_(self._shard)
-                self.location = Location.FILE  # an interrupt finds the values in the part
-            self._shard.data = part
+                self.location = location  # an interrupt finds the values in the part
+            if part.device == self._shard.device:
+                self._shard.data = part
+            else:
+                self._shard = part
 
     def leave_memory(self) -> None:
         """Be an empty tensor until the values come back from the file."""
@@ -239,9 +227,10 @@ class ParameterState:
         assert parameter is not None
         with ordinary_tensors():
             whole = parameter.detach()
-            if self._shard is None or self._shard.dtype != self.info.dtype:
+            assert self._shard is not None
+            if self._shard.dtype != self.info.dtype:
                 self._settle()
-                self.location, self.file, self.snapshot = Location.DEVICE, None, None
+                self.location, self.home, self.snapshot = Location.DEVICE, None, None
                 self._shard = take_shard(whole, self.info, self.communicator.rank)
             else:
                 copy_range(self._renewed(), whole, self.info, self.communicator.rank)
@@ -253,23 +242,17 @@ class ParameterState:
     def read(self, source: Source) -> None:
         """Have the shard, which is new, hold what is in a file; the parameter was never made."""
         parameter, rank = self.parameter, self.communicator.rank
-        assert parameter is not None
+        assert parameter is not None and self._shard is not None
         start, stop = self.info.owned_by(rank)
         with ordinary_tensors():
-            if self._shard is None:
-                numel = self.info.shard_numel
-                self._shard = torch.zeros(numel, dtype=self.info.dtype, device=self.info.device)
             source.read(self.info.storage_order, start, stop, self._shard[: stop - start])
             parameter.data = self.freed()
 
     def freed(self) -> torch.Tensor:
-        """Return the tensor in the parameter's place while its values are in the shard.
-
-        To make it takes the memory of a whole parameter for a moment.
-        """
+        """Return the tensor in the parameter's place while its values are in the shard."""
         if self._freed is None:
-            with ordinary_tensors():
-                self._freed = without_storage(self.info)
+            info = self.info
+            self._freed = without_storage(info.shape, info.stride, info.dtype, info.device)
         return self._freed
 
     def retire(self) -> None:
@@ -279,7 +262,7 @@ class ParameterState:
             self.memory.leave(parameter)
         self.bucket = None
         self.state = State.RETIRED
-        self.gradient = self._shard = self.file = None
+        self.gradient = self._shard = self.home = None
         self.location = Location.DEVICE
 
     def matches(self, info: ParameterInfo) -> bool:
@@ -321,17 +304,22 @@ class ShardBucket(Bucket):
 
     what = "parameter shards"
 
-    def __init__(self, tier: Any, name: str, infos: Sequence[ParameterInfo]) -> None:
+    def __init__(self, place: Place, name: str, infos: Sequence[ParameterInfo]) -> None:
         numels = tuple((number, info.shard_numel) for number, info in enumerate(infos))
-        super().__init__(tier, name, (Part("shard", infos[0].dtype, numels),))
+        super().__init__(place, name, (Part("shard", infos[0].dtype, numels),))
         self._bounds: list[weakref.ref[ParameterState]] = []
         self._has_new = False
 
     def adopt(self, bounds: Sequence[ParameterState]) -> None:
-        """Be the bucket of these parameters, whose shards are still where they are."""
+        """Be the bucket of these parameters, whose shards are still where they are.
+
+        Raises: FileTierError if they are in other files, and cannot be read.
+        """
         self._bounds = [weakref.ref(bound) for bound in bounds]
         for bound in bounds:
-            bound.file = self
+            if bound.location is Location.FILE:
+                bound.write_shard(bound.values())
+            bound.home = self
 
     def key_of(self, bound: ParameterState) -> Key:
         return self._members().index(bound), "shard"
@@ -339,7 +327,7 @@ class ShardBucket(Bucket):
     def _members(self) -> list[ParameterState | None]:
         """The parameters in it, in order; None for one that is gone, or has left it."""
         bounds = [reference() for reference in self._bounds]
-        return [bound if bound is not None and bound.file is self else None for bound in bounds]
+        return [bound if bound is not None and bound.home is self else None for bound in bounds]
 
     @property
     def is_gone(self) -> bool:
@@ -350,12 +338,16 @@ class ShardBucket(Bucket):
             bound is not None and bound.location is Location.FILE for bound in self._members()
         )
 
+    def parts_elsewhere(self, memory: Memory) -> tuple[Part, ...]:
+        there = (bound is None or bound.location is memory.location for bound in self._members())
+        return () if all(there) else self.parts
+
     def arrive(self, views: Mapping[Key, torch.Tensor]) -> None:
-        """Have each shard, the same tensor as ever, lie in this memory; copy what does not yet."""
+        """Have each shard lie in this memory; copy what does not yet."""
         for bound, part in zip(self._members(), views.values(), strict=True):
             if bound is not None:
                 self._has_new |= bound.location is not Location.FILE
-                bound.lie_in(part)
+                bound.lie_in(part, self.place.location)
 
     def leave(self, views: Mapping[Key, torch.Tensor]) -> Left:
         for bound in self._members():

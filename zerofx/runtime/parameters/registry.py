@@ -8,6 +8,7 @@ zero-compiled function runs, so that Dynamo always sees ordinary parameters, and
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,30 +25,16 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo, Place
 from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
-from zerofx.runtime.memory.pages import prefer_huge_pages
 from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
 from zerofx.runtime.parameters.claims import Claims, check_same_options, check_same_place
 from zerofx.runtime.parameters.first_values import Member, batches, have_values, make
 from zerofx.runtime.parameters.gradients import GradientRegistry, allow_accumulation
 from zerofx.runtime.parameters.guarded import Kept, check_guardable, guarded_class
-from zerofx.runtime.parameters.parameter import ParameterState, State
+from zerofx.runtime.parameters.parameter import ParameterState, ShardBucket, State
 from zerofx.runtime.storage.bucket import Location
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.memory import DeviceMemory, HostMemory, Memory
 from zerofx.runtime.storage.tier import FileTiers
-
-
-class Delayed(Protocol):
-    """Updates that one function leaves to its next call, and whose values no shard holds yet."""
-
-    def settle(
-        self,
-        bounds: Collection[ParameterState],
-        optimizers: Collection[torch.optim.Optimizer] = (),
-        taken_over: Collection[Any] = (),
-    ) -> None: ...
-
-    def drop_retired(self) -> None: ...
 
 
 class ParameterRegistry:
@@ -63,7 +50,7 @@ class ParameterRegistry:
         self.barrier = Barrier(join_timeout_s, load_timeout_s)
         self.host = HostMemory()
         self.files = FileTiers(self.host)
-        self.delayed: set[Delayed] = set()
+        self.delayed: set[Any] = set()  # of ``DelayedUpdates``
         self._bound: dict[int, ParameterState] = {}
         self._claims = Claims()
         self._guarded: list[tuple[Any, type, type]] | None = None
@@ -120,7 +107,7 @@ class ParameterRegistry:
                 if bound is not None:
                     check_same_options(bound, communicator, stage)
                     check_same_place(bound, info)
-                    if not bound.matches(info) and not bound.is_open:
+                    if not bound.matches(info) and bound.state is not State.OPEN:
                         self._follow(bound, parameter)
                 elif id(parameter) not in new:
                     check_guardable(parameter, info.name)
@@ -146,78 +133,86 @@ class ParameterRegistry:
         sources: Mapping[int, Source],
     ) -> None:
         """Cut new parameters, by bucket, to their shards: whole are those of a batch at a time."""
-        buckets: dict[int, object] = {}
-        memory: dict[int, torch.Tensor] = {}
+        buckets: dict[int, tuple[object, torch.Tensor]] = {}
         missing = {number: len(its) for number, its in members.items()}
         for batch in batches(itertools.chain.from_iterable(members.values())):
-            bounds = [self._add(*member, communicator, stage=3) for member in batch]
-            for bound in bounds:
-                info, number = bound.info, bound.info.place.bucket
-                location = Location.HOST if info.index in on_host else Location.DEVICE
-                if info.shares_bucket:
-                    bound.bucket = buckets.setdefault(number, object())
-                if info.shares_bucket or location is Location.HOST:
-                    if number not in memory:
-                        memory[number] = self._empty_bucket(info, location)
-                    bound.live_in(memory[number], location)
-                bound.freed()  # now, while no parameter is whole
-            have_values([one for one in batch if one[1].index not in sources], communicator)
-            for bound in bounds:
-                if bound.info.index in sources:
-                    bound.read(sources[bound.info.index])
-                else:
-                    bound.free()
-                self._guard_again(bound)
-                number = bound.info.place.bucket
-                missing[number] -= 1
-                if not missing[number]:
-                    memory.pop(number, None)
-                    on_sharded([self._bound[id(parameter)] for parameter, _ in members[number]])
+            waiting = [self._add(*member, communicator, stage=3) for member in batch]
+            with self._undone_for(waiting):
+                for bound in waiting:
+                    info, number = bound.info, bound.info.place.bucket
+                    location = Location.HOST if info.index in on_host else Location.DEVICE
+                    if number not in buckets:
+                        buckets[number] = object(), self._zeros(info, location)
+                    bound.bucket, flat = buckets[number]
+                    bound.live_in(flat, location)
+                    bound.freed()  # now, while no parameter is whole
+                have_values([one for one in batch if one[1].index not in sources], communicator)
+                while waiting:
+                    bound = waiting[0]
+                    if bound.info.index in sources:
+                        bound.read(sources[bound.info.index])
+                    else:
+                        bound.free()
+                    waiting.pop(0)
+                    self._guard_again(bound)
+                    number = bound.info.place.bucket
+                    missing[number] -= 1
+                    if not missing[number]:
+                        del buckets[number]
+                        on_sharded([self._bound[id(one)] for one, _ in members[number]])
+
+    @contextlib.contextmanager
+    def _undone_for(self, waiting: list[ParameterState]) -> Iterator[None]:
+        """If this fails, forget those that are waiting by then: they are as they were."""
+        try:
+            yield
+        except BaseException:
+            for bound in waiting:
+                self._drop(bound, id(bound.parameter))
+            raise
+
+    def _zeros(self, info: ParameterInfo, location: Location) -> torch.Tensor:
+        """Memory for this rank's shard of a parameter's bucket."""
+        memory, is_pinned = self.memory(location, info.device), info.device.type == "cuda"
+        return memory.empty(info.place.shard_numel, info.dtype, is_pinned).zero_()
 
     def _keep_whole(
         self, members: Mapping[int, list[Member]], communicator: Any, stage: int, moves: bool
     ) -> None:
         """Take charge of new parameters that stay whole, by bucket; they may move to its memory."""
-        for its in members.values():
-            bounds = [self._add(*member, communicator, stage) for member in its]
-            bucket: object = object() if its[0][1].shares_bucket else None
-            home = BucketMemory(its, communicator.rank) if moves else None
-            if home is not None:
-                home.move_in(partial(make, communicator=communicator))
-            for bound in bounds:
-                bound.bucket = home or bucket
-        for batch in batches(itertools.chain.from_iterable(members.values())):
-            have_values(batch, communicator)
+        added: list[ParameterState] = []
+        with self._undone_for(added):
+            for its in members.values():
+                home = BucketMemory(its, communicator.rank) if moves else None
+                if home is not None:
+                    home.move_in(partial(make, communicator=communicator))
+                bucket = home or object()
+                for member in its:
+                    added.append(self._add(*member, communicator, stage))
+                    added[-1].bucket = bucket
+            for batch in batches(itertools.chain.from_iterable(members.values())):
+                have_values(batch, communicator)
 
-    def _empty_bucket(self, info: ParameterInfo, location: Location) -> torch.Tensor:
-        if location is Location.HOST:
-            pinned = info.device.type == "cuda"
-            return self.host.empty(info.place.shard_numel, info.dtype, pinned).zero_()
-        buffer = torch.zeros(info.place.shard_numel, dtype=info.dtype, device=info.device)
-        prefer_huge_pages(buffer)
-        return buffer
+    def memory(self, location: Location, device: torch.device) -> Memory:
+        """The host's memory, or that of a device."""
+        return self.host if location is Location.HOST else DeviceMemory(device, self.host)
 
     def place(self, bounds: Iterable[ParameterState], location: Location) -> None:
         """Move shards to host memory, or back to their devices: those of a bucket side by side.
 
         For what functions with other options have bound, or used since.
         """
-        with self._lock, ordinary_tensors():
+        with self._lock:
             buckets: dict[tuple, list[ParameterState]] = {}
             for bound in dict.fromkeys(bounds):
-                key = (bound.bucket or bound, bound.info.dtype, bound.info.device)
+                key = (bound.bucket, bound.info.dtype, bound.info.device)
                 buckets.setdefault(key, []).append(bound)
-            for members in buckets.values():
+            for (*_, device), members in buckets.items():
                 members.sort(key=lambda bound: (bound.info.place.offset, bound.info.numel))
-                device = members[0].info.device
-                shards = [bound.values() for bound in members if bound.shard is not None]
-                if location is Location.HOST:
-                    parts = self.host.take_in_shards(shards, pinned=device.type == "cuda")
-                else:
-                    lengths = [shard.numel() for shard in shards]
-                    parts = list(torch.cat([s.to(device) for s in shards]).split(lengths))
-                for bound, part in zip(members, parts, strict=True):
-                    bound.move_to(part, location)
+                infos = [bound.info for bound in members]
+                bucket = ShardBucket(self.memory(location, device), "", infos)
+                bucket.adopt(members)
+                bucket.acquire()
 
     def _add(
         self, parameter: nn.Parameter, info: ParameterInfo, communicator: Any, stage: int
@@ -228,11 +223,9 @@ class ParameterRegistry:
             if key in self._bound and self._bound[key].reference is reference:
                 self._drop(self._bound[key], key)
 
-        own = type(parameter)
-        guarded = guarded_class(own)  # type: ignore[arg-type]
         reference = weakref.ref(parameter, forget)
         bound = self._bound[key] = ParameterState(
-            reference, info, stage, communicator, own, guarded, host=self.host
+            reference, info, stage, communicator, type(parameter), self.host
         )
         return bound
 
@@ -258,8 +251,8 @@ class ParameterRegistry:
         self._bound.pop(key, None)
         self.barrier.written.pop(bound, None)
         self.gradients.forget(bound)
-        self._guarded = None
         bound.retire()
+        self._guarded = None
         for delayed in list(self.delayed):
             delayed.drop_retired()
 
@@ -297,9 +290,10 @@ class ParameterRegistry:
                     parameter.__class__ = guarded
 
     def _swaps(self) -> list[tuple[Any, type, type]]:
+        """The classes of what is guarded between calls: kept, for every call goes through them."""
         if self._guarded is None:
             self._guarded = [
-                (bound.reference, bound.own_class, bound.guarded_class)
+                (bound.reference, bound.own_class, guarded_class(bound.own_class))
                 for bound in self
                 if bound.state is State.SHARDED
             ]
@@ -308,30 +302,24 @@ class ParameterRegistry:
     def _guard_again(self, bound: ParameterState) -> None:
         self._guarded = None
         if self._depth == 0:
-            bound.parameter.__class__ = bound.guarded_class
+            bound.parameter.__class__ = guarded_class(bound.own_class)
 
     def open(self, bound: ParameterState) -> None:
-        """Give a sharded parameter its whole value and its own class.  Collective; nests."""
+        """Give a sharded parameter its whole value and its own class.  Collective."""
         with self._lock:
-            if bound.open_count == 0:
-                self.settle([bound])
-                whole, parameter = bound.gather(), bound.parameter
-                parameter.__class__ = bound.own_class
-                parameter.data = whole  # type: ignore[union-attr]
-                self._guarded = None
-                bound.state = State.OPEN
-            bound.open_count += 1
+            self.settle([bound])
+            whole, parameter = bound.gather(), bound.parameter
+            parameter.__class__ = bound.own_class
+            parameter.data = whole  # type: ignore[union-attr]
+            bound.state, self._guarded = State.OPEN, None
 
     def close(self, bound: ParameterState) -> None:
-        """Undo one ``open``: the last one keeps this rank's range of what was written."""
+        """Undo ``open``, if it has not been given back: keep this rank's range of its values."""
         with self._lock:
-            bound.open_count -= 1
             parameter = bound.parameter
-            if bound.open_count or bound.retired:
+            if bound.state is State.RETIRED or parameter is None:
                 return
             bound.state = State.SHARDED
-            if parameter is None:
-                return
             try:
                 self._follow(bound, parameter)
             except ValueError:
@@ -388,7 +376,7 @@ class ParameterRegistry:
             parameter = bound.parameter
             if parameter is not None:
                 parameter.__class__ = bound.own_class
-                allow_accumulation(bound, parameter)
+                allow_accumulation(bound)
             self._drop(bound, id(parameter))
 
 

@@ -1,10 +1,10 @@
-"""Buckets: flat tensors that are in files together, for users that let go of them between uses."""
+"""Buckets: tensors that lie in one place together, for users that let go of them between uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,40 +32,54 @@ class Left(Enum):
     """Values that do not fit its layout: its user still has them."""
 
 
+class Place(Protocol):
+    """Memory of a device or of the host, or files: what buckets lie in."""
+
+    location: Location
+
+    def acquire(self, bucket: Any) -> None:
+        """Have a bucket's user find its values here, or in the memory that caches files.
+
+        Values from elsewhere (another place, a state dict, other buckets) come in here.
+
+        Raises: FileTierError if they cannot be read.
+        """
+
+    def release(self, bucket: Any, *, dirty: bool, void: bool) -> None:
+        """Take the values back; ``dirty`` if they were changed, ``void`` if nothing needs them."""
+
+
 class Bucket:
-    """Tensors in files, or in the host memory that caches them, for a user that lets go of them.
+    """Tensors that lie in a ``place`` together, for a user that lets go of them.
 
     A use is ``acquire``, which has the user find them in memory, then ``release``, which takes
-    them back.  ``tier`` is the ``FileTier`` that the bucket is in, under ``name``.  ``what`` says
-    in words what it holds; ``optimizer`` gives the optimizer into which a checkpoint has to be
-    loaded when that is lost, if there is one.  ``key`` is what other programs find it by.
+    them back.  ``name`` is theirs among files.  ``what`` says in words what the bucket holds;
+    ``optimizer`` gives the optimizer into which a checkpoint has to be loaded when that is lost, if
+    there is one.
     """
 
     what = "values"
     outlives_steps = True
     is_copied_by_gpu = True
-    key: Hashable = None
     optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
 
-    def __init__(self, tier: Any, name: str, parts: tuple[Part, ...]) -> None:
-        self.tier, self.name, self.parts = tier, name, parts
+    def __init__(self, place: Place, name: str, parts: tuple[Part, ...]) -> None:
+        self.place: Any = place
+        self.name, self.parts = name, parts
 
     def acquire(self) -> None:
-        """Have its user find the values in host memory.
-
-        Values from elsewhere (the device, a state dict, other buckets) come in here.
-
-        Raises: FileTierError if they cannot be read.
-        """
-        self.tier.fetch(self)
+        self.place.acquire(self)
 
     def release(self, *, dirty: bool = True, void: bool = False) -> None:
-        """Take the values back; ``dirty`` if they were changed, ``void`` if nothing needs them."""
-        self.tier.release(self, is_dirty=dirty, is_void=void)
+        self.place.release(self, dirty=dirty, void=void)
 
     @property
     def layout(self) -> BucketLayout:
         return BucketLayout(self.name, self.parts)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.is_copied_by_gpu and torch.cuda.is_available()
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +103,10 @@ class Bucket:
     def prepare(self) -> None:
         """Have all values at hand before there is memory for them.  It may fail."""
 
+    def parts_elsewhere(self, memory: Any) -> Sequence[Part]:
+        """The parts, as its user has them now, of which something does not lie in this memory."""
+        raise NotImplementedError
+
     def arrive(self, views: Mapping[Key, Tensor]) -> None:
         """Have its user find the values in memory: ``views`` by their keys."""
         raise NotImplementedError
@@ -111,14 +129,24 @@ class ValueBucket(Bucket):
     what = "activations"
     outlives_steps = False
 
-    def __init__(self, tier: Any, name: str, num_bytes: int) -> None:
-        super().__init__(tier, name, ())
-        self.memory: Tensor | None = None
+    def __init__(self, place: Place, name: str, num_bytes: int) -> None:
+        super().__init__(place, name, ())
         self.resize(num_bytes)
 
     def resize(self, num_bytes: int) -> None:
+        """Have room for so much, and nothing there."""
         self.num_bytes = num_bytes
+        self.memory: Tensor | None = None
         self.parts = (Part("value", torch.uint8, ((0, num_bytes),)),)
+
+    def acquired(self) -> Tensor:
+        """Acquire it, and return its memory."""
+        self.acquire()
+        assert self.memory is not None, "it has arrived"
+        return self.memory
+
+    def parts_elsewhere(self, memory: Any) -> Sequence[Part]:
+        return self.parts if self.memory is None else ()
 
     def arrive(self, views: Mapping[Key, Tensor]) -> None:
         (self.memory,) = views.values()
@@ -145,7 +173,7 @@ class Reader:
         """
         if bucket is not self._bucket:
             self._bucket, self._values = None, {}  # before there is another
-            self._values = bucket.tier.read(bucket)
+            self._values = bucket.place.read(bucket)
             self._bucket = bucket
         return self._values[key]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.memory.pages import BufferPool
-from zerofx.runtime.storage.bucket import ValueBucket
-from zerofx.runtime.storage.host import HostMemory
+from zerofx.runtime.storage.bucket import Place, ValueBucket
+from zerofx.runtime.storage.memory import HostMemory
 
 
 class Worker:
@@ -46,6 +46,7 @@ class Worker:
 class Copies:
     """The moves of one compiled function, its staging buffers and its updates in host memory.
 
+    ``slots`` are the buffers, by their place and number: in host memory, or with files behind it.
     ``*_start`` returns the tensor that ``wait`` completes.  What moves must not change before.
     Without a GPU, a move is a copy that is made as it starts, or by the worker of its way in
     ``workers``.  The code for CUDA streams has not been run on a GPU.
@@ -56,31 +57,25 @@ class Copies:
         self.updates = Worker("updates")
         self.workers: Mapping[str, Worker] = {}
         self.to_host_bytes = self.to_device_bytes = 0  # since it was made, for tests
-        self.filed: dict[int, ValueBucket] = {}  # by slot, what is in a file instead
-        self._slots: dict[int, Tensor] = {}
+        self.slots: dict[tuple[Place, int], ValueBucket] = {}
         self._started: dict[int, tuple[Tensor, Sequence[Tensor], torch.device | None, Any]] = {}
         self._streams: dict[tuple[torch.device, str], Any] = {}
-        self._read: dict[int, Any] = {}  # by address of a staging buffer: when it has left again
 
     def to_host_start(
-        self, pieces: Sequence[Tensor], slot: int, memory: Tensor | None = None
+        self, pieces: Sequence[Tensor], slot: int, place: Place | None = None
     ) -> Tensor:
         """Start copying flat tensors, one behind the other, to a staging buffer.
 
-        Or to other ``memory`` on the host, uint8 and large enough.
+        One in host memory grows as it has to; of another ``place`` it is large enough.
         """
         first = pieces[0]
-        on_gpu = _on_gpu(first.device)
-        numel = sum(piece.numel() for piece in pieces)
-        buffer = memory
-        if buffer is None:
-            buffer = self._buffer(slot, numel * first.itemsize, on_gpu)
-        into = buffer[: numel * first.itemsize].view(first.dtype)
-        if on_gpu:
-            after = self._read.pop(buffer.data_ptr(), None)
+        nbytes = sum(piece.numel() for piece in pieces) * first.itemsize
+        buffer = self._slot(place or self.memory, slot, nbytes).acquired()
+        into = buffer[:nbytes].view(first.dtype)
+        if _on_gpu(first.device):
+            after = self.memory.copied(buffer)  # what was there may not have left yet
             event = self._copy_beside("to host", first.device, pieces, into, after)
-            if memory is not None:
-                self.memory.is_read_until(event, into)
+            self.memory.is_copied_until(event, into)
         else:
             event = self._copy_by_worker("to host", pieces, into)
         self.to_host_bytes += into.nbytes
@@ -100,8 +95,7 @@ class Copies:
             into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
             event = self._copy_beside("to device", device, pieces, into, None)
             for piece in pieces:
-                self._read[piece.untyped_storage().data_ptr()] = event
-                self.memory.is_read_until(event, piece)
+                self.memory.is_copied_until(event, piece)
         else:
             like = pieces[0]
             into = buffers.empty(numel, like) if buffers is not None else like.new_empty(numel)
@@ -123,13 +117,13 @@ class Copies:
         self._started[id(into)] = into, pieces, None, event
         return into
 
-    def offload_start(self, value: Tensor, slot: int, memory: Tensor | None = None) -> Tensor:
+    def offload_start(self, value: Tensor, slot: int, place: Place | None = None) -> Tensor:
         """Start copying a value to a staging buffer, where it has its shape and strides.
 
-        Or to other ``memory``, as above.  ``wait`` lets go of its memory on the device: kernels
-        that the device is given later may use it.
+        ``wait`` lets go of its memory on the device: kernels that the device is given later may
+        use it.
         """
-        moved = self.to_host_start([_span(value)], slot, memory)
+        moved = self.to_host_start([_span(value)], slot, place)
         return self._laid_out(moved, value, value.device)
 
     @staticmethod
@@ -164,7 +158,8 @@ class Copies:
 
     def bytes_to_come(self, staging: Mapping[int, int]) -> int:
         """Return the bytes that staging buffers of these sizes, by number, will take beyond now."""
-        there = {slot: buffer.numel() for slot, buffer in self._slots.items()}
+        buckets = {slot: self.slots.get((self.memory, slot)) for slot in staging}
+        there = {slot: bucket.num_bytes for slot, bucket in buckets.items() if bucket is not None}
         return sum(max(nbytes - there.get(slot, 0), 0) for slot, nbytes in staging.items())
 
     def abandon(self) -> None:
@@ -176,13 +171,14 @@ class Copies:
                 _complete(event)
         self._started.clear()
 
-    def _buffer(self, slot: int, nbytes: int, pinned: bool) -> Tensor:
+    def _slot(self, place: Place, slot: int, nbytes: int) -> ValueBucket:
         """The staging buffer of this number, as large as it has ever had to be."""
-        known = self._slots.get(slot)
-        if known is None or known.numel() < nbytes or known.is_pinned() < pinned:
-            self._slots.pop(slot, None)  # before there is another
-            known = self._slots[slot] = self.memory.empty(nbytes, torch.uint8, pinned)
-        return known
+        bucket = self.slots.get((place, slot))
+        if bucket is None:
+            bucket = self.slots[place, slot] = ValueBucket(place, f"staging buffer {slot}", nbytes)
+        elif bucket.num_bytes < nbytes:
+            bucket.resize(nbytes)
+        return bucket
 
     def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> Future | None:
         """Have the worker of this way copy, or copy now if it has none."""

@@ -34,8 +34,18 @@ class Part:
     numels: tuple[tuple[int, int], ...]
 
     @property
+    def numel(self) -> int:
+        return sum(numel for _, numel in self.numels)
+
+    @property
     def nbytes(self) -> int:
-        return sum(numel for _, numel in self.numels) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    def views(self, flat: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """The tensors that ``flat``, ``[numel]``, is made of, none of them a view of it."""
+        pieces = flat.split([numel for _, numel in self.numels])
+        keys = [(number, self.name) for number, _ in self.numels]
+        return dict(zip(keys, map(without_base, pieces), strict=True))
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,10 @@ class BucketLayout:
 
         Shapes: uint8[nbytes] -> ``[numel]`` of ``part.dtype`` each.
         """
-        found = {}
+        found: dict[Key, torch.Tensor] = {}
         with ordinary_tensors():
             for part, start in zip(self.parts, self.offsets, strict=False):
-                flat = memory.narrow(0, start, part.nbytes).view(part.dtype)
-                pieces = flat.split([numel for _, numel in part.numels])
-                for (number, _), piece in zip(part.numels, pieces, strict=True):
-                    found[number, part.name] = without_base(piece)
+                found |= part.views(memory.narrow(0, start, part.nbytes).view(part.dtype))
         return found
 
     def names_in(self, start: int, stop: int) -> str:
