@@ -37,29 +37,23 @@ def compute_on_owners(
     Shapes: ``[info.shard_numel]`` each, in and out; padding comes out as zero.
     """
     rank, ranks = communicator.rank, range(communicator.world_size)
-    mine = [position for position, owner in enumerate(owners) if owner == rank]
+    owned = [[place for place, owner in enumerate(owners) if owner == other] for other in ranks]
+    mine = owned[rank]
     parts = [shard[: _length(info, rank)] for shard, info in zip(shards, infos, strict=True)]
     received = _exchanged(
-        [[parts[i] for i, owner in enumerate(owners) if owner == other] for other in ranks],
+        [[parts[i] for i in theirs] for theirs in owned],
         [[(_length(infos[i], other), shards[i].dtype) for i in mine] for other in ranks],
         shards[0],
         communicator,
     )
     results: dict[int, Tensor] = {}
-    for number, position in enumerate(mine):
+    for number, i in enumerate(mine):
         flat = torch.cat([received[other][number] for other in ranks])
-        made = compute(position, whole_from_flat(flat, infos[position]))
-        results[position] = made.permute(infos[position].storage_order).reshape(-1)
+        made = compute(i, whole_from_flat(flat, infos[i]))
+        results[i] = made.permute(infos[i].storage_order).reshape(-1)
     returned = _exchanged(
         [[results[i][slice(*infos[i].owned_by(other))] for i in mine] for other in ranks],
-        [
-            [
-                (_length(infos[i], rank), dtypes[i])
-                for i, owner in enumerate(owners)
-                if owner == other
-            ]
-            for other in ranks
-        ],
+        [[(_length(infos[i], rank), dtypes[i]) for i in theirs] for theirs in owned],
         shards[0],
         communicator,
     )
