@@ -24,12 +24,6 @@ def groups_on_host(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
     return [(start.args[2], tuple(start.args[3])) for start in starts]
 
 
-def updated_on_host(graph: fx.Graph) -> list[tuple[int, int]]:
-    """The updates, as (optimizer, parameter), that the program runs in host memory."""
-    starts = filter(ops.updates_on_host, graph.nodes)
-    return list(dict.fromkeys(update for start in starts for update in updated_by(start)))
-
-
 def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
     """By optimizer, the parameters whose updates may need them whole."""
     owned: dict[int, frozenset[int]] = {}

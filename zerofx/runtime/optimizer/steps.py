@@ -12,7 +12,7 @@ from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.gradient_norm import squares_of
 from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.ir.effects import gradients_read_after_update, owned_parameters, updated_on_host
+from zerofx.ir.effects import gradients_read_after_update, groups_on_host, owned_parameters
 from zerofx.ir.graph import updates
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
@@ -45,8 +45,8 @@ class OptimizerSteps:
         parameters = {info.index: (trained.tensors[info.index], info) for info in trained.table}
         read_later, owned = gradients_read_after_update(graph), owned_parameters(graph)
         on_host: dict[int, set[int]] = defaultdict(set)
-        for handle, parameter in updated_on_host(graph):
-            on_host[handle].add(parameter)
+        for handle, together in groups_on_host(graph):
+            on_host[handle].update(together)
         self.runners = {
             handle: OptimizerRunner(
                 optimizer,
