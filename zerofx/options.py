@@ -32,272 +32,192 @@ STOPS = (
 RENAMED = {"link": "hardware"}
 """Old names of options, and their names of today."""
 
-REMOVED = {"prefetch_across_steps": "no gain could be measured"}
-"""Options that are gone, and why."""
+ABSENT = {
+    "prefetch_across_steps": "gone: no gain could be measured",
+    "clip": "planned but not in this version",
+}
+"""Names of what is no option any more, or not yet, and why."""
 
-# Promised by the contract, not built yet.  Naming them here turns "unknown" into "not yet".
-PLANNED = ("clip",)
 
-
+@dataclass(frozen=True)
 class _Kind:
     """The values that an option accepts.
 
-    ``check`` takes an object from ``options=``, ``parse`` the text of an environment variable;
-    both return the option's value.  Raises: TypeError or ValueError that begins with ``name``.
+    They are of ``types`` and of none that it ``refuses``; ``expected`` says so in words.  ``parse``
+    makes such a value of the text of an environment variable, and ``read`` the option's of either.
+    Errors are TypeError and ValueError; their words go behind the option's name.
     """
 
-    def check(self, name: str, value: Any) -> object:
-        raise NotImplementedError
+    types: tuple[type, ...]
+    expected: str
+    read: Callable[[Any], object] = lambda value: value
+    parse: Callable[[str], object] = str
+    refuses: tuple[type, ...] = (bool,)  # isinstance(True, int) holds, and stage=True is a mistake
 
-    def parse(self, name: str, text: str) -> object:
-        return self.check(name, text)
+    def check(self, value: Any) -> object:
+        """Return the option's value for an object from ``options=``."""
+        if isinstance(value, self.refuses) or not isinstance(value, self.types):
+            raise TypeError(f"must be {self.expected}, not {_kind_of(value)}")
+        return self.read(value)
+
+    def check_text(self, text: str) -> object:
+        """Return the option's value for the text of an environment variable."""
+        try:
+            value = self.parse(text)
+        except (ValueError, OverflowError):
+            raise ValueError(f"must be {self.expected}, not {text!r}") from None
+        return self.read(value)
 
 
-class _Choice(_Kind):
+def _named(values: Mapping[str, object], name_of: Callable[[Any], str] = str) -> Any:
+    """Return what reads one of a few values by its name."""
+
+    def read(value: Any) -> object:
+        if name_of(value) not in values:
+            raise ValueError(f"must be one of {', '.join(values)}, not {value!r}")
+        return values[name_of(value)]
+
+    return read
+
+
+def _choice(*choices: object) -> _Kind:
     """One of a few values of one type."""
-
-    def __init__(self, *choices: object) -> None:
-        self.choices = choices
-        self.listed = ", ".join(map(str, choices))
-
-    def check(self, name: str, value: Any) -> object:
-        expected = type(self.choices[0])
-        # isinstance(True, int) holds, and stage=True is a mistake.
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise TypeError(
-                f"{name} must be one of {self.listed} ({expected.__name__}), not {_kind_of(value)}"
-            )
-        if value not in self.choices:
-            raise ValueError(f"{name} must be one of {self.listed}, not {value!r}")
-        return value
-
-    def parse(self, name: str, text: str) -> object:
-        for choice in self.choices:
-            if text == str(choice):
-                return choice
-        raise ValueError(f"{name} must be one of {self.listed}, not {text!r}")
+    kind = type(choices[0])
+    values = {str(choice): choice for choice in choices}
+    return _Kind((kind,), f"one of {', '.join(values)} ({kind.__name__})", _named(values))
 
 
-class _Several(_Kind):
-    """Some of a few words, separated by commas or in a list."""
-
-    def __init__(self, *choices: str) -> None:
-        self.one = _Choice(*choices)
-
-    def check(self, name: str, value: Any) -> tuple[str, ...]:
-        words = value.split(",") if isinstance(value, str) else value
-        if not isinstance(words, list | tuple | set | frozenset):
-            raise TypeError(
-                f"{name} must be words like {', '.join(map(repr, self.one.choices))}, or a list of"
-                f" them, not {_kind_of(value)}"
-            )
-        chosen = {
-            self.one.check(name, word.strip() if isinstance(word, str) else word) for word in words
-        }
-        return tuple(word for word in map(str, self.one.choices) if word in chosen)
-
-
-class _Switch(_Kind):
-    """On or off."""
-
-    WORDS = dict(zip("0 1 false true off on no yes".split(), (False, True) * 4, strict=True))
-
-    def check(self, name: str, value: Any) -> bool:
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, int | str):
-            raise TypeError(f"{name} must be True or False, not {_kind_of(value)}")
-        if str(value).lower() not in self.WORDS:
-            raise ValueError(f"{name} must be one of {', '.join(self.WORDS)}, not {value!r}")
-        return self.WORDS[str(value).lower()]
-
-
-class _Dtype(_Kind):
+def _dtype(*allowed: torch.dtype) -> _Kind:
     """One of a few dtypes, or its name."""
 
-    def __init__(self, *allowed: torch.dtype) -> None:
-        self.allowed = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
+    def name_of(dtype: object) -> str:
+        return str(dtype).removeprefix("torch.")
 
-    def check(self, name: str, value: Any) -> torch.dtype:
-        if not isinstance(value, torch.dtype | str):
-            raise TypeError(f"{name} must be a torch.dtype or its name, not {_kind_of(value)}")
-        dtype = self.allowed.get(str(value).removeprefix("torch."))
-        if dtype is None:
-            raise ValueError(f"{name} must be one of {', '.join(self.allowed)}, not {str(value)!r}")
-        return dtype
+    read = _named({name_of(dtype): dtype for dtype in allowed}, name_of)
+    return _Kind((torch.dtype, str), "a torch.dtype or its name", read)
 
 
-class _Integer(_Kind):
-    """Any integer."""
+def _several(*choices: str) -> _Kind:
+    """Some of a few words, separated by commas or in a list; in the order of the choices."""
+    one = _choice(*choices)
 
-    def check(self, name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, not {_kind_of(value)}")
+    def read(value: Any) -> tuple[str, ...]:
+        words = value.split(",") if isinstance(value, str) else value
+        chosen = {one.check(word.strip() if isinstance(word, str) else word) for word in words}
+        return tuple(choice for choice in choices if choice in chosen)
+
+    expected = f"words like {', '.join(map(repr, choices))}, or a list of them"
+    return _Kind((str, list, tuple, set, frozenset), expected, read)
+
+
+def _positive(nbytes: int) -> int:
+    if nbytes <= 0:
+        raise ValueError(f"must be a positive number of bytes, not {nbytes}")
+    return nbytes
+
+
+def _figures(value: Any) -> Hardware:
+    if isinstance(value, Hardware):
         return value
-
-    def parse(self, name: str, text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{name} must be an integer, not {text!r}") from None
+    try:
+        return hardware.parse(value) if isinstance(value, str) else hardware.of(value)
+    except ValueError as error:
+        raise ValueError(f"must be figures like '{_EXAMPLE}', not {value!r}: {error}") from None
 
 
-class _Bytes(_Kind):
-    """A positive number of bytes."""
-
-    def check(self, name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number of bytes (int), not {_kind_of(value)}")
-        if value <= 0:
-            raise ValueError(f"{name} must be a positive number of bytes, not {value}")
-        return value
-
-    def parse(self, name: str, text: str) -> int:
-        try:
-            value = int(float(text))  # 25e6 too
-        except (ValueError, OverflowError):
-            raise ValueError(f"{name} must be a number of bytes, not {text!r}") from None
-        return self.check(name, value)
+def _path(value: Any) -> str:
+    if not os.fspath(value):
+        raise ValueError("must be a folder's path, not an empty string")
+    return os.fsdecode(value)
 
 
-class _Hardware(_Kind):
-    """Figures of the link and of compute: text, or a dict of names to numbers."""
-
-    EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
-
-    def check(self, name: str, value: Any) -> Hardware:
-        if isinstance(value, Hardware):
-            return value
-        if not isinstance(value, str | Mapping):
-            raise TypeError(
-                f"{name} must be text like '{self.EXAMPLE}' or a dict, not {_kind_of(value)}"
-            )
-        try:
-            return hardware.parse(value) if isinstance(value, str) else hardware.of(value)
-        except ValueError as error:
-            raise ValueError(
-                f"{name} must be figures like '{self.EXAMPLE}', not {value!r}: {error}"
-            ) from None
-
-
-class _Folder(_Kind):
-    """A path."""
-
-    def check(self, name: str, value: Any) -> str:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(path, str):
-            raise TypeError(f"{name} must be a folder's path, not {_kind_of(value)}")
-        if not path:
-            raise ValueError(f"{name} must be a folder's path, not an empty string")
-        return path
-
-
-class _Folders(_Kind):
-    """One path or several: a list of them, or text with the system's separator of paths."""
-
-    def check(self, name: str, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = value.split(os.pathsep)
-        paths = value if isinstance(value, list | tuple) else [value]
-        for path in paths:
-            if not isinstance(path, str | os.PathLike):
-                raise TypeError(
-                    f"{name} must be a folder's path or a list of them, not {_kind_of(value)}"
-                )
-        paths = [os.fspath(path) for path in paths]
-        if not paths or not all(paths):
-            raise ValueError(f"{name} must be paths of folders, not an empty string or list")
-        real = [os.path.realpath(path) for path in paths]
-        if len(set(real)) != len(real):
-            raise ValueError(
-                f"{name} names one folder twice, of {', '.join(real)}: striping is over different"
-                " disks. Name each once"
-            )
-        return tuple(paths)
-
-
-class _Group(_Kind):
-    """A process group or a device mesh; the runtime checks its ranks."""
-
-    # Values that are passed by mistake.  new_group gives the ranks it leaves out a number.
-    NEVER_A_GROUP = (bool, int, float, str, bytes, list, tuple, set, dict, range)
-
-    def check(self, name: str, value: Any) -> object:
-        if isinstance(value, self.NEVER_A_GROUP):
-            raise TypeError(
-                f"{name} must be a process group or a device mesh, not {_kind_of(value)};"
-                " make one with torch.distributed.new_group on the ranks that take part"
-            )
-        return value
-
-    def parse(self, name: str, text: str) -> object:
+def _paths(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = value.split(os.pathsep)
+    paths = tuple(map(_FOLDER.check, value if isinstance(value, list | tuple) else [value]))
+    if not paths:
+        raise ValueError("must be paths of folders, not an empty list")
+    real = [os.path.realpath(path) for path in paths]
+    if len(set(real)) != len(real):
         raise ValueError(
-            f"{name} cannot be set: a process group is an object, which no environment variable"
-            " can hold. Unset it and pass options={'process_group': group}"
+            f"names one folder twice, of {', '.join(real)}: striping is over different disks. Name"
+            " each once"
         )
+    return paths
+
+
+_SWITCHED = dict(zip("0 1 false true off on no yes".split(), (False, True) * 4, strict=True))
+_SWITCH = _Kind(
+    (bool, int, str), "True or False", _named(_SWITCHED, lambda v: str(v).lower()), refuses=()
+)
+_INTEGER = _Kind((int,), "an integer", parse=int)
+_BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
+_EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
+_HARDWARE = _Kind((Hardware, str, Mapping), f"text like '{_EXAMPLE}' or a dict", _figures)
+_FOLDER = _Kind((str, os.PathLike), "a folder's path", _path)
+_FOLDERS = _Kind((str, os.PathLike, list, tuple), "a folder's path or a list of them", _paths)
+_GROUP = _Kind(  # the runtime checks its ranks
+    (object,),
+    "a process group or a device mesh (torch.distributed.new_group makes one, on the ranks that "
+    "take part)",
+    # What is passed by mistake: new_group gives the ranks it leaves out a number.
+    refuses=(bool, int, float, str, bytes, list, tuple, set, dict, range),
+)
 
 
 def _option(default: Any, kind: _Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
-def _switch(default: bool) -> Any:
-    return _option(default, _Switch())
-
-
 def _pass(default: bool) -> Any:
     """Declare the switch of an optional pass, which has the pass's name."""
-    return field(default=default, metadata={"kind": _Switch(), "is_pass": True})
+    return field(default=default, metadata={"kind": _SWITCH, "is_pass": True})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Options:
-    """The choices for one compiled step, each checked by ``resolve``.
+    """The choices for one compiled step, each checked by ``resolve``."""
 
-    Two of them are equal if every field is, the process group by identity: a device mesh
-    compares by value, and two meshes over the same ranks may hold different communicators.
-    """
-
-    stage: int = _option(3, _Choice(0, 1, 2, 3))
+    stage: int = _option(3, _choice(0, 1, 2, 3))
     """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
-    lowering: str = _option("inductor", _Choice("eager", "inductor"))
+    lowering: str = _option("inductor", _choice("eager", "inductor"))
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
-    process_group: object = _option(None, _Group())
+    process_group: object = _option(None, _GROUP)
     """The data-parallel ranks: a process group or device mesh.  None is the world."""
-    accumulate: str | None = _option(None, _Choice("local", "sharded"))
+    accumulate: str | None = _option(None, _choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = _option(
-        None, _Dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        None, _dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
     )
     """The dtype gradients are reduced in; None is the captured gradient's."""
-    bucket_bytes: int | None = _option(None, _Bytes())
+    bucket_bytes: int | None = _option(None, _BYTES)
     """The most that travels together, in bytes; None chooses by the link's figures."""
-    memory_budget: int | None = _option(None, _Bytes())
+    memory_budget: int | None = _option(None, _BYTES)
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
-    hardware: Hardware | None = _option(None, _Hardware())
+    hardware: Hardware | None = _option(None, _HARDWARE)
     """The figures that plans are made with; None measures the group's own at its first call."""
-    offload: tuple[str, ...] = _option((), _Several("optimizer", "params", "activations", "auto"))
+    offload: tuple[str, ...] = _option((), _several("optimizer", "params", "activations", "auto"))
     """The targets that leave the device.  ``optimizer``: states, and updates run on the host;
     ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
     for backward, until backward reads it; ``auto``: the smallest set that fits
     ``memory_budget``."""
-    offload_tier: str = _option("cpu", _Choice("cpu", "nvme"))
+    offload_tier: str = _option("cpu", _choice("cpu", "nvme"))
     """Their place: host memory, or files (``nvme``)."""
-    offload_dir: tuple[str, ...] = _option((), _Folders())
+    offload_dir: tuple[str, ...] = _option((), _FOLDERS)
     """The folders for these files, on different disks: buckets are striped over them."""
-    offload_cache_bytes: int | None = _option(None, _Bytes())
+    offload_cache_bytes: int | None = _option(None, _BYTES)
     """Host memory that may hold what is in files, per rank; None takes half of what the machine
     has available, divided by its ranks."""
-    offload_checksums: bool = _switch(False)
+    offload_checksums: bool = _option(False, _SWITCH)
     """Compare what is read from files with a checksum of what was written."""
-    delayed_update: bool = _switch(False)
+    delayed_update: bool = _option(False, _SWITCH)
     """Updates on the host go on while the next call computes, which stores their results: a call
     computes with values that lack the last update.  Changes numerics; at stage 3."""
-    dump: str | None = _option(None, _Folder())
+    dump: str | None = _option(None, _FOLDER)
     """The folder that receives the program after every pass; None writes nothing."""
-    validate: bool = _switch(False)
+    validate: bool = _option(False, _SWITCH)
     """Run each pass's program on random inputs, and compare it with the one before; slow."""
-    stop_after: str | None = _option(None, _Choice(*STOPS))
+    stop_after: str | None = _option(None, _choice(*STOPS))
     """The last pass to run: what later ones shard or offload stays as it is."""
     recompute: bool = _pass(True)
     hoist_casts: bool = _pass(True)
@@ -306,32 +226,18 @@ class Options:
     prefetch: bool = _pass(True)
     fuse_optimizer: bool = _pass(True)
     """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
-    peer_memory: bool = _switch(True)
+    peer_memory: bool = _option(True, _SWITCH)
     """Ranks of one machine may read each other's memory; off, all goes through sockets."""
-    master_weights: bool = _switch(False)
+    master_weights: bool = _option(False, _SWITCH)
     """bfloat16 and float16 parameters are trained in float32, kept as a state; changes numerics."""
-    stochastic_rounding: bool = _switch(False)
+    stochastic_rounding: bool = _option(False, _SWITCH)
     """Values that an update stores in bfloat16 are rounded at random, unbiased; changes
     numerics."""
-    moment_dtype: torch.dtype | None = _option(None, _Dtype(torch.bfloat16, torch.int8))
+    moment_dtype: torch.dtype | None = _option(None, _dtype(torch.bfloat16, torch.int8))
     """The dtype that moments are kept in, bfloat16 or int8 by blocks; None is the optimizer's.
     Changes numerics."""
-    rounding_seed: int = _option(0, _Integer())
+    rounding_seed: int = _option(0, _INTEGER)
     """The seed of the random numbers that updates round with."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Options):
-            return NotImplemented
-        return self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[object, ...]:
-        return tuple(
-            id(self.process_group) if name == "process_group" else getattr(self, name)
-            for name in _FIELDS
-        )
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""
@@ -365,23 +271,42 @@ def resolve(
         options = {}
     if not isinstance(options, Mapping):
         raise TypeError(f"options must be a dict of names to values, not {_kind_of(options)}")
-    if environ is None:
-        environ = os.environ
 
     values: dict[str, Any] = {}
     for name, value in options.items():
-        _check_option_name(name)
-        default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
-        is_unset = value is None and default in (None, ())
-        values[name] = default if is_unset else kind.check(name, value)
-    for variable, text in sorted(environ.items()):
+        if not isinstance(name, str):
+            raise TypeError(f"the names of options are strings, not {_kind_of(name)}")
+        if name not in _FIELDS:
+            raise _bad_name("option", name, str)
+        values[name] = _value(name, name, value, value is None)
+    twins = {_twin(name): name for name in _FIELDS}
+    for variable, text in sorted((os.environ if environ is None else environ).items()):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
-        name = _option_of(variable)
-        default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
-        is_unset = not text and default in (None, ()) and name != "process_group"
-        values[name] = default if is_unset else kind.parse(variable, text)
+        if variable not in twins:
+            raise _bad_name("environment variable", variable, _twin)
+        if variable == _twin("process_group"):
+            raise ValueError(
+                f"{variable} cannot be set: a process group is an object, which no environment"
+                " variable can hold. Unset it and pass options={'process_group': group}"
+            )
+        name = twins[variable]
+        values[name] = _value(name, variable, text, not text)
     return Options(**values)
+
+
+def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:
+    """Return an option's value for what the user has ``spelled`` as an option or a variable.
+
+    Where nothing is the default, it may be given.  Raises: TypeError or ValueError.
+    """
+    default, kind = _FIELDS[name].default, _FIELDS[name].metadata["kind"]
+    if is_nothing and default in (None, ()):
+        return default
+    try:
+        return kind.check(given) if spelled == name else kind.check_text(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{spelled} {error}") from None
 
 
 def environment() -> Mapping[str, str]:
@@ -406,21 +331,6 @@ def refuse_mode(mode: object) -> None:
     )
 
 
-def _check_option_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"the names of options are strings, not {_kind_of(name)}")
-    if name not in _FIELDS:
-        raise _bad_name("option", name, str)
-
-
-def _option_of(variable: str) -> str:
-    """Return the name of the option that an environment variable is the twin of."""
-    for name in _FIELDS:
-        if variable == _twin(name):
-            return name
-    raise _bad_name("environment variable", variable, _twin)
-
-
 def _twin(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
@@ -429,23 +339,17 @@ def _bad_name(what: str, name: str, spelled: Callable[[str], str]) -> ValueError
     """Return the error for a name that no option has; ``spelled`` writes an option's name."""
     # process_group has no twin: to offer one would lead to the next error.
     known = [spelled(each) for each in _FIELDS if spelled is str or each != "process_group"]
-    planned = [spelled(each) for each in PLANNED]
-    renamed = {spelled(old): spelled(new) for old, new in RENAMED.items()}
     listed = f"Known: {', '.join(known)}"
+    renamed = {spelled(old): spelled(new) for old, new in RENAMED.items()}
     if name in renamed:
         return ValueError(f"{what} {name!r} is now called {renamed[name]!r}; rename it. {listed}")
-    removed = {spelled(old): why for old, why in REMOVED.items()}
-    if name in removed:
-        return ValueError(f"{what} {name!r} is gone: {removed[name]}; drop it. {listed}")
-    if name in planned:
-        return ValueError(f"{what} {name!r} is planned but not in this version; drop it. {listed}")
+    absent = {spelled(each): why for each, why in ABSENT.items()}
+    if name in absent:
+        return ValueError(f"{what} {name!r} is {absent[name]}; drop it. {listed}")
     # A cutoff of 0 names the nearest however far it is.
-    (nearest,) = difflib.get_close_matches(name, known + planned, n=1, cutoff=0.0)
-    if nearest in planned:
-        nearest = f"{nearest!r}, which is planned but not in this version"
-    else:
-        nearest = repr(nearest)
-    return ValueError(f"{what} {name!r} is unknown; did you mean {nearest}? {listed}")
+    (nearest,) = difflib.get_close_matches(name, [*known, *absent], n=1, cutoff=0.0)
+    aside = f", which is {absent[nearest]}" if nearest in absent else ""
+    return ValueError(f"{what} {name!r} is unknown; did you mean {nearest!r}{aside}? {listed}")
 
 
 def _kind_of(value: object) -> str:

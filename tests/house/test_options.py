@@ -8,7 +8,7 @@ import torch
 
 from zerofx.compiler.choices import choose
 from zerofx.hardware import Hardware
-from zerofx.options import OPTIONAL_PASSES, PLANNED, Options, refuse_mode, resolve
+from zerofx.options import ABSENT, OPTIONAL_PASSES, Options, refuse_mode, resolve
 
 
 class Group:
@@ -293,7 +293,7 @@ def test_a_number_of_bytes_is_positive(value):
 
 @pytest.mark.parametrize("text", ["much", "1 MiB", "nan", "inf", "0x10"])
 def test_a_number_of_bytes_in_the_environment_is_a_number(text):
-    words = f"ZEROFX_BUCKET_BYTES must be a number of bytes, not {text!r}"
+    words = f"ZEROFX_BUCKET_BYTES must be a whole number of bytes, not {text!r}"
     assert words_of(ValueError, None, {"ZEROFX_BUCKET_BYTES": text}) == words
 
 
@@ -351,7 +351,7 @@ def test_a_process_group_is_kept_as_it_is():
 @pytest.mark.parametrize("group", ["world", 0, True, [0, 1], (0, 1), {0, 1}, range(2)])
 def test_what_cannot_be_a_process_group_is_refused(group):
     message = words_of(TypeError, {"process_group": group})
-    assert message.startswith("process_group must be a process group or a device mesh, not ")
+    assert message.startswith("process_group must be a process group or a device mesh (")
     assert "new_group" in message
 
 
@@ -411,19 +411,16 @@ def test_every_variable_with_the_prefix_must_be_known(variable):
     assert "is unknown; did you mean 'ZEROFX_" in words_of(ValueError, None, {variable: "1"})
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_planned_option_is_called_planned(name):
-    message = words_of(ValueError, {name: 1})
-    assert message.startswith(f"option {name!r} is planned but not in this version")
+def test_a_planned_option_is_called_planned():
+    message = words_of(ValueError, {"clip": 1})
+    assert message.startswith("option 'clip' is planned but not in this version; drop it.")
     assert "unknown" not in message
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_planned_variable_is_called_planned(name):
-    variable = f"ZEROFX_{name.upper()}"
-    message = words_of(ValueError, None, {variable: "1"})
+def test_a_planned_variable_is_called_planned():
+    message = words_of(ValueError, None, {"ZEROFX_CLIP": "1"})
     assert message.startswith(
-        f"environment variable {variable!r} is planned but not in this version"
+        "environment variable 'ZEROFX_CLIP' is planned but not in this version"
     )
     assert "unknown" not in message
 
@@ -459,8 +456,8 @@ def test_every_optional_pass_is_a_field_and_on_by_default():
     assert all(map(Options().enabled, OPTIONAL_PASSES))
 
 
-def test_no_planned_option_exists_yet():
-    assert not set(PLANNED) & {field.name for field in dataclasses.fields(Options)}
+def test_no_absent_option_exists():
+    assert not set(ABSENT) & {field.name for field in dataclasses.fields(Options)}
 
 
 @pytest.mark.parametrize("name", OPTIONAL_PASSES)
@@ -506,20 +503,6 @@ def test_equal_options_are_equal_and_hash_alike():
 )
 def test_every_field_takes_part_in_equality(name, value):
     assert resolve({name: value}, {}) != Options()
-
-
-def test_process_groups_are_compared_by_identity():
-    one, other = Group(), Group()
-    assert one == other
-    assert Options(process_group=one) == Options(process_group=one)
-    assert Options(process_group=one) != Options(process_group=other)
-
-
-def test_a_process_group_need_not_be_hashable():
-    class Unhashable:
-        __hash__ = None
-
-    assert isinstance(hash(Options(process_group=Unhashable())), int)
 
 
 def test_options_differ_from_what_is_no_options():
