@@ -54,13 +54,13 @@ class _Kind:
     parse: Callable[[str], object] = str
     refuses: tuple[type, ...] = (bool,)  # isinstance(True, int) holds, and stage=True is a mistake
 
-    def check(self, value: Any) -> object:
+    def check(self, value: Any) -> Any:
         """Return the option's value for an object from ``options=``."""
         if isinstance(value, self.refuses) or not isinstance(value, self.types):
             raise TypeError(f"must be {self.expected}, not {_kind_of(value)}")
         return self.read(value)
 
-    def check_text(self, text: str) -> object:
+    def check_text(self, text: str) -> Any:
         """Return the option's value for the text of an environment variable."""
         try:
             value = self.parse(text)

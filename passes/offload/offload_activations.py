@@ -12,7 +12,7 @@ from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases
 from zerofx.ir.graph import Builder, erase_unused, program_order
-from zerofx.ir.interface import decisions, mark_kept, why_kept
+from zerofx.ir.interface import mark_kept, recorded, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged
 from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes
@@ -59,7 +59,7 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     activations = [] if device is None else saved_activations(gm.graph, device)
     budget = ctx.options.memory_budget
     if budget is not None:
-        budget -= decisions(gm.graph).state_bytes
+        budget -= recorded(gm.graph).decisions.state_bytes
     nodes = list(gm.graph.nodes)
     trips = _planned(gm.graph, nodes, activations, budget, ctx) if activations else []
     _place(gm, ctx, nodes, trips)

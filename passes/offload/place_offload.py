@@ -16,7 +16,7 @@ from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
 from zerofx.ir.graph import Builder, is_owned, program_order
-from zerofx.ir.interface import decisions, set_decisions
+from zerofx.ir.interface import recorded
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.roles import Role
 from zerofx.passes.base import Conflict, Counts, PassContext
@@ -89,10 +89,10 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Raises: StepError for updates that need whole tensors.
     """
     keep_on_host(gm, ctx)
-    decided = decisions(gm.graph)
+    decided = recorded(gm.graph).decisions
     if decided.kept_gathered is None:  # nothing is gathered that could be kept
         decided = decide(gm.graph, ctx, {})
-        set_decisions(gm.graph, decided)
+        recorded(gm.graph).decisions = decided
     updates = [
         node
         for node in gm.graph.nodes

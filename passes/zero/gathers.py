@@ -13,7 +13,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
-from zerofx.ir.interface import set_decisions
+from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
 from zerofx.passes.base import PassContext
@@ -203,7 +203,7 @@ def insert_gathers(
     if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
         rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
         decided = decide(builder.graph, ctx, spans, rebuilt)
-        set_decisions(builder.graph, decided)
+        recorded(builder.graph).decisions = decided
         assert decided.kept_gathered is not None
         spans = with_cuts(spans, decided.kept_gathered.cuts)
     gathered = []

@@ -15,12 +15,10 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import Builder
 from zerofx.ir.interface import (
-    gradient_outputs,
     input_role,
     placeholders,
+    recorded,
     set_input_role,
-    unreduced_results,
-    written_gradients,
     written_input,
 )
 from zerofx.ir.roles import Role
@@ -77,7 +75,7 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     graph, builder = gm.graph, Builder(gm, "data_parallel", ctx.table)
     output = graph.output_node()
-    slots = gradient_outputs(graph)
+    slots = recorded(graph).gradients
     unreduced: dict[fx.Node, None] = {}
     for marker in [node for node in graph.nodes if node.target is ops.gradient]:
         local, parameter = marker.args
@@ -100,7 +98,7 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
     _keep_what_is_written(graph, unreduced)
     # Whole averages, of stages 0 and 1, are kept alike: the next call may add to them.
     whole_averages = ctx.options.stage < 2
-    unreduced_results(graph).update(
+    recorded(graph).unreduced.update(
         position for position in slots if whole_averages or output.args[0][position] in unreduced
     )
     return len(unreduced)
@@ -153,7 +151,7 @@ def _keep_what_is_written(graph: fx.Graph, unreduced: dict[fx.Node, None]) -> No
     """
     output = graph.output_node()
     results = list(output.args[0])
-    slots, written = gradient_outputs(graph), written_gradients(graph)
+    slots, written = recorded(graph).gradients, recorded(graph).written_gradients
     for node in [n for n in graph.nodes if n.target is aten.copy_.default]:
         into, source = node.args
         if node in unreduced or into.op != "placeholder" or not input_role(into).unreduced:

@@ -17,15 +17,7 @@ from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases, memory_of, mutated_inputs, writers
 from zerofx.ir.graph import Builder, erase_unused, rank_varying
-from zerofx.ir.interface import (
-    InputRole,
-    gradient_outputs,
-    input_role,
-    set_input_role,
-    sharded_results,
-    unreduced_results,
-    written_gradients,
-)
+from zerofx.ir.interface import InputRole, input_role, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role
 from zerofx.ir.source import source_line
@@ -65,7 +57,7 @@ class ShardPropagation:
         self.values: dict[fx.Node, ShardedValue] = {}
         self.sources: list[GatherSource] = []
         # Results that an earlier pass has already turned into shards stay so.
-        self.sharded_results = sharded_results(gm.graph)
+        self.sharded_results = recorded(gm.graph).sharded
         self.varying = rank_varying(gm.graph, ctx.world_size)
         self.counts: dict[str, int] = defaultdict(int)
         self.counts |= {"gathers": 0, "collectives for norms": 0, "computed on shards": 0}
@@ -257,9 +249,9 @@ class ShardPropagation:
 
         A result that is an input stands for that input's object, whatever it holds.
         """
-        slots = dict(written_gradients(self.graph))
+        slots = dict(recorded(self.graph).written_gradients)
         if self.ctx.options.stage >= 2:
-            slots |= gradient_outputs(self.graph)
+            slots |= recorded(self.graph).gradients
         results = list(node.args[0])
         whole: list[fx.Node] = []  # in order: every rank must gather them alike
         for position, result in enumerate(results):
@@ -280,8 +272,8 @@ class ShardPropagation:
         """A gradient that is no one's shard (zeros, say) leaves as this rank's range of it."""
         output = self.graph.output_node()
         results = list(output.args[0])
-        slots = {**gradient_outputs(self.graph), **written_gradients(self.graph)}
-        done = self.sharded_results | unreduced_results(self.graph)
+        slots = {**recorded(self.graph).gradients, **recorded(self.graph).written_gradients}
+        done = self.sharded_results | recorded(self.graph).unreduced
         for position, index in slots.items():
             if position in done or results[position].op == "placeholder":
                 continue

@@ -18,7 +18,7 @@ from tests.kit.trainings import (
 from zerofx.cost.program import live_bytes
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import BudgetError
-from zerofx.ir.interface import decisions
+from zerofx.ir.interface import recorded
 from zerofx.runtime.parameters.registry import REGISTRY
 
 WIDTH, LAYERS, ROWS = 64, 4, 96
@@ -74,7 +74,7 @@ def on_device(program):
     kept = shards if program.options.stage == 3 else whole
     if "params" in program.options.offload:
         kept = 0
-    there = decisions(program.gm.graph).state_bytes
+    there = recorded(program.gm.graph).decisions.state_bytes
     alive = live_bytes(program.gm.graph, program.function.communicator.world_size)
     return kept + there + max(alive)
 

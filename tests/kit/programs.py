@@ -30,8 +30,8 @@ from zerofx.compiler.facts import state_bytes, whole_updates
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
-from zerofx.ir.graph import updated_by
-from zerofx.ir.interface import gradient_outputs, input_role, placeholders, sharded_results
+from zerofx.ir.graph import copied, updated_by
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance
@@ -128,11 +128,8 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
 
     That is for captured programs: places in buckets are laid out for one world size.
     """
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(captured.graph, copies)
-    graph.output(results)
-    graph.output_node().meta = dict(captured.graph.output_node().meta)
+    graph = copied(captured.graph, copies)
     world_size = world_size or captured.world_size
     infos = [dataclasses.replace(info, world_size=world_size) for info in captured.table]
     return dataclasses.replace(
@@ -575,7 +572,7 @@ class _Rank(Interpreter):
                     name = table[role.parameter].name if role.kind == "parameter" else node.name
                     whole = self.reference.whole(value, role.parameter) if role.sharded else value
                     self.left[role.kind][name] = whole
-            slots, shards = gradient_outputs(self.graph), sharded_results(self.graph)
+            slots, shards = recorded(self.graph).gradients, recorded(self.graph).sharded
             for position, index in slots.items():
                 value = returned[position]
                 whole = self.reference.whole(value, index) if position in shards else value

@@ -15,6 +15,7 @@ from tests.kit.programs import capture, run_passes
 from tests.kit.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
 from zerofx.errors import GraphError
 from zerofx.ir import ops
+from zerofx.ir.interface import recorded
 from zerofx.runtime.access import unshard
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.parameters.guarded import UnreducedGradient
@@ -382,8 +383,7 @@ def test_a_gradient_that_is_not_declared_unreduced_is_found():
     run_passes(captured, stage=2, **LOCAL)
     facts = frozenset({"averaged_gradients"})
     verify(captured.gm, captured.table, facts)
-    output = captured.graph.output_node()
-    assert output.meta["zerofx_gradients"]
-    output.meta["zerofx_unreduced_results"].clear()
+    assert recorded(captured.graph).gradients
+    recorded(captured.graph).unreduced.clear()
     with pytest.raises(GraphError, match="neither averaged over the ranks nor declared"):
         verify(captured.gm, captured.table, facts)

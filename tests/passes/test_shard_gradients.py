@@ -23,7 +23,7 @@ from tests.kit.programs import (
 )
 from zerofx import GraphError
 from zerofx.ir import ops
-from zerofx.ir.interface import gradient_outputs, input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
 
@@ -162,7 +162,7 @@ def test_computes_bitwise_what_stage_1_computes(world_size, clip):
 def test_a_gradient_that_leaves_the_program_leaves_as_a_shard():
     captured = leaves_gradients()
     program = sharded(captured)
-    slots = gradient_outputs(program.graph)
+    slots = recorded(program.graph).gradients
     assert sorted(slots.values()) == [0, 1]
     results = program.graph.output_node().args[0]
     for position, index in slots.items():
@@ -175,7 +175,7 @@ def test_a_gradient_that_leaves_the_program_leaves_as_a_shard():
 def test_a_gradient_that_leaves_the_program_leaves_whole_at_stage_1():
     program = rewritten(leaves_gradients(), stage=1)
     results = program.graph.output_node().args[0]
-    for position, index in gradient_outputs(program.graph).items():
+    for position, index in recorded(program.graph).gradients.items():
         assert tuple(results[position].meta["val"].shape) == program.table[index].shape
 
 
@@ -207,7 +207,7 @@ def test_a_zeroed_gradient_leaves_the_program():
 
     captured = capture(step, torch.randn(4, 5), world_size=2)
     program = sharded(captured)
-    assert len(gradient_outputs(program.graph)) == 2
+    assert len(recorded(program.graph).gradients) == 2
     assert not nodes_of(program, ops.all_gather_start) or all(
         node.args[0].target is ops.update for node in nodes_of(program, ops.all_gather_start)
     )

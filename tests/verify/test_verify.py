@@ -26,7 +26,7 @@ from zerofx import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, program_order, updates
-from zerofx.ir.interface import InputRole, input_role, placeholders, set_input_role
+from zerofx.ir.interface import InputRole, input_role, placeholders, recorded, set_input_role
 from zerofx.ir.roles import Provenance, provenance, role
 from zerofx.passes.base import Pass
 from zerofx.passes.manager import run_pipeline
@@ -276,7 +276,7 @@ def test_an_updated_value_may_be_read_and_updated_again(program):
     again.meta = dict(update.meta)
     with pytest.raises(GraphError, match="too many"):
         check(program)
-    program.graph.output_node().meta["zerofx_updates"] = updates(program.graph)
+    recorded(program.graph).updates = updates(program.graph)
     check(program)
 
 

@@ -18,7 +18,7 @@ from zerofx.capture.checks import argument, check_step, is_backward_call, readab
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
-from zerofx.ir.interface import InputRole, set_input_role
+from zerofx.ir.interface import InputRole, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 
 
@@ -176,9 +176,9 @@ class StepCapture:
                 set_input_role(node, role)
                 if role.parameter >= 0:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
-            gm.graph.output_node().meta["zerofx_gradients"] = self.gradient_outputs
             compat.tag_backward_nodes(gm)
-            gm.graph.output_node().meta["zerofx_updates"] = updates(gm.graph)
+            recorded(gm.graph).gradients = self.gradient_outputs
+            recorded(gm.graph).updates = updates(gm.graph)
             return compiler(
                 CapturedStep(
                     gm=gm,

@@ -21,7 +21,7 @@ from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
-from zerofx.ir.interface import decisions
+from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.lowering import lower
 from zerofx.options import Options, environment
@@ -72,7 +72,7 @@ class Program:
         ctx = self._context(step)
         self.dump = self._new_dump(ctx)
         self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
-        kept = decisions(self.gm.graph).kept_gathered
+        kept = recorded(self.gm.graph).decisions.kept_gathered
         if ctx.world_size > 1 and function.agree_on_kept(kept):
             self.dump = self._new_dump(ctx)  # once more, without what another rank cannot keep
             self.rewritten, self.lowered = rewrite(step, ctx, self.dump)

@@ -9,7 +9,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import readers, writers
 from zerofx.ir.graph import updated_by
-from zerofx.ir.interface import input_role, placeholders, written_gradients
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import is_staged, operands_of_updates
 
 
@@ -55,7 +55,7 @@ def moved_out(graph: fx.Graph) -> set[int]:
 
 def changed_gradients(graph: fx.Graph) -> set[int]:
     """The parameters whose unreduced gradient the program adds to or replaces."""
-    return set(written_gradients(graph).values()) | {
+    return set(recorded(graph).written_gradients.values()) | {
         input_role(node).parameter
         for node in placeholders(graph, "gradient")
         if input_role(node).unreduced and writers(node)

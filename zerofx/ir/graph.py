@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.interface import input_role
+from zerofx.ir.interface import input_role, recorded, set_recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Provenance, Role
 
@@ -183,6 +184,7 @@ def copied(graph: fx.Graph, copies: Copies | None = None) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {} if copies is None else copies))
     copy.output_node().meta = dict(graph.output_node().meta)
+    set_recorded(copy, deepcopy(recorded(graph)))
     return copy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,37 +53,33 @@ def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
     return nodes if kind is None else [node for node in nodes if input_role(node).kind == kind]
 
 
-def gradient_outputs(graph: fx.Graph) -> dict[int, int]:
-    """Positions of results that become some ``p.grad`` -> that parameter's index."""
-    return graph.output_node().meta.get("zerofx_gradients", {})
+@dataclass
+class Recorded:
+    """What is recorded of a program as a whole; results go by their positions.
 
+    ``gradients`` become some ``p.grad``, by index; those that are ``unreduced`` are not averaged.
+    ``written_gradients`` replace an unreduced gradient that came in, by the parameter's index; they
+    are behind those that the step returns.  ``sharded`` results leave as this rank's shards.
 
-def sharded_results(graph: fx.Graph) -> set[int]:
-    """Positions of results that leave as this rank's shards; to be added to."""
-    return graph.output_node().meta.setdefault("zerofx_sharded_results", set())
-
-
-def unreduced_results(graph: fx.Graph) -> set[int]:
-    """Positions of results that become some ``p.grad`` without being averaged; to be added to."""
-    return graph.output_node().meta.setdefault("zerofx_unreduced_results", set())
-
-
-def written_gradients(graph: fx.Graph) -> dict[int, int]:
-    """Positions of results that replace an unreduced gradient that came in -> its parameter.
-
-    They are behind those that the step returns; to be added to.
+    ``updates`` are those that the program had when it was captured; None if nobody recorded them.
+    ``decisions`` is what has been decided of the program.
     """
-    return graph.output_node().meta.setdefault("zerofx_written_gradients", {})
+
+    gradients: dict[int, int] = field(default_factory=dict)
+    unreduced: set[int] = field(default_factory=set)
+    written_gradients: dict[int, int] = field(default_factory=dict)
+    sharded: set[int] = field(default_factory=set)
+    updates: Counter[tuple[int, int]] | None = None
+    decisions: Decisions = field(default_factory=Decisions)
 
 
-def set_decisions(graph: fx.Graph, decisions: Decisions) -> None:
-    """Record what has been decided of the program."""
-    graph.output_node().meta["zerofx_decisions"] = decisions
+def recorded(graph: fx.Graph) -> Recorded:
+    """What is recorded of a program, to be added to."""
+    return graph.output_node().meta.setdefault("zerofx_program", Recorded())
 
 
-def decisions(graph: fx.Graph) -> Decisions:
-    """Return what has been decided of the program."""
-    return graph.output_node().meta.get("zerofx_decisions", Decisions())
+def set_recorded(graph: fx.Graph, of_program: Recorded) -> None:
+    graph.output_node().meta["zerofx_program"] = of_program
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:
@@ -94,11 +90,6 @@ def mark_gradient(node: fx.Node, parameter: int) -> None:
 def gradient_of(node: fx.Node) -> frozenset[int]:
     """The parameters whose local gradient a node is; none if nobody knows."""
     return node.meta.get("zerofx_gradient_of", frozenset())
-
-
-def captured_updates(graph: fx.Graph) -> Counter[tuple[int, int]] | None:
-    """The updates that the program had when it was captured; None if nobody recorded them."""
-    return graph.output_node().meta.get("zerofx_updates")
 
 
 def mark_kept(node: fx.Node, reason: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.graph import copied
-from zerofx.ir.interface import unreduced_results, written_gradients
+from zerofx.ir.interface import recorded
 from zerofx.passes.base import PassContext
 from zerofx.replay.in_process_group import Exchange
 from zerofx.replay.random_run import left_behind, optimizers_of, random_inputs
@@ -97,8 +97,8 @@ class ObservedProgram(ProgramFacts):
                 yield f"the gradient of {of['parameter']}", value
             elif of["kind"] == "other" and "shape" in of:
                 yield f"input {name}", inputs[name]
-        written = written_gradients(self.graph)
-        unreduced = {*unreduced_results(self.graph), *written}
+        written = recorded(self.graph).written_gradients
+        unreduced = {*recorded(self.graph).unreduced, *written}
         slots = {position: names.index(name) for position, name in facts["GRADIENTS"].items()}
         slots |= written
         others = 0

@@ -11,7 +11,7 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
 from zerofx.ir.graph import updates
-from zerofx.ir.interface import decisions, input_role, placeholders
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
@@ -139,7 +139,7 @@ def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
         ("parameters in host memory", size_text(0 if in_files else on_host_bytes(program))),
         ("optimizer states in host memory", size_text(states)),
     ]
-    if stays := decisions(graph).state_bytes:
+    if stays := recorded(graph).decisions.state_bytes:
         rows.append(("optimizer states on the device", size_text(stays)))
     rows += [
         ("staging buffers in host memory", size_text(moved.staging)),

@@ -18,14 +18,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.interface import (
-    gradient_of,
-    gradient_outputs,
-    input_role,
-    placeholders,
-    sharded_results,
-    why_kept,
-)
+from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, why_kept
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import bucket_of, parameter_of, provenance
 from zerofx.ir.source import source_of
@@ -112,12 +105,12 @@ class ProgramText:
     def facts(self) -> dict[str, Any]:
         """Return the parameters, inputs and results of the program, as its file names them."""
         graph = self.gm.graph
-        gradients = gradient_outputs(graph).items()
+        gradients = recorded(graph).gradients.items()
         return {
             "PARAMETERS": {info.name: _described(info) for info in self.table},
             "INPUTS": {node.name: self._input(node) for node in placeholders(graph)},
             "GRADIENTS": {position: self.table[index].name for position, index in gradients},
-            "SHARDED_RESULTS": sorted(sharded_results(graph)),
+            "SHARDED_RESULTS": sorted(recorded(graph).sharded),
         }
 
     def _constants(self) -> str:

@@ -15,14 +15,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.errors import StepError
 from zerofx.ir import effects, ops
-from zerofx.ir.interface import (
-    gradient_outputs,
-    input_role,
-    placeholders,
-    sharded_results,
-    unreduced_results,
-    written_gradients,
-)
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import uses_of_files
 from zerofx.ir.rules import LINK, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.runtime.comm.communication import Communicator
@@ -123,10 +116,7 @@ class StepRuntime:
         self.unreduced_gradients = [
             (position, role.parameter) for position, role in gradients if role.unreduced
         ]
-        self.gradient_outputs = gradient_outputs(graph)
-        self.unreduced_results = frozenset(unreduced_results(graph))
-        self.renewed_gradients = dict(written_gradients(graph))
-        self.sharded_results = frozenset(sharded_results(graph))
+        self.results = recorded(graph)
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
 
@@ -303,10 +293,10 @@ class StepRuntime:
 
     def _store_gradients(self, results: list[Any], inputs: list[Any]) -> None:
         """Store the gradients among the results, and put what stands for them in their place."""
-        for position, index in self.gradient_outputs.items():
-            if position not in self.unreduced_results:
+        for position, index in self.results.gradients.items():
+            if position not in self.results.unreduced:
                 results[position] = self._stored_average(index, results[position])
-        if self.unreduced_results or self.renewed_gradients:
+        if self.results.unreduced or self.results.written_gradients:
             self._keep_unreduced(results, inputs)
 
     def _stored_average(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -326,16 +316,16 @@ class StepRuntime:
             for value in (*inputs, *results)
             if isinstance(value, torch.Tensor)
         )
-        stored = {position: self.gradient_outputs[position] for position in self.unreduced_results}
-        for position, index in {**stored, **self.renewed_gradients}.items():
+        stored = {position: self.results.gradients[position] for position in self.results.unreduced}
+        for position, index in {**stored, **self.results.written_gradients}.items():
             bound, value = self.bound[index], results[position]
             if value is not bound.gradient:
-                is_whole = position not in self.sharded_results
+                is_whole = position not in self.results.sharded
                 if is_whole:
                     value = in_memory_of_its_own(value, bound.info, users)
                 REGISTRY.gradients.store(bound, value, unreduced=is_whole)
             results[position] = bound.stub
-        del results[len(results) - len(self.renewed_gradients) :]
+        del results[len(results) - len(self.results.written_gradients) :]
 
     def copy_start(
         self, values: list[torch.Tensor], parameters: list[int], place: str, slot: int = -1

@@ -7,7 +7,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.graph import rank_varying
-from zerofx.ir.interface import gradient_outputs, input_role, unreduced_results, written_gradients
+from zerofx.ir.interface import input_role, recorded
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, provenance
@@ -54,8 +54,11 @@ def _stored_gradients_are_what_they_are_called(
 ) -> None:
     """Check that ``p.grad`` is left the same on all ranks, or declared to be unreduced."""
     results = graph.output_node().args[0]
-    declared = unreduced_results(graph)
-    for position, parameter in {**gradient_outputs(graph), **written_gradients(graph)}.items():
+    declared = recorded(graph).unreduced
+    for position, parameter in {
+        **recorded(graph).gradients,
+        **recorded(graph).written_gradients,
+    }.items():
         result = results[position]
         if result in varying and position not in declared and result.op != "placeholder":
             raise broken(

@@ -17,7 +17,7 @@ from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, mutated_inputs, readers, shard_of, uses
 from zerofx.ir.graph import program_order, updates
-from zerofx.ir.interface import captured_updates, gradient_of, input_role, placeholders, region_of
+from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
@@ -299,7 +299,7 @@ def _regions_are_runs_of_compute(graph: fx.Graph) -> None:
 
 def _updates_are_those_captured(graph: fx.Graph, table: ParameterTable) -> None:
     """No pass loses or adds an update."""
-    expected = captured_updates(graph)
+    expected = recorded(graph).updates
     if expected is None:
         return
     found = updates(graph)
