@@ -255,7 +255,6 @@ class CompiledFunction:
             self.communicator.rank,
             self.communicator.world_size,
             f"function {self.number}",
-            traffic=self.communicator.traffic,
         )
 
 

@@ -13,6 +13,7 @@ from tests.kit.covering import each_value, exhaustive, only
 from tests.kit.models import Mlp, features, squared_loss
 from tests.kit.programs import capture, run_passes
 from tests.kit.ranks import ranks_either_way_fixture, ranks_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
@@ -77,12 +78,12 @@ def train(stage: int, accumulate: str, lowering: str) -> tuple[dict, list[dict]]
     sent = []
     for number in range(3):
         for batch in micro_batches(number, rank, world_size):
-            communicator.traffic.reset()
+            traffic_of(communicator).reset()
             accumulating(model, *batch)
-            sent.append(communicator.traffic.snapshot())
-        communicator.traffic.reset()
+            sent.append(traffic_of(communicator).snapshot())
+        traffic_of(communicator).reset()
         updating(model, optimizer)
-        sent.append(communicator.traffic.snapshot())
+        sent.append(traffic_of(communicator).snapshot())
     return model.state_dict(), sent[-MICRO_BATCHES - 1 :]
 
 

@@ -23,6 +23,7 @@ from tests.kit.covering import each_value, exhaustive, first
 from tests.kit.device_memory import Allocations
 from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.optimizer.update import OptimizerRunner
@@ -249,7 +250,7 @@ class LiveGathers:
         self._compare()
 
     def _compare(self) -> None:
-        counted = self.communicator.traffic.gathered_bytes
+        counted = traffic_of(self.communicator).gathered_bytes
         deadline = time.monotonic() + self.PATIENCE_S
         while (alive := self._alive_bytes()) > counted and time.monotonic() < deadline:
             if self.differences:
@@ -333,7 +334,7 @@ def gathered(tied: bool, vocabulary: int, lowering: str) -> Gathered:
     largest = max(padded_bytes(nn.ParameterList([p]), world_size) for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     communicator = Communicator.of(None)  # kept: only a living one is the step's own
-    traffic = communicator.traffic
+    traffic = traffic_of(communicator)
     options = {"stage": 3, "lowering": lowering}
     step = torch.compile(learn, backend="zero", options={"lowering": "eager", **options})
     evaluation = torch.compile(predict, backend="zero", options={"lowering": "eager", **options})

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Muon
 
 from tests.kit.covering import first, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401 - a fixture
+from tests.kit.traffic import traffic_of
 from zerofx import backend
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
@@ -248,6 +249,8 @@ def test_ranks_are_bitwise_plain_torch(ranks, world_size, name, stage):
 def hands_its_state_over(world_size):
     """From ranks to plain torch and back, clipped by the global norm, evaluated in between."""
     torch._dynamo.reset()
+    communicator = Communicator.of(None)  # kept: only a living one is the steps' own
+    traffic_of(communicator)
     rank, _ = rank_and_size()
     whole, sharded, other = (built("muon") for _ in range(3))
     expected = eager_losses(whole, range(6), rank, world_size, clip=True)
@@ -277,7 +280,7 @@ def hand_over(source, target):
 
 
 def traffic_of_one_step(zero, members, rank):
-    traffic = Communicator.of(None).traffic
+    traffic = traffic_of(Communicator.of(None))
     before = dict(traffic.sent_bytes)
     losses_of(zero, members, [4], rank)
     return {kind: nbytes - before[kind] for kind, nbytes in traffic.sent_bytes.items()}

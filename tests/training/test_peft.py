@@ -16,6 +16,7 @@ import zerofx
 from tests.kit.checkpoints import assert_same
 from tests.kit.covering import each_value, exhaustive
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.parameters.guarded import ShardedParameter
 
@@ -107,7 +108,7 @@ def trained_by_torch(world_size: int) -> list[tuple[list[float], dict[str, torch
 def trained_by_zerofx(stage: int):
     torch._dynamo.reset()
     communicator = Communicator.of(None)  # kept: only a living one is the step's own
-    traffic = communicator.traffic
+    traffic = traffic_of(communicator)
     model = with_adapters(frozen_base())
     pair, run = (model, optimizer_of(model)), compiled(step, stage)
     found = losses(run, pair, range(2))

@@ -15,6 +15,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.covering import first
 from tests.kit.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx import backend
 from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, parse
 from zerofx.runtime.comm import measure
@@ -127,13 +128,13 @@ def measure_with_a_slow_rank() -> tuple[Hardware, Hardware, int, dict]:
         return figures(overlaps=seen.overlaps, latency_s=2e-3, bytes_per_s=2e8, flops_per_s=1e11)
 
     communicator = Communicator.of(None)
-    communicator.traffic.reset()
+    traffic_of(communicator).reset()
     with (
         mock.patch.dict(os.environ, MEASURING),
         mock.patch.object(measure, "own_figures", slow_on_rank_1),
     ):
         first = train()[1].figures
-        sent = communicator.traffic.snapshot()["sent_bytes"]
+        sent = traffic_of(communicator).snapshot()["sent_bytes"]
         second = train(other_step)[1].figures
     return first, second, len(calls), sent
 

@@ -16,6 +16,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
 from tests.kit.covering import each_value, first, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx import backend
 from zerofx.errors import BudgetError
 from zerofx.runtime.comm.agreement import AgreementError
@@ -96,6 +97,7 @@ def test_scalars_and_parameters_of_no_elements_train_in_one_bucket(ranks, stage,
 def check_larger_than_a_bucket(stage: int) -> list[int]:
     torch._dynamo.reset()
     communicator = Communicator.of(None)
+    traffic_of(communicator)
     torch.manual_seed(0)
     found = []
     for bucket_bytes in (1, 10**6):
@@ -103,9 +105,9 @@ def check_larger_than_a_bucket(stage: int) -> list[int]:
         optimizer = adamw(model)
         compiled = zero(train_gpt, stage, bucket_bytes=bucket_bytes)
         compiled(model, optimizer, *models.tokens(0, 2))
-        communicator.traffic.reset()
+        traffic_of(communicator).reset()
         compiled(model, optimizer, *models.tokens(1, 2))
-        found.append(communicator.traffic.collectives["reduce_scatter"])
+        found.append(traffic_of(communicator).collectives["reduce_scatter"])
     return [*found, len(list(model.parameters()))]
 
 
@@ -235,13 +237,13 @@ def outcome(difference: str, stage: int) -> tuple[str, str, int]:
     options = {"bucket_bytes": layer - 1 if mine == "bucket_bytes" else 2 * layer}
     options |= {"bucket": False} if mine == "bucket" else {}
     communicator = Communicator.of(None)
-    communicator.traffic.reset()
+    traffic_of(communicator).reset()
     try:
         zero(step, stage, **options)(model, optimizer, torch.ones(2, WIDTH))
     except Exception as error:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name])
-        sent = communicator.traffic.collectives
+        sent = traffic_of(communicator).collectives
         words = "\n".join([str(error), *getattr(error, "__notes__", ())])
         return type(error).__name__, words, sum(sent.values()) - sent["agreement"]
     return "", "trained", 0
@@ -310,7 +312,7 @@ def uneven(
         for number, of_ranks in enumerate(rows, 1):
             if number == len(rows):
                 backend.AGREEMENT_TIMEOUT_S = agreement_timeout_s
-            communicator.traffic.reset()
+            traffic_of(communicator).reset()
             batch = torch.linspace(0, 1, of_ranks[dist.get_rank()])[:, None].expand(-1, WIDTH)
             compiled(model, optimizer, batch)
     except Exception as error:
@@ -318,7 +320,7 @@ def uneven(
         return type(error).__name__, words, 0
     finally:
         backend.AGREEMENT_TIMEOUT_S = own_timeout
-    gathers = communicator.traffic.collectives["all_gather"]
+    gathers = traffic_of(communicator).collectives["all_gather"]
     values = torch.cat([value.flatten() for value in model.state_dict().values()])
     assert values.isfinite().all()
     return "", f"{values.double().sum():.12g}", gathers

@@ -15,7 +15,6 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from zerofx.errors import GraphError
-from zerofx.runtime.comm.communication import Traffic
 
 LONGEST_POLL_S = 0.01
 
@@ -54,6 +53,12 @@ class _Round:
     def key(self, kind: str, rank: int | None = None, *, number: int | None = None) -> str:
         owner = "" if rank is None else f"/{rank}"
         return f"{self.name}/{self.number if number is None else number}/{kind}{owner}"
+
+    def post(self, kind: str, value: bytes) -> None:
+        self.store.set(self.key(kind, self.rank), value)
+
+    def posted(self, kind: str, rank: int) -> bytes:
+        return self.store.get(self.key(kind, rank))
 
     def decide(self, outcome: str) -> str:
         """Propose an outcome; return the one that holds."""
@@ -125,22 +130,12 @@ class Agreement:
     names the function and is equal on all ranks.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        scope: str,
-        *,
-        traffic: Traffic | None = None,
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, scope: str) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.scope = scope
-        self.traffic = traffic
-        self._agreed: set[bytes] = set()
-        self._last: Sequence[str] = ()
+        self._agreed: list[tuple[str, ...]] = []
 
     def check(self, lines: Sequence[str], timeout_s: float, value: bytes = b"") -> bool:
         """Return once all ranks have posted these very lines; at once if they did before.
@@ -151,14 +146,11 @@ class Agreement:
         Raises: AgreementError if a rank posted others (the first difference is named, the same
         on all ranks), failed while compiling, or posted none within ``timeout_s`` seconds.
         """
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        if self.world_size == 1 or digest in self._agreed:
+        if self.world_size == 1 or tuple(lines) in self._agreed:
             return self.world_size == 1
-        meeting = self._meet(lines, value, timeout_s)
-        self._agreed.add(digest)
-        self._last = tuple(lines)
-        others = (self.store.get(meeting.key("value", rank)) for rank in range(self.world_size))
-        return bool(value) and all(other == value for other in others)
+        values = self.exchange(lines, value, timeout_s)
+        self._agreed.append(tuple(lines))
+        return bool(value) and all(its == value for its in values)
 
     def exchange(self, lines: Sequence[str], value: bytes, timeout_s: float) -> list[bytes]:
         """Return every rank's ``value``, by rank, once all have come with these very lines.
@@ -168,26 +160,22 @@ class Agreement:
         """
         if self.world_size == 1:
             return [value]
-        meeting = self._meet(lines, value, timeout_s)
-        return [self.store.get(meeting.key("value", rank)) for rank in range(self.world_size)]
-
-    def _meet(self, lines: Sequence[str], value: bytes, timeout_s: float) -> _Round:
-        text = "\n".join(lines).encode()
         meeting = _Round(self.store, f"agreement/{self.scope}", self.rank, self.world_size)
-        self._post(meeting, "text", zlib.compress(text))
-        self._post(meeting, "value", value)
-        self._post(meeting, "digest", hashlib.sha256(text).digest())
+        text = "\n".join(lines).encode()
+        meeting.post("text", zlib.compress(text))
+        meeting.post("value", value)
+        meeting.post("digest", hashlib.sha256(text).digest())
         if meeting.arrive():
             outcome = meeting.decide(self._verdict(meeting))
         else:
             outcome = meeting.outcome(timeout_s)
         if outcome != "complete":
-            divided = bool(self._last) and outcome.startswith("abandoned")
+            divided = bool(self._agreed) and outcome.startswith("abandoned")
             raise AgreementError(
                 self._explanation(meeting, outcome, lines, timeout_s), divided=divided
             )
         meeting.forget_previous("text", "value", "digest", "failure")
-        return meeting
+        return [meeting.posted("value", rank) for rank in range(self.world_size)]
 
     def news(self, lines: Sequence[str]) -> str:
         """Say what another rank has posted and waits for while this one runs ``lines``.
@@ -205,11 +193,10 @@ class Agreement:
             key = f"{name}/{mine + 1}/text/{rank}"
             if entered <= mine or not self.store.check([key]):
                 continue
-            its = zlib.decompress(self.store.get(key)).decode().split("\n")
+            where = where_they_part(self.rank, rank, lines, _lines_of(self.store.get(key)))
             return (
                 f"rank {rank} has compiled another program of {self.scope!r} meanwhile, so rank "
-                f"{self.rank} cannot finish this step. "
-                f"{where_they_part(self.rank, rank, lines, its)} {SAME_EVERYWHERE}"
+                f"{self.rank} cannot finish this step. {where} {SAME_EVERYWHERE}"
             )
         return ""
 
@@ -222,19 +209,14 @@ class Agreement:
         if self.world_size == 1:
             return
         meeting = _Round(self.store, f"agreement/{self.scope}", self.rank, self.world_size)
-        self._post(meeting, "failure", message.encode())
+        meeting.post("failure", message.encode())
         meeting.decide(f"failed {self.rank}")
-
-    def _post(self, meeting: _Round, kind: str, value: bytes) -> None:
-        meeting.store.set(meeting.key(kind, self.rank), value)
-        if self.traffic is not None:
-            self.traffic.count("agreement", "agreement", len(value))
 
     def _verdict(self, meeting: _Round) -> str:
         """Compare every rank's schedule with rank 0's.  Only the last to arrive reads them all."""
-        expected = meeting.store.get(meeting.key("digest", 0))
+        expected = meeting.posted("digest", 0)
         for rank in range(1, self.world_size):
-            if meeting.store.get(meeting.key("digest", rank)) != expected:
+            if meeting.posted("digest", rank) != expected:
                 return f"differs {rank}"
         return "complete"
 
@@ -243,12 +225,15 @@ class Agreement:
     ) -> str:
         verdict, by = outcome.split()
         if verdict == "differs":
-            return self._difference(meeting, int(by))
+            both = (_lines_of(meeting.posted("text", rank)) for rank in (0, int(by)))
+            return (
+                f"ranks 0 and {by} compiled different programs of {self.scope!r}. "
+                f"{where_they_part(0, int(by), *both)} {SAME_EVERYWHERE}"
+            )
         if verdict == "failed":
-            message = meeting.store.get(meeting.key("failure", int(by))).decode()
             return (
                 f"rank {by} could not compile {self.scope!r}, so no rank can run it. "
-                f"Rank {by} says: {message}"
+                f"Rank {by} says: {meeting.posted('failure', int(by)).decode()}"
             )
         if int(by) != self.rank:
             return (
@@ -260,38 +245,30 @@ class Agreement:
         return (
             f"rank(s) {meeting.missing_ranks()} posted no schedule for {self.scope!r} within "
             f"{timeout_s:g} s: what made rank {self.rank} compile did not happen there, or they "
-            f"died. {self._news(lines)} Make the step the same program on every rank, or look at "
-            "those ranks' logs"
+            f"died. {self._what_is_new(lines)} Make the step the same program on every rank, or "
+            "look at those ranks' logs"
         )
 
-    def _difference(self, meeting: _Round, other: int) -> str:
-        schedules = [
-            zlib.decompress(meeting.store.get(meeting.key("text", rank))).decode().split("\n")
-            for rank in (0, other)
-        ]
-        number, (first, second) = _first_difference(*schedules)
-        return (
-            f"ranks 0 and {other} compiled different programs of {self.scope!r}: line {number} of "
-            f"the schedule is {first} on rank 0 and {second} on rank {other}. {SAME_EVERYWHERE}"
-        )
-
-    def _news(self, lines: Sequence[str]) -> str:
+    def _what_is_new(self, lines: Sequence[str]) -> str:
         """Say where a new schedule leaves the last one agreed on."""
-        if not self._last:
+        if not self._agreed:
             return "It is the first schedule of this function."
-        number, (before, now) = _first_difference(self._last, lines)
+        number, before, now = _first_difference(self._agreed[-1], lines)
         return f"Its new schedule first differs in line {number}: {before} before, {now} now."
 
 
 def where_they_part(rank: int, other: int, lines: Sequence[str], its: Sequence[str]) -> str:
     """The first line in which two ranks' unequal schedules differ, in words."""
-    number, (here, there) = _first_difference(lines, its)
+    number, here, there = _first_difference(lines, its)
     return f"Line {number} of the schedule is {here} on rank {rank} and {there} on rank {other}."
 
 
-def _first_difference(one: Sequence[str], two: Sequence[str]) -> tuple[int, tuple[str, str]]:
+def _first_difference(one: Sequence[str], two: Sequence[str]) -> tuple[int, str, str]:
     """Return the 1-based line where two unequal schedules part, and both versions, quoted."""
-    pairs = zip_longest(one, two)
-    number, pair = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    first, second = ("absent" if line is None else f"`{line}`" for line in pair)
-    return number, (first, second)
+    quoted = ([f"`{line}`" for line in lines] for lines in (one, two))
+    pairs = enumerate(zip_longest(*quoted, fillvalue="absent"), 1)
+    return next((number, *pair) for number, pair in pairs if pair[0] != pair[1])
+
+
+def _lines_of(text: bytes) -> list[str]:
+    return zlib.decompress(text).decode().split("\n")

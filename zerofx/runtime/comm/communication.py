@@ -1,4 +1,4 @@
-"""The collectives behind the ``zerofx::`` operators, and a count of what they send.
+"""The collectives behind the ``zerofx::`` operators.
 
 Each backend has its own way to run them: ``zerofx.runtime.comm.transport``.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,6 @@ from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.rendezvous import store_of_this_start
 from zerofx.runtime.comm.transport import (
     REDUCTIONS,
-    SCALAR_BYTES,
     LocalTransport,
     NativeTransport,
     Started,
@@ -35,50 +33,6 @@ from zerofx.runtime.memory.pages import BufferPool
 Transport = LocalTransport | NativeTransport | GlooTransport
 
 
-class Traffic:
-    """Bytes this rank sends, by category, and gathered bytes alive on it.
-
-    Categories: ``gather`` and ``reduce`` (parameters and gradients), ``exchange`` (what owners
-    need whole, and back), ``scalar`` (sums and maxima of at most ``SCALAR_BYTES``), ``setup``
-    (broadcasts and gathers outside steps) and ``agreement`` (what goes through the store).  A
-    broadcast counts as (N-1)/N of its size on every rank, the group's total shared out: who
-    forwards to whom is the backend's choice.
-    """
-
-    CATEGORIES = ("gather", "reduce", "exchange", "scalar", "setup", "agreement")
-
-    def __init__(self) -> None:
-        self.gathered_bytes = 0
-        self.peak_gathered_bytes = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Zero every count of what was sent; what is alive stays counted."""
-        self.sent_bytes = dict.fromkeys(self.CATEGORIES, 0)
-        self.collectives: Counter[str] = Counter()
-
-    def reset_peak(self) -> None:
-        self.peak_gathered_bytes = self.gathered_bytes
-
-    def count(self, kind: str, category: str, nbytes: int) -> None:
-        self.sent_bytes[category] += nbytes
-        self.collectives[kind] += 1
-
-    def gathered(self, nbytes: int) -> None:
-        """Note that ``nbytes`` of gathered buffers came alive, or were freed if negative."""
-        self.gathered_bytes += nbytes
-        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
-
-    def snapshot(self) -> dict[str, object]:
-        """Return a copy of all counts; ``sent_bytes`` and ``collectives`` are dicts in it."""
-        return {
-            "sent_bytes": dict(self.sent_bytes),
-            "collectives": dict(self.collectives),
-            "gathered_bytes": self.gathered_bytes,
-            "peak_gathered_bytes": self.peak_gathered_bytes,
-        }
-
-
 class Communicator:
     """The collectives of one process group.
 
@@ -87,8 +41,7 @@ class Communicator:
     An error of a collective keeps its type and says which collective it was.
     """
 
-    # By the identity of the group, which each communicator keeps alive: asking twice for one
-    # group must count into one ``traffic``.
+    # By the identity of the group, which each communicator keeps alive.
     _known: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -123,7 +76,6 @@ class Communicator:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        self.traffic = Traffic()
         self.buffers = BufferPool()
         self._in_flight: dict[int, Started] = {}
         self._memory: PeerMemory | None = None
@@ -136,11 +88,8 @@ class Communicator:
         Raises: ValueError for an unknown reduction, or one that this dtype cannot take.
         """
         self._check_reduction(reduction, input.dtype)
-        is_scalar = reduction != "mean" and input.nbytes <= SCALAR_BYTES
-        transport = self._transport(input)
-        launch = partial(transport.all_reduce, input.detach(), reduction)
-        category = "scalar" if is_scalar else "reduce"
-        return self._start("all_reduce", category, input.nbytes, launch)
+        launch = partial(self._transport(input).all_reduce, input.detach(), reduction)
+        return self._start("all_reduce", input.nbytes, launch)
 
     def reduce_scatter_start(
         self, flat: torch.Tensor, reduction: str, world_size: int
@@ -156,7 +105,7 @@ class Communicator:
         launch = partial(
             self._transport(flat).reduce_scatter, flat.detach().contiguous(), reduction
         )
-        return self._start("reduce_scatter", "reduce", flat.nbytes, launch)
+        return self._start("reduce_scatter", flat.nbytes, launch)
 
     def reduce_scatter_pieces_start(
         self,
@@ -176,7 +125,7 @@ class Communicator:
         self._check_reduction(reduction, pieces[0].dtype)
         launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
         nbytes = numel * pieces[0].itemsize
-        return self._start("reduce_scatter", "reduce", nbytes, launch)
+        return self._start("reduce_scatter", nbytes, launch)
 
     def all_gather_start(
         self, shard: torch.Tensor, world_size: int, into: torch.Tensor | None = None
@@ -187,9 +136,7 @@ class Communicator:
         """
         self._check_world(world_size)
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1), into)
-        gathered = self._start("all_gather", "gather", shard.nbytes * world_size, launch)
-        self.traffic.gathered(gathered.nbytes)
-        return gathered
+        return self._start("all_gather", shard.nbytes * world_size, launch)
 
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send each rank its part of a flat buffer and return what all have sent here; blocks.
@@ -197,7 +144,7 @@ class Communicator:
         ``sent`` and ``received`` count the elements to and from each rank, in rank order.
         """
         launch = partial(self._transport_of(flat.device).all_to_all, flat, sent, received)
-        return self.wait(self._start("all_to_all", "exchange", flat.nbytes, launch))
+        return self.wait(self._start("all_to_all", flat.nbytes, launch))
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         """Complete ``started``, the very tensor that a ``*_start`` returned, and return it."""
@@ -219,20 +166,17 @@ class Communicator:
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
-        """Count a gathered buffer as released: the program drops its last reference here.
+        """Do nothing: a gathered buffer goes as the program drops its last reference here.
 
         Resizing the storage instead would crash on any alias that an operator did not declare.
         """
-        if id(gathered) in self._in_flight:
-            self.wait(gathered)
-        self.traffic.gathered(-gathered.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, src_group_rank: int = 0) -> None:
         """Overwrite ``tensor`` with that of one rank of the group; blocks.  For first calls."""
         target = tensor.detach()
         buffer = target.contiguous()
         launch = partial(self._transport(tensor).broadcast, buffer, src_group_rank)
-        self.wait(self._start("broadcast", "setup", tensor.nbytes, launch))
+        self.wait(self._start("broadcast", tensor.nbytes, launch))
         if buffer is not target:
             target.copy_(buffer)
 
@@ -242,7 +186,7 @@ class Communicator:
         nbytes = shard.nbytes * self.world_size
         self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
         try:
-            return self.wait(self._start("all_gather", "setup", nbytes, launch))
+            return self.wait(self._start("all_gather", nbytes, launch))
         finally:
             self.buffers.is_on = True
             self.settle()
@@ -272,21 +216,16 @@ class Communicator:
         for started in self._in_flight.values():
             started.abandon()
         self._in_flight.clear()
-        self.traffic.gathered_bytes = 0
         if self._memory is not None:
             self._memory.fail()
 
-    def _start(
-        self, kind: str, category: str, nbytes: int, launch: Callable[[], Started]
-    ) -> torch.Tensor:
+    def _start(self, kind: str, nbytes: int, launch: Callable[[], Started]) -> torch.Tensor:
         try:
             started = launch()
         except Exception as error:
             self._explain(error, kind, nbytes)
             raise
         started.kind = kind
-        if started.work is not None:
-            self.traffic.count(kind, category, started.sent_bytes)
         self._in_flight[id(started.result)] = started
         return started.result
 

@@ -121,27 +121,23 @@ class GlooTransport:
         result = flat.new_empty(flat.numel() // self.world_size)
         work = self._all_to_all(received, flat)
         finish = partial(self._reduce, received.chunk(self.world_size), reduction, result)
-        return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
+        return Started(result, work, finish)
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
         result = into
         if result is None:
             result = self.buffers.empty(shard.numel() * self.world_size, shard)
-        return Started(
-            result, self._gather(result, shard), sent_bytes=(self.world_size - 1) * shard.nbytes
-        )
+        return Started(result, self._gather(result, shard))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         buffer = _as_bytes(tensor.view(-1))
         work = dist.broadcast(buffer, group=self.group, group_src=src, async_op=True)
-        sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
-        return Started(tensor, GlooWork(work, buffer), sent_bytes=sent_bytes)
+        return Started(tensor, GlooWork(work, buffer))
 
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
         result = flat.new_empty(sum(received))
         splits = ([numel * flat.itemsize for numel in numels] for numels in (received, sent))
-        sent_bytes = (flat.numel() - sent[self.rank]) * flat.itemsize
-        return Started(result, self._all_to_all(result, flat, *splits), sent_bytes=sent_bytes)
+        return Started(result, self._all_to_all(result, flat, *splits))
 
     def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start receiving every rank's shard into ``out``.
@@ -176,12 +172,7 @@ class GlooTransport:
         started = self.all_gather(flat)
         pieces = started.result.chunk(self.world_size)
         result = torch.empty_like(flat)
-        return Started(
-            result,
-            started.work,
-            partial(self._reduce, pieces, reduction, result),
-            started.sent_bytes,
-        )
+        return Started(result, started.work, partial(self._reduce, pieces, reduction, result))
 
     def _exchange(self, flat: torch.Tensor, reduction: str) -> Started:
         """Swap whole buffers between two ranks: the bytes of two phases, in one."""
@@ -190,7 +181,7 @@ class GlooTransport:
         splits = [0, own.nbytes] if self.rank == 0 else [own.nbytes, 0]
         work = self._all_to_all(received, own, splits, splits)
         pieces = (own, received) if self.rank == 0 else (received, own)
-        return Started(result, work, partial(self._reduce, pieces, reduction, result), own.nbytes)
+        return Started(result, work, partial(self._reduce, pieces, reduction, result))
 
     def _scatter_and_gather(self, flat: torch.Tensor, reduction: str) -> Started:
         """Reduce-scatter now, all-gather at the wait: every rank must wait in the same order."""
@@ -201,7 +192,7 @@ class GlooTransport:
             scattered.finish()
             self._gather(result, scattered.result).wait()
 
-        return Started(result, scattered.work, finish, 2 * scattered.sent_bytes)
+        return Started(result, scattered.work, finish)
 
 
 def copy_unless_there(own: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

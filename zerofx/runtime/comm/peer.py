@@ -65,7 +65,7 @@ class PeerTransport(GlooTransport):
         """
         result = pieces[0].new_empty(numel // self.world_size)
         work = self._reduce_range(pieces, offsets, self.rank * result.numel(), reduction, result)
-        return Started(result, work, sent_bytes=(self.world_size - 1) * result.nbytes)
+        return Started(result, work)
 
     def _gather(self, result: torch.Tensor, shard: torch.Tensor) -> Work:
         pieces = result.chunk(self.world_size)
@@ -80,11 +80,7 @@ class PeerTransport(GlooTransport):
 
     def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Started:
         result = torch.empty_like(flat)
-        work = self._reduce_range([flat], [0], 0, reduction, result)
-        # As if it were cut and padded.
-        padding = -flat.numel() % self.world_size if reduction == "mean" else 0
-        sent_bytes = (self.world_size - 1) * (flat.numel() + padding) * flat.itemsize
-        return Started(result, work, sent_bytes=sent_bytes)
+        return Started(result, self._reduce_range([flat], [0], 0, reduction, result))
 
     _exchange = _reduce_at_once
 

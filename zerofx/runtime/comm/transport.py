@@ -21,8 +21,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 SCALAR_BYTES = 4096
 """A sum or maximum up to this size is latency, not bandwidth: norms, found-inf flags.
 
-It takes one phase instead of two (0.3 ms each on gloo) and is counted apart.  A mean is a
-gradient whatever its size: it always costs the 2(N-1)/N that the traffic formula says.
+It takes one phase instead of two (0.3 ms each on gloo).  A mean is a gradient whatever its size: it
+always costs the 2(N-1)/N that the traffic formula says.
 """
 
 REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
@@ -55,7 +55,6 @@ class Started:
     result: torch.Tensor
     work: dist.Work | Work | None = None
     finish: Callable[[], None] = _nothing
-    sent_bytes: int = 0
     kind: str = ""
 
     def abandon(self) -> None:
@@ -116,32 +115,26 @@ class NativeTransport:
         result = input.clone(memory_format=torch.contiguous_format)
         operation = self.OPERATIONS[reduction]
         work = dist.all_reduce(result, operation, group=self.group, async_op=True)
-        sent_bytes = 2 * (self.world_size - 1) * result.nbytes // self.world_size
-        finish = partial(divide, result, reduction, self.world_size)
-        return Started(result, work, finish, sent_bytes)
+        return Started(result, work, partial(divide, result, reduction, self.world_size))
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         result = flat.new_empty(flat.numel() // self.world_size)
         operation = self.OPERATIONS[reduction]
         work = _reduce_scatter(result, flat, operation, group=self.group, async_op=True)
-        finish = partial(divide, result, reduction, self.world_size)
-        return Started(result, work, finish, (self.world_size - 1) * result.nbytes)
+        return Started(result, work, partial(divide, result, reduction, self.world_size))
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
         result = shard.new_empty(shard.numel() * self.world_size) if into is None else into
-        work = all_gather(result, shard, group=self.group, async_op=True)
-        return Started(result, work, sent_bytes=(self.world_size - 1) * shard.nbytes)
+        return Started(result, all_gather(result, shard, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        sent_bytes = (self.world_size - 1) * tensor.nbytes // self.world_size
-        return Started(tensor, work, sent_bytes=sent_bytes)
+        return Started(tensor, work)
 
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
         result = flat.new_empty(sum(received))
         work = dist.all_to_all_single(result, flat, received, sent, group=self.group, async_op=True)
-        sent_bytes = (flat.numel() - sent[self.group.rank()]) * flat.itemsize
-        return Started(result, work, sent_bytes=sent_bytes)
+        return Started(result, work)
 
 
 def is_exact(dtype: torch.dtype) -> bool:
