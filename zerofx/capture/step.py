@@ -24,17 +24,12 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """One traced step before any pass: flat aten, its inputs and results labelled.
-
-    ``constants`` is how many of the program's first inputs are tensors that tracing lifted out
-    of the user's code; the others are the arguments of the Dynamo graph, in order.
-    """
+    """One traced step before any pass: flat aten, its inputs and results labelled."""
 
     gm: fx.GraphModule
     table: ParameterTable
     tensors: tuple[nn.Parameter, ...]
     buffers: tuple[torch.Tensor, ...]
-    constants: int
     num_backwards: int
 
     @property
@@ -169,7 +164,7 @@ class StepCapture:
 
         def on_aten(gm: fx.GraphModule, _fake_inputs) -> Callable:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-            constants = len(nodes) - len(self.roles)
+            constants = len(nodes) - len(self.roles)  # inputs that tracing lifted out of the code
             self._check_positions(nodes[constants:] if constants >= 0 else [])
             all_roles = (InputRole("other"),) * constants + self.roles
             for node, role in zip(nodes, all_roles, strict=True):
@@ -180,14 +175,7 @@ class StepCapture:
             recorded(gm.graph).gradients = self.gradient_outputs
             recorded(gm.graph).updates = updates(gm.graph)
             return compiler(
-                CapturedStep(
-                    gm=gm,
-                    table=self.table,
-                    tensors=self.tensors,
-                    buffers=self.buffers,
-                    constants=constants,
-                    num_backwards=self.num_backwards,
-                )
+                CapturedStep(gm, self.table, self.tensors, self.buffers, self.num_backwards)
             )
 
         return compat.trace_to_aten(self.gm, self.inputs, on_aten)

@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -66,31 +67,27 @@ def rounded(figure: float) -> float:
     return 2.0 ** round(math.log2(figure))
 
 
+WORST = {"latency_s": max, "bytes_per_s": min, "flops_per_s": min, "memory_bytes_per_s": min}
+"""Of each figure that ranks measure, the slowest rank's."""
+
+
 def slowest(figures: Iterable[Hardware], source: str = "given") -> Hardware:
-    """Return the figures that all ranks reach: of each, the slowest rank's."""
+    """Return the figures that all ranks reach."""
     figures = list(figures)
-    return Hardware(
-        latency_s=rounded(max(each.latency_s for each in figures)),
-        bytes_per_s=rounded(min(each.bytes_per_s for each in figures)),
-        overlaps=all(each.overlaps for each in figures),
-        flops_per_s=rounded(min(each.flops_per_s for each in figures)),
-        memory_bytes_per_s=rounded(min(each.memory_bytes_per_s for each in figures)),
-        source=source,
-    )
+    reached = {n: rounded(worst(getattr(f, n) for f in figures)) for n, worst in WORST.items()}
+    return Hardware(**reached, overlaps=all(each.overlaps for each in figures), source=source)
 
 
 def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
     # A communicator of its own: what it sends is no step's traffic.
     probe = Communicator(group)
     mine = own_figures(probe, device)
-    numbers = (mine.latency_s, mine.bytes_per_s, mine.flops_per_s, mine.memory_bytes_per_s)
+    numbers = [getattr(mine, name) for name in WORST]
     every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
     probe.settle()
+    ranks = (dict(zip(WORST, row, strict=True)) for row in every.view(-1, len(WORST)).tolist())
     return slowest(
-        (
-            Hardware(latency, speed, mine.overlaps, flops, memory)
-            for latency, speed, flops, memory in every.view(-1, len(numbers)).tolist()
-        ),
+        (replace(mine, **figures) for figures in ranks),
         source=f"measured, the slowest of {probe.world_size} ranks",
     )
 

@@ -26,33 +26,30 @@ def store_of_this_start(
     Raises: RuntimeError on rank 0 if the others have not come within ``timeout_s`` seconds;
     torch's DistStoreError on them if it does not answer.
     """
+    store = dist.PrefixStore("zerofx", store)
     name = _choose(store, world_size, timeout_s) if rank == 0 else _ask(store, rank)
-    return dist.PrefixStore(f"zerofx/start/{name}", store)
+    return dist.PrefixStore(f"start/{name}", store)
 
 
 def _ask(store: dist.Store, rank: int) -> str:
-    question = _token()
-    store.set(_question(rank), question)
-    name = store.get(_answer(question)).decode()  # waits, for as long as the store does
-    store.set(_heard(name, rank), "")
+    question = secrets.token_hex(8)
+    store.set(f"question/{rank}", question)
+    name = store.get(f"answer/{question}").decode()  # waits, for as long as the store does
+    store.set(f"heard/{name}/{rank}", "")
     return name
 
 
 def _choose(store: dist.Store, world_size: int, timeout_s: float) -> str:
     """Answer all questions, those of earlier starts too, until every rank has heard."""
     deadline = time.monotonic() + timeout_s
-    name = _token()
-    answered: dict[int, str] = {}
+    name = secrets.token_hex(8)
     silent = list(range(1, world_size))
     pause = 1e-4
     while silent:
         for rank in silent:
-            if store.check([_question(rank)]):
-                question = store.get(_question(rank)).decode()
-                if answered.get(rank) != question:
-                    store.set(_answer(question), name)
-                    answered[rank] = question
-        silent = [rank for rank in silent if not store.check([_heard(name, rank)])]
+            if store.check([f"question/{rank}"]):
+                store.set(f"answer/{store.get(f'question/{rank}').decode()}", name)
+        silent = [rank for rank in silent if not store.check([f"heard/{name}/{rank}"])]
         if silent and time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank(s) {silent} of {world_size} have not come to make the process group with "
@@ -61,19 +58,3 @@ def _choose(store: dist.Store, world_size: int, timeout_s: float) -> str:
         time.sleep(pause)
         pause = min(1.5 * pause, LONGEST_POLL_S)
     return name
-
-
-def _token() -> str:
-    return secrets.token_hex(8)
-
-
-def _question(rank: int) -> str:
-    return f"zerofx/question/{rank}"
-
-
-def _answer(question: str) -> str:
-    return f"zerofx/answer/{question}"
-
-
-def _heard(name: str, rank: int) -> str:
-    return f"zerofx/heard/{name}/{rank}"
