@@ -38,7 +38,7 @@ class UpdateKernel:
         self._plan, self._elements = split, split.elements
         self._run: Callable = split.elements
         if is_compiled:
-            self._run = compat.compile_for_any_length(split.elements)
+            self._run = compat.CompiledForAnyLength(split.elements)
         self._update, self.gradient_dtype = update, update.gradient_dtype
         # Where the step's numbers are written for the kernel to read: the same memory each time.
         self._memory = array("d" if split.is_double else "f", [0.0] * split.num_needed)
@@ -122,7 +122,7 @@ class UpdateKernel:
         """The kernel for weights of ``lerp`` that are not all below 0.5."""
         split = _split(self._update, any_weight=True)
         assert split is not None, "it has been split before"
-        return compat.compile_for_any_length(split.elements)
+        return compat.CompiledForAnyLength(split.elements)
 
 
 _NOTHING = (slice(0, 0), slice(0, 0))

@@ -365,7 +365,7 @@ class counting:
         self.patches = [
             mock.patch.object(kernel.UpdateKernel, "ready", counted),
             mock.patch.object(updates, "FEWEST_ELEMENTS", 0),
-            mock.patch.object(compat, "compile_for_any_length", lambda gm: gm),
+            mock.patch.object(compat, "CompiledForAnyLength", lambda gm: gm),
             mock.patch.object(compat, "compile_with_inductor", lambda gm, *_: gm),
             mock.patch.object(CompiledRegion, "_known", {}),
         ]

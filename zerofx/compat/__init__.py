@@ -1,6 +1,6 @@
 """The only importer of torch's private modules: one module for each part of torch.
 
-Each name says which versions it is for and when it can go.  Supported: torch 2.11 to 2.15.
+A name is for torch 2.11 to 2.15, and goes when torch has a public way, unless it says otherwise.
 """
 
 from zerofx.compat.aot import (
@@ -33,7 +33,6 @@ from zerofx.compat.dynamo import (
 from zerofx.compat.inductor import (
     IN_ORDER,
     CompiledForAnyLength,
-    compile_for_any_length,
     compile_with_inductor,
     is_higher_order,
     mark_emptied,

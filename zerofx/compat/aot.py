@@ -29,9 +29,8 @@ def tag_backward_nodes(gm: torch.fx.GraphModule) -> None:
 def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
 
-    The tags ``meta["recompute"]``, a ``CheckpointPolicy``, and ``meta["ac_graph_id"]`` are for 2.11
-    to 2.15; can go when torch documents them.  Random draws are left out, with what reads their
-    state, and so is an attention whose dropout is on.
+    Random draws are left out, with what reads their state, and so is an attention whose dropout is
+    on.
     """
     policies = torch.utils.checkpoint.CheckpointPolicy
     wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
@@ -52,52 +51,36 @@ def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
 def forget_checkpoints(node: torch.fx.Node) -> None:
     """Take the tags of ``torch.utils.checkpoint`` off a node: Inductor would obey them again.
 
-    It refuses those on an attention, whose dropout might draw.  For 2.11 to 2.15; can go when the
-    tags are documented.
+    It refuses those on an attention, whose dropout might draw.
     """
     for tag in ("recompute", "ac_graph_id"):
         node.meta.pop(tag, None)
 
 
 def is_kept_by_policy(node: torch.fx.Node) -> bool:
-    """Return whether a selective checkpoint's policy says to keep a node's result.
-
-    The tag is for 2.11 to 2.15; can go with ``checkpointed_nodes``.
-    """
+    """Return whether a selective checkpoint's policy says to keep a node's result."""
     policies = torch.utils.checkpoint.CheckpointPolicy
     return node.meta.get("recompute") in (policies.MUST_SAVE, policies.PREFER_SAVE)
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Return a module of a graph whose Python code is made when somebody calls or reads it.
-
-    For 2.11 to 2.15; can go when ``fx.GraphModule`` waits for that itself.
-    """
+    """Return a module of a graph whose Python code is made when somebody calls or reads it."""
     return _LazyGraphModule(root, graph)
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as it was when captured, without a guard on it; 0 if it depends on data.
-
-    ``node.hint`` is for 2.11 to 2.15; can go when torch documents a way to ask.
-    """
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+    """A size as it was when captured, without a guard on it; 0 if it depends on data."""
+    return int(scalar_hint(size) or 0)
 
 
 def scalar_hint(value: Any) -> Any:
-    """A symbolic number as it was when captured, without a guard; anything else as it is.
-
-    ``node.hint`` as above.
-    """
+    """A symbolic number as it was when captured, without a guard; anything else as it is."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return value.node.hint if isinstance(value, symbols) else value
 
 
 def trace_program(name: str, text: Callable[[], str]) -> None:
-    """Add a program's text to torch's structured trace, if there is one: tlparse shows it.
-
-    For 2.11 to 2.15; can go when ``torch._logging.trace_structured`` is public.
-    """
+    """Add a program's text to torch's structured trace, if there is one: tlparse shows it."""
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -108,8 +91,7 @@ def trace_program(name: str, text: Callable[[], str]) -> None:
 def is_traced() -> bool:
     """Return whether torch writes a structured trace; while it compiles, when it has found out.
 
-    Its handler leaves with the first record if there is nowhere to write to.  For 2.11 to 2.15;
-    can go when torch has a public way to ask.
+    Its handler leaves with the first record if there is nowhere to write to.
     """
     logging = torch._logging._internal
     return any(isinstance(h, logging.LazyTraceHandler) for h in logging.trace_log.handlers)
@@ -124,10 +106,7 @@ def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
 
 
 def draws_randomly(node: torch.fx.Node) -> bool:
-    """Return whether a node draws random numbers: attention without dropout carries the tag too.
-
-    The name of the argument is for 2.11 to 2.15; can go when torch tags calls.
-    """
+    """Return whether a node draws random numbers: attention without dropout carries the tag too."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -147,8 +126,7 @@ def draws_randomly(node: torch.fx.Node) -> bool:
 def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
     """Lower Dynamo's graph to functional aten and give it to ``compiler(gm, fake_inputs)``.
 
-    Input mutations stay in the graph as ``copy_`` at its end.  For 2.11 to 2.15; can go when
-    AOTAutograd has a public entry that keeps them.
+    Input mutations stay in the graph as ``copy_`` at its end.
     """
 
     def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
@@ -169,31 +147,25 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
 def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Decompositions of the functional ``_foreach_*`` operators into one operator per tensor.
 
-    Each has a kernel that does just that, for tensors no fast kernel takes.  For 2.11 to 2.15;
-    can go when torch's own decomposition tables cover them.
+    Each has a kernel that does just that, for tensors no fast kernel takes.  Can go when torch's
+    own decomposition tables cover them.
     """
     slow = torch._C.DispatchKey.CompositeExplicitAutograd
     table: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-    for name in _list_operator_names():
-        if name.endswith("_"):
-            continue  # functionalisation has replaced those that write in place
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            operator_ = getattr(packet, overload)
-            if "out" not in overload and operator_.has_kernel_for_dispatch_key(slow):
-                table[operator_] = functools.partial(operator_._op_dk, slow)
+    for qualified in torch._C._dispatch_get_all_op_names():
+        name, _, overload = qualified.removeprefix("aten::").partition(".")
+        # Functionalisation has replaced those that write in place.
+        if not name.startswith("_foreach_") or name.endswith("_") or "out" in overload:
+            continue
+        one = getattr(getattr(torch.ops.aten, name), overload or "default")
+        if one.has_kernel_for_dispatch_key(slow):
+            table[one] = functools.partial(one._op_dk, slow)
     # These two kernels write in place and read a number, which tracing forbids.
     table[torch.ops.aten._foreach_zero.default] = lambda tensors: [*map(torch.zeros_like, tensors)]
     table[torch.ops.aten._foreach_add.Tensor] = lambda tensors, other, alpha=1: [
         torch.add(tensor, other, alpha=alpha) for tensor in tensors
     ]
     return table
-
-
-def _list_operator_names() -> list[str]:
-    schemas = torch._C._jit_get_all_schemas()
-    names = {schema.name.removeprefix("aten::") for schema in schemas}
-    return sorted(name for name in names if name.startswith("_foreach_"))
 
 
 def _own_recomputation() -> contextlib.AbstractContextManager[None]:

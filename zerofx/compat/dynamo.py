@@ -18,11 +18,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 
 def why_not_compiled() -> str | None:
-    """Return the reason why Dynamo would run a compiled function eagerly now, or None.
-
-    The stack of dispatch modes and the stance are for 2.11 to 2.15; can go when torch can be
-    asked whether it would compile.
-    """
+    """Return the reason why Dynamo would run a compiled function eagerly now, or None."""
     if torch._C._len_torch_dispatch_stack() > 0:
         mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
         return f"a dispatch mode ({type(mode).__name__}) is active"
@@ -33,10 +29,7 @@ def why_not_compiled() -> str | None:
 
 
 def _translator_of_function() -> Any:
-    """Dynamo's translator of the function being compiled, and not of one it calls.
-
-    For 2.11 to 2.15; can go when Dynamo tells a backend whose code it compiles.
-    """
+    """Dynamo's translator of the function being compiled, and not of one it calls."""
     translator = InstructionTranslator.current_tx()
     return getattr(translator.output, "root_tx", translator)
 
@@ -53,10 +46,7 @@ def code_being_compiled() -> CodeType:
 
 
 def recompile_limit() -> int:
-    """Return the most programs that torch compiles of one function, outside our tracing.
-
-    For 2.11 to 2.15; can go with Dynamo's limit.
-    """
+    """Return the most programs that torch compiles of one function, outside our tracing."""
     return torch._dynamo.config.recompile_limit
 
 
@@ -64,8 +54,7 @@ def forget_unless_in_use(code: CodeType) -> None:
     """Empty Dynamo's cache for a function of which it has only entries that it has invalidated.
 
     Call it while the function is not being called.  With a compilation under way, in whatever
-    thread, nothing is done.  ``_debug_get_cache_entry_list`` and ``reset_code`` are for 2.11 to
-    2.15; can go when Dynamo removes what it invalidates.
+    thread, nothing is done.  Can go when Dynamo removes what it invalidates.
     """
     if not compile_lock.acquire(blocking=False):
         return
@@ -78,10 +67,7 @@ def forget_unless_in_use(code: CodeType) -> None:
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
-    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``.
-
-    ``meta["grapharg"]`` is for 2.11 to 2.15; can go when a graph says where its inputs are from.
-    """
+    """Dynamo's expression for a graph input, such as ``L['model']._modules['head']``."""
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
     return getattr(source, "name", placeholder.name)
@@ -90,8 +76,7 @@ def source_name(placeholder: torch.fx.Node) -> str:
 def modified_sources() -> list[str]:
     """Dynamo's expressions for the objects that the function being compiled writes to.
 
-    Objects that it builds itself have none: their ``TempLocalSource`` refuses to be named.  For
-    2.11 to 2.15; can go when Dynamo tells a backend of writes outside the graph.
+    Objects that it builds itself have none: their ``TempLocalSource`` refuses to be named.
     """
     side_effects = InstructionTranslator.current_tx().output.side_effects
     names = []
@@ -105,8 +90,7 @@ def modified_sources() -> list[str]:
 def owners_looked_into(attribute: str) -> list[Any]:
     """The objects whose attribute the path of the function being compiled depends on.
 
-    Dynamo's guards name them by expressions in the function's scopes.  For 2.11 to 2.15; can go
-    when Dynamo tells a backend what the function has read.
+    Dynamo's guards name them by expressions in the function's scopes.
     """
     output = InstructionTranslator.current_tx().output
     scopes = {"L": output.local_scope, "G": output.global_scope}
@@ -131,8 +115,7 @@ def _ID_MATCH(builder: GuardBuilder, guard: Any) -> None:  # noqa: N802 - guards
 def guard_identity(placeholder: torch.fx.Node) -> None:
     """Let the code being compiled hold only for this very object, and not for one like it.
 
-    Dynamo guards a module's parameters by shape and dtype.  For 2.11 to 2.15; can go when a
-    backend may ask for a guard.
+    Dynamo guards a module's parameters by shape and dtype.
     """
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     if source is not None:
@@ -143,8 +126,7 @@ def gradient_assignments() -> dict[str, str]:
     """Graph results that the function being compiled stores as a tensor's ``.grad``.
 
     Returns the name of the result's node -> the name of the graph input it belongs to.
-    Dynamo's record of pending attribute writes is the only place that knows.  For 2.11 to 2.15;
-    can go when the graph's outputs say what they are stored as.
+    Dynamo's record of pending attribute writes is the only place that knows.
     """
     translator = InstructionTranslator.current_tx()
     found = {}
@@ -161,8 +143,7 @@ def pass_through_dynamo(error: Exception) -> Exception:
     """An error of the same type that Dynamo raises to the user as it is.
 
     Dynamo wraps what a backend raises in ``BackendCompilerFailed``, save its own
-    ``ShortenTraceback``: the error returned is both.  For 2.11 to 2.15; can go when a backend's
-    errors reach the user unwrapped.
+    ``ShortenTraceback``: the error returned is both.
     """
     shorten = torch._dynamo.exc.ShortenTraceback
     if isinstance(error, shorten):
@@ -182,10 +163,7 @@ def pass_through_dynamo(error: Exception) -> Exception:
 
 
 def explain_refusal(graph_break: str, recompile_limit: str) -> None:
-    """Add words to Dynamo's refusal on its way to the user, if there is one.
-
-    Its exceptions are for 2.11 to 2.15; they can go when a backend may word Dynamo's refusals.
-    """
+    """Add words to Dynamo's refusal on its way to the user, if there is one."""
     error = sys.exc_info()[1]
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
         words = recompile_limit

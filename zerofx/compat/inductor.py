@@ -22,19 +22,12 @@ from torch.fx.experimental.symbolic_shapes import (
 
 
 def is_higher_order(target: Any) -> bool:
-    """Return whether an operator takes programs as arguments, as ``torch.cond`` does.
-
-    For 2.11 to 2.15; can go when torch exports the class.
-    """
+    """Return whether an operator takes programs as arguments, as ``torch.cond`` does."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def mark_emptied(placeholder: torch.fx.Node) -> None:
-    """Let the compiled graph empty the list that it is given here, as it consumes what is in it.
-
-    ``meta["steal_arg"]`` is for 2.11 to 2.15; can go when ``compile_fx`` returns a function that
-    takes a list.
-    """
+    """Let the compiled graph empty the list that it is given here, as it consumes what is in it."""
     placeholder.meta["steal_arg"] = True
 
 
@@ -56,8 +49,7 @@ def compile_with_inductor(
     ``compile_fx`` and not ``compile_fx_inner``, which skips passes that dropout needs.  In a
     thread of its own: the caller's runs inside AOT's runtime, with dispatch keys masked that
     tracing needs.  Under a tracing context with a shape environment, without which Inductor
-    leaves its disk cache alone.  For 2.11 to 2.15; can go when torch has a public compiler of
-    aten graphs.
+    leaves its disk cache alone.
     """
     # Not at the top: only this lowering needs it, and the import takes 1.6 to 2.0 s (2.11, 2.13
     # and 2.15 on two busy CPU cores, November 2026).
@@ -79,10 +71,7 @@ def compile_with_inductor(
 
 
 def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
-    """Call it there with the settings of this thread: Inductor's are per context, in some versions.
-
-    It is for ``compile_fx`` and goes with it.
-    """
+    """Call it there with this thread's settings: Inductor's are per context, in some versions."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(contextvars.copy_context().run, function).result()
 
@@ -91,8 +80,7 @@ def _donating(donated: Sequence[int]) -> dict[str, Any]:
     """Arguments of ``compile_fx`` that make Inductor reuse the memory of inputs at positions.
 
     It does so in what is called a backward, where it looks in the tracing context for which.  That
-    is no part of its caches' keys, so the inputs are renamed.  For 2.11 to 2.15; can go with
-    ``compile_with_inductor``.
+    is no part of its caches' keys, so the inputs are renamed.
     """
     if not donated:
         return {}
@@ -112,11 +100,6 @@ def _donating(donated: Sequence[int]) -> dict[str, Any]:
     return {"inner_compile": compile_donated}
 
 
-def compile_for_any_length(gm: torch.fx.GraphModule) -> Callable:
-    """Compile a graph over tensors of one shape, and of its length, when it is first called."""
-    return CompiledForAnyLength(gm)
-
-
 def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
     """Return a function that runs such inputs without compiling, in any thread."""
     if isinstance(function, CompiledForAnyLength):
@@ -131,8 +114,7 @@ class CompiledForAnyLength:
     many elements as those have rows.  Lengths of 0 and 1 are no other program.  The first call
     with other dtypes or devices compiles, in a thread of its own and by ``compile_fx`` for the
     reasons above; through ``torch.compile`` a length of 1 is compiled apart, and every call checks
-    guards.  On a CPU, what is compiled runs without Python's lock.  The symbolic contexts are for
-    2.11 to 2.15; can go with ``compile_with_inductor``.
+    guards.  On a CPU, what is compiled runs without Python's lock.
     """
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
@@ -168,8 +150,7 @@ _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}
 def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
     """``compile_fx_inner``, behind writes to inputs what sums: Inductor then has one loop for both.
 
-    It puts no pointwise loop into that of a sum that it has come to before.  For 2.11 to 2.15; can
-    go with ``compile_for_any_length``.
+    It puts no pointwise loop into that of a sum that it has come to before.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -191,7 +172,7 @@ def _let_go_of_the_lock(compiled: Any) -> None:
 
     Its own bindings hold it.  A kernel is ``extern "C"``, so ``ctypes`` can call it in the same
     library, and that lets go of the lock.  Python's threads then run beside a kernel, which takes
-    milliseconds.  For 2.11 to 2.15; can go when Inductor's bindings release the lock.
+    milliseconds.
     """
     runner = getattr(compiled, "compiled_fn_runner", None)
     call = runner.call if runner is not None else compiled.current_callable

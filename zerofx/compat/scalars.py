@@ -33,10 +33,9 @@ DATA_DEPENDENT_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-"""Errors of a trace that needs a tensor's value.  For 2.11 to 2.15, until they are public."""
+"""Errors of a trace that needs a tensor's value."""
 
 
-# Public in all but name; for 2.11 to 2.15, until torch.utils exports it.
 DispatchMode = TorchDispatchMode
 
 SYMBOLIC_SCALARS = (torch.SymFloat, torch.SymInt)
@@ -47,7 +46,7 @@ class ScalarEnvironment(ShapeEnv):
 
     ``conversions`` lists the expressions that ``float()``, ``int()`` or C code turned into plain
     Python numbers, each with the frame that asked; ``derived`` the scalars made by ``derive``.
-    For 2.11 to 2.15: goes if torch offers scalar inputs to ``make_fx``.
+    Goes if torch offers scalar inputs to ``make_fx``, and all that is about it too.
     """
 
     def __init__(self) -> None:
@@ -85,63 +84,42 @@ class ScalarEnvironment(ShapeEnv):
 
 
 def expression(scalar: Any) -> Any:
-    """The sympy expression of a symbolic scalar; a plain number is its own.
-
-    ``node.expr`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
-    """
+    """The sympy expression of a symbolic scalar; a plain number is its own."""
     return scalar.node.expr if isinstance(scalar, SYMBOLIC_SCALARS) else scalar
 
 
 def python_source(expr: Any) -> str:
     """A sympy expression as Python source over the names of its symbols.
 
-    ``PythonPrinter`` is for 2.11 to 2.15: sympy's own does not know torch's functions.  Can go with
-    ``ScalarEnvironment``.
+    sympy's own printer does not know torch's functions.
     """
     return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(expr)
 
 
 def guard_sources(env: ScalarEnvironment) -> list[str]:
-    """The conditions under which a trace holds, as Python expressions.
-
-    ``ShapeEnv.guards`` is for 2.11 to 2.15; can go with ``ScalarEnvironment``.
-    """
+    """The conditions under which a trace holds, as Python expressions."""
     return [python_source(guard.expr) for guard in env.guards]
 
 
 def record_scalar_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call ``function`` on symbolic scalars and record it as a node of the current trace.
-
-    For 2.11 to 2.15; can go when ``make_fx`` records ``math`` functions.
-    """
+    """Call ``function`` on symbolic scalars and record it as a node of the current trace."""
     return handle_sym_dispatch(function, arguments, {})
 
 
 def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph.
-
-    ``make_fx`` by this path, and ``_allow_non_fake_inputs``, are for 2.11 to 2.15; can go when
-    torch exports a tracer of operations.
-    """
+    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph."""
     with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
         with torch.fx.traceback.preserve_node_meta():
             return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node that stands for a tensor in the trace under way; None if it is not in it.
-
-    ``get_proxy_mode`` and ``get_proxy_slot`` are for 2.11 to 2.15; can go when torch exports a
-    tracer of operations.
-    """
+    """The node that stands for a tensor in the trace under way; None if it is not in it."""
     mode = get_proxy_mode()
     proxy: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return proxy.proxy.node if proxy is not None else None
 
 
 def set_source_line(text: str) -> None:
-    """Give the nodes recorded from here on this line as their ``stack_trace``.
-
-    For 2.11 to 2.15; can go when torch documents ``torch.fx.traceback``.
-    """
+    """Give the nodes recorded from here on this line as their ``stack_trace``."""
     torch.fx.traceback.set_stack_trace([text])

@@ -12,101 +12,73 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-# A context in which new tensors are real although a compilation is under way.  For 2.11 to 2.15,
-# until torch exports it.
+# A context in which new tensors are real although a compilation is under way.
 real_tensors = unset_fake_temporarily
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Make tensors without elements; real ones may be mixed with them.
-
-    For 2.11 to 2.15; can go when torch has a public way to run on shapes alone.
-    """
+    """Make tensors without elements; real ones may be mixed with them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(value: Any) -> bool:
-    """Return whether a value is a fake tensor.  For 2.11 to 2.15, until torch exports the class."""
+    """Return whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 
-# Documented under this name in 2.11 to 2.15; can go when torch exports it.
+# Documented under this name.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
-# Also without modes, which a recorder must not call for what it does itself.  For 2.11 to 2.15; can
-# go when torch exports it.
+# Also without modes, which a recorder must not call for what it does itself.
 without_function_modes = torch._C.DisableTorchFunction
 
 # Where something must be done at once, past a recorder or AOTAutograd's watch of a first call.
-# For 2.11 to 2.15, as above.
 without_dispatch_modes = _disable_current_modes
 
 
 def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:
     """The key-value store that a group's ranks share, under a prefix of the group's own.
 
-    The prefix holds the ranks too: groups cut from one mesh may share a name.  For 2.11 to
-    2.15; can go when torch has a public way to a process group's store.
+    The prefix holds the ranks too: groups cut from one mesh may share a name.
     """
     ranks = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
     return torch.distributed.PrefixStore(f"zerofx/{group.group_name}/{ranks}", _get_default_store())
 
 
 def world_store() -> torch.distributed.Store | None:
-    """The store that all ranks of this run share; None if there is but this process.
-
-    For 2.11 to 2.15, as above.
-    """
+    """The store that all ranks of this run share; None if there is but this process."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.PrefixStore("zerofx", _get_default_store()) if is_there else None
 
 
 def timeout_s(group: torch.distributed.ProcessGroup) -> float:
-    """Return the longest time that a collective of a gloo group may take.
-
-    For 2.11 to 2.15; can go when torch has a public way to a group's timeout.
-    """
+    """Return the longest time that a collective of a gloo group may take."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def has_global_optimizer_hooks() -> bool:
-    """Return whether hooks are registered around every optimizer's step of the process.
-
-    For 2.11 to 2.15; can go when torch can be asked.
-    """
+    """Return whether hooks are registered around every optimizer's step of the process."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether C++ code holds this very tensor too.
-
-    ``_use_count`` is for 2.11 to 2.15; can go when gloo drops its tensors without the GIL.
-    """
+    """Return whether C++ code holds this very tensor too."""
     return tensor._use_count() > 1
 
 
 def is_storage_held(storage: torch.UntypedStorage) -> bool:
-    """Return whether a tensor, or C++ besides its one Python object, holds this memory.
-
-    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
-    """
+    """Return whether a tensor, or C++ besides its one Python object, holds this memory."""
     return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 def is_memory_shared(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor has this one's memory too, or anything else in C++.
-
-    ``_storage_Use_Count`` is for 2.11 to 2.15; can go when torch has a public count.
-    """
+    """Return whether another tensor has this one's memory too, or anything else in C++."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # it, and Python
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory, fake ones too, while they live.
-
-    ``_cdata`` is for 2.11 to 2.15; can go when a fake storage has a public identity.
-    """
+    """The same number for tensors that share memory, fake ones too, while they live."""
     return tensor.untyped_storage()._cdata
 
 

@@ -33,8 +33,7 @@ def forward_call_context() -> None:
 
     Dynamo reads ``backend_ctx_ctor`` off the backend, but ``torch.compile`` hides ours in a
     ``_TorchCompileWrapper`` inside a ``WrapBackendDebug``.  A backend without ``call_context``
-    is left as it is.  For 2.11 to 2.15; can go when ``_TorchCompileWrapper`` forwards
-    ``backend_ctx_ctor`` itself.
+    is left as it is.
     """
     original = WrapBackendDebug.__init__
     if getattr(original, "_zerofx", False):
@@ -52,11 +51,7 @@ def forward_call_context() -> None:
 
 
 def backend_in_use(translator: Any) -> Any:
-    """The innermost backend that a Dynamo translator compiles for.
-
-    ``compiler_fn`` and ``_torchdynamo_orig_backend`` are for 2.11 to 2.15; can go with the patches
-    below, which ask whether the backend is theirs.
-    """
+    """The innermost backend that a Dynamo translator compiles for."""
     backend = translator.output.compiler_fn
     while True:
         inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
@@ -87,9 +82,6 @@ def whole_step_tracing(
     break is an error.  Everything is put back when a compilation ends, so that other backends see
     torch as it is.  ``met`` is called with modules that are called, and with optimizers whose own
     methods are traced: what it raises goes to the user.
-
-    Dynamo's options and the callbacks around a compilation are for 2.11 to 2.15; they can go when
-    a backend may choose options for the functions it compiles.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -159,12 +151,11 @@ def _substituting(
 ) -> Patch:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
-    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15; can go when Dynamo lets a backend
-    substitute methods.  Class-level wrappers of the methods themselves fail once a scheduler has
-    wrapped the instance's ``step``.
+    ``var_getattr`` up to 2.14, ``tp_getattro_impl`` from 2.15.  Class-level wrappers of the methods
+    themselves fail once a scheduler has wrapped the instance's ``step``.
 
     Dynamo forgets what a function sets on an optimizer, so optimizers are made known to its side
-    effects (2.11 to 2.15; can go when its builder does that, as for other objects).
+    effects, as its builder does with other objects.
     """
     name = "tp_getattro_impl" if hasattr(variable_class, "tp_getattro_impl") else "var_getattr"
     original = getattr(variable_class, name)
@@ -212,8 +203,7 @@ def _function_for(
     """The function to trace for a method that ``owner`` implements; None for the object's own.
 
     Every optimizer has its own ``step``, which ``update`` runs.  A wrapper's is not one of these,
-    nor what anything but a scheduler has put in its place.  The scheduler's mark is for 2.11 to
-    2.15; can go when schedulers leave ``step`` alone.
+    nor what anything but a scheduler has put in its place.
     """
     if isinstance(owner, str):
         return substitute
@@ -237,10 +227,7 @@ def _telling(met: Callable[[Any], None], value: Any) -> None:
 
 
 def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Patch:
-    """Call ``met`` with each module that is called, for ``backend``.
-
-    For 2.11 to 2.15; can go when Dynamo tells a backend which modules a function calls.
-    """
+    """Call ``met`` with each module that is called, for ``backend``."""
     original = UnspecializedNNModuleVariable.call_function
 
     def call_function(self, tx, args, kwargs):
@@ -282,7 +269,6 @@ def _own_augmented_assignment() -> Patch:
     """Let ``p -= x`` leave ``p`` the input that it is.
 
     Dynamo takes its result for another tensor, and loses what is then stored as its ``grad``.
-    For 2.11 to 2.15; can go when Dynamo knows that ``p.__isub__`` returns ``p``.
     """
     original = BuiltinVariable.call_function
 
@@ -305,7 +291,6 @@ def _backward_past_modes() -> Patch:
     """Trace ``loss.backward()`` though a torch-function mode is on, as for a default device.
 
     Dynamo then traces Python's ``Tensor.backward``, which it refuses, and forgets its own rule.
-    For 2.11 to 2.15; can go when ``trace_autograd_ops`` works under ``torch.set_default_device``.
     """
     original = TensorVariable.call_method
 
@@ -323,10 +308,7 @@ def _backward_past_modes() -> Patch:
 
 
 def _undetached_outputs(backend: Any) -> Patch:
-    """Allow ``return loss``: capture detaches the outputs.
-
-    For 2.11 to 2.15; can go when Dynamo lets such a graph out.
-    """
+    """Allow ``return loss``: capture detaches the outputs."""
     name = "_validate_outputs_safe_for_autograd_nodes"
     original = getattr(OutputGraph, name)
 

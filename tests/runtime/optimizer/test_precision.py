@@ -104,7 +104,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(compat, "compile_for_any_length", lambda gm: gm)
+    monkeypatch.setattr(compat, "CompiledForAnyLength", lambda gm: gm)
 
 
 def bf16_gradients(lengths, step):
