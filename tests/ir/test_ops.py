@@ -99,7 +99,7 @@ def test_a_new_operator_is_verified_by_its_definition_alone(programs):
     (wait,) = start.users
     wait.replace_all_uses_with(start)
     program.graph.erase_node(wait)
-    refused(program, "a started collective has 0 waits")
+    refused(program, "must have one wait and no other reader")
 
 
 def test_a_new_operator_costs_what_its_definition_says(programs):

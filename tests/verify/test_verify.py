@@ -130,7 +130,7 @@ def test_a_deleted_wait_is_found(program):
     program.graph.erase_node(free)
     wait.replace_all_uses_with(start)
     program.graph.erase_node(wait)
-    refused(program, start, "has 0 waits and 1 readers")
+    refused(program, start, "must have one wait and no other reader")
 
 
 def test_a_second_wait_is_found(program):

@@ -45,7 +45,7 @@ def _reads(graph: fx.Graph, what: str) -> Iterator[tuple[fx.Node, fx.Node, fx.No
     """The starts of reads of states or shards, with their waits and what lets go of them."""
     for start in graph.nodes:
         if is_fetch(start, what):
-            wait = _only_reader(start, ops.wait, f"{what} that are read")
+            wait = ops.wait_of(start)
             release = _only_reader(wait, ops.evict, f"{what} that are there")
             for name in ("optimizer", "parameters"):
                 if ops.argument(release, name) != ops.argument(start, name):
@@ -129,7 +129,7 @@ def _values_come_back_from_files(graph: fx.Graph) -> None:
         if filed.target is not ops.evict or filed.args[1] != "value" or not changes_files(filed):
             continue
         start = _only_reader(filed, ops.fetch_start, "a value in a file")
-        there = _only_reader(start, ops.wait, "a value that is read")
+        there = ops.wait_of(start)
         readers = sorted(there.users)
         drops = [one.target is ops.evict and not changes_files(one) for one in readers]
         if drops != [False, True] or not copies_to_device(readers[0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -40,35 +39,15 @@ def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, 
 
     Raises: GraphError.
     """
-    going = list(filter(_goes_on, graph.nodes))
-    _moves_are_waited_once(going)
-    _nothing_changes_while_it_moves(going, order)
+    _nothing_changes_while_it_moves(graph, order)
     _staging_buffers_are_free(graph, order)
     _what_left_comes_back(graph, order)
     _moves_carry_what_they_say(graph, table)
 
 
-def _moves_are_waited_once(going: Sequence[fx.Node]) -> None:
-    for node in going:
-        readers = sorted(node.users)
-        updates = [reader for reader in readers if ops.updates_on_host(reader)]
-        others = [reader for reader in readers if reader not in updates]
-        # What goes to the host is there for one update, which begins when it has arrived.
-        is_for_update = is_staged(node) and not copies_activation(node)
-        is_read = len(updates) == 1 if is_for_update else not updates
-        if not is_read or len(others) != 1 or not ops.is_wait(others[0]):
-            names = ", ".join(reader.name for reader in readers) or "nobody"
-            what = "move" if ops.is_move(node) else "update"
-            raise broken(
-                node,
-                f"a started {what} must have one wait and no other reader, but for the update "
-                f"of what goes to the host; it has {names}.",
-            )
-
-
-def _nothing_changes_while_it_moves(going: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
+def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """Check that nothing overwrites the operands of a copy or a started update before its wait."""
-    for start in going:
+    for start in filter(_goes_on, graph.nodes):
         wait = ops.wait_of(start)
         is_move = ops.is_move(start)
         for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:

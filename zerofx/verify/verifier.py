@@ -18,6 +18,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, mutated_inputs, readers, shard_of, uses
 from zerofx.ir.graph import program_order, updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
+from zerofx.ir.offload import copies_activation, is_staged
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
@@ -62,7 +63,6 @@ def verify(
     order = program_order(gm.graph)
     verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
-    _collectives_are_of_the_mesh(gm.graph)
     verify_offload(gm.graph, table, order)
     verify_files(gm.graph, table, order)
     _nothing_reads_freed_memory(gm.graph, order)
@@ -77,24 +77,27 @@ def verify(
         verify_averages(gm.graph, table)
 
 
-def _collectives_are_of_the_mesh(graph: fx.Graph) -> None:
+def _starts_are_waited_once(graph: fx.Graph) -> None:
+    """Check that what is started is waited for; on the host, an update may wait for it too."""
     for node in graph.nodes:
+        if ops.is_wait(node) and not ops.starts(node.args[0]):
+            raise broken(node, "waits for something that was never started.")
+        if not ops.starts(node):
+            continue
+        updates = [reader for reader in node.users if ops.updates_on_host(reader)]
+        others = [reader for reader in node.users if reader not in updates]
+        # What goes to the host is there for one update, which begins when it has arrived.
+        is_for_update = is_staged(node) and not copies_activation(node)
+        is_read = len(updates) == is_for_update
+        if not is_read or len(others) != 1 or not ops.is_wait(others[0]):
+            names = ", ".join(reader.name for reader in sorted(node.users)) or "nobody"
+            raise broken(
+                node,
+                "is started and must have one wait and no other reader, but for the update of what "
+                f"goes to the host; it has {names}.",
+            )
         if ops.is_collective(node) and ops.axis(node) != ops.DATA:
             raise broken(node, f"is over axis {ops.axis(node)!r}, and the mesh has {ops.DATA!r}.")
-
-
-def _starts_are_waited_once(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if ops.is_collective(node):
-            waits = [user for user in node.users if ops.is_wait(user)]
-            if len(waits) != 1 or len(node.users) != 1:
-                raise broken(
-                    node,
-                    f"a started collective has {len(waits)} waits and {len(node.users)} readers; "
-                    "it must have exactly one wait and no other reader.",
-                )
-        elif ops.is_wait(node) and not ops.starts(node.args[0]):
-            raise broken(node, "waits for something that was never started.")
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
