@@ -144,9 +144,9 @@ BROKEN = {
     break_wait: "must have one .*wait.* and no other reader",
     break_twice: "must have one .*evict.* and no other reader",
     break_others: "lets go of other states",
-    break_early: "is not followed by one update each of",
+    break_early: "is about states of .* that are in files then",
     break_order: "out of the order in which they are read",
-    break_uncovered: "changes states that may be in files: nobody has read them",
+    break_uncovered: "is about states of .* that are in files then",
 }
 
 

@@ -270,17 +270,17 @@ def drop_what_nobody_asked_for(program):
 
 
 FAULTS = {
-    read_shards_nobody_uses: "has the shard of .* read, and nobody uses it",
+    read_shards_nobody_uses: "has shards of .* read, and nobody uses them",
     let_go_of_other_shards: "lets go of other shards than .* reads",
-    let_go_of_shards_early: "is about the shard of .*, which is in a file then",
-    read_shards_late: "is about the shard of .*, which is in a file then",
-    keep_a_change_from_the_file: "changes the shard of .*, and no file gets to hold that",
+    let_go_of_shards_early: "is about shards of .* that are in files then",
+    read_shards_late: "is about shards of .* that are in files then",
+    keep_a_change_from_the_file: "changes shards of .*, and no file gets to hold that",
     let_go_of_shards_twice: "shards that are there must have one .*evict",
     never_let_go_of_shards: "shards that are there must have one .*evict.* not nobody",
     bring_back_what_is_not_there: "must have one .*fetch_start|brought back",
     drop_early: "drops what .* still copies",
     never_drop: "is to be brought back to the device once and dropped",
-    read_a_value_twice: "a value in a file must have one .*fetch_start",
+    read_a_value_twice: "must have one .*(fetch_start|wait)",
     drop_what_nobody_asked_for: "must have one .*wait|what nobody has asked for",
 }
 

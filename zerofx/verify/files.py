@@ -15,13 +15,13 @@ from zerofx.ir.rules import FILES, TO_HOST
 from zerofx.verify.broken import broken
 
 
-def verify_files(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]) -> None:
+def verify_files(graph: fx.Graph, table: ParameterTable) -> None:
     """Check every rule of what a program reads from files and lets go of there.
 
     Raises: GraphError.
     """
-    _states_are_there_for_updates(graph, table, order)
-    _shards_are_there_for_their_users(graph, table, order)
+    _what_is_used_is_there(graph, table, "states")
+    _what_is_used_is_there(graph, table, "shards")
     _values_come_back_from_files(graph)
     _nothing_is_used_that_was_not_asked_for(graph)
 
@@ -41,86 +41,70 @@ def _nothing_is_used_that_was_not_asked_for(graph: fx.Graph) -> None:
             raise broken(node, "is about what nobody has asked for.")
 
 
-def _reads(graph: fx.Graph, what: str) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """The starts of reads of states or shards, with their waits and what lets go of them."""
+Held = tuple[int | None, tuple[int, ...]]
+"""Of which optimizer states are, None for shards; and of which parameters."""
+
+
+def _reads(graph: fx.Graph, what: str) -> Iterator[tuple[Held, fx.Node, fx.Node]]:
+    """What is read of states or shards, with the wait for it and what lets go of it."""
     for start in graph.nodes:
         if is_fetch(start, what):
             wait = ops.wait_of(start)
             release = _only_reader(wait, ops.evict, f"{what} that are there")
-            for name in ("optimizer", "parameters"):
-                if ops.argument(release, name) != ops.argument(start, name):
-                    raise broken(release, f"lets go of other {what} than {start.name} reads.")
-            yield start, wait, release
+            read, let_go = (
+                (ops.argument(node, "optimizer"), tuple(ops.argument(node, "parameters")))
+                for node in (start, release)
+            )
+            if let_go != read:
+                raise broken(release, f"lets go of other {what} than {start.name} reads.")
+            yield read, wait, release
 
 
-def _states_are_there_for_updates(
-    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
-) -> None:
-    """States are read and let go once for each group of updates, which run in between.
-
-    They are there in the order in which they are asked for.
-    """
-    reads = list(_reads(graph, "states"))
-    updates = list(filter(ops.updates_on_host, graph.nodes))
-    before = -1
-    covered: set[fx.Node] = set()
-    for start, wait, release in reads:
-        optimizer, indices = ops.argument(start, "optimizer"), ops.argument(start, "parameters")
-        if not changes_files(release):
-            raise broken(release, "lets go of states as if no update had changed them.")
-        if order[wait] < before:
-            raise broken(wait, "waits for states out of the order in which they are read.")
-        before = order[wait]
-        inside = {
-            update
-            for update in updates
-            if update.args[2:4] == (optimizer, indices)
-            and order[wait] < order[update]
-            and order[ops.wait_of(update)] < order[release]
-        }
-        if len(inside) != 1:
-            names = ", ".join(table[index].name for index in indices)
-            raise broken(wait, f"is not followed by one update each of {names}, and no others.")
-        covered |= inside
-    for node in updates:
-        if reads and node not in covered:
-            raise broken(node, "changes states that may be in files: nobody has read them.")
-
-
-def _shards_are_there_for_their_users(
-    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
-) -> None:
-    """Check that a node that uses a shard in a file has it in memory from start to end."""
-    there: dict[int, list[tuple[int, int, bool]]] = {}
-    for start, wait, release in _reads(graph, "shards"):
-        window = order[wait], order[release], changes_files(release)
-        for index in ops.argument(start, "parameters"):
-            there.setdefault(index, []).append(window)
-    if not there:
+def _users(graph: fx.Graph, what: str) -> Iterator[tuple[Held, fx.Node]]:
+    """What uses states or shards in host memory, from its start to its wait."""
+    if what == "states":
+        updates = filter(ops.updates_on_host, graph.nodes)
+        yield from (((update.args[2], tuple(update.args[3])), update) for update in updates)
         return
-    unused = {(index, window) for index, windows in there.items() for window in windows}
     for shard in placeholders(graph, "parameter"):
-        if not input_role(shard).on_host:
-            continue
-        index = input_role(shard).parameter
-        for user in readers(shard):
-            if not (ops.is_move(user) or ops.updates_on_host(user)):
-                continue
-            begins, ends = order[user], order[ops.wait_of(user)]
-            around = {
-                (index, window)
-                for window in there.get(index, ())
-                if window[0] < begins and ends < window[1]
-            }
-            name = table[index].name
-            if not around:
-                raise broken(user, f"is about the shard of {name!r}, which is in a file then.")
-            if mutated_inputs(user) and not any(changed for _, (_, _, changed) in around):
-                raise broken(user, f"changes the shard of {name!r}, and no file gets to hold that.")
-            unused -= around
-    for index, (begins, _, _) in sorted(unused):
-        wait = next(node for node, position in order.items() if position == begins)
-        raise broken(wait, f"has the shard of {table[index].name!r} read, and nobody uses it.")
+        if input_role(shard).on_host:
+            for user in readers(shard):
+                if ops.is_move(user) or ops.updates_on_host(user):
+                    yield (None, (input_role(shard).parameter,)), user
+
+
+def _what_is_used_is_there(graph: fx.Graph, table: ParameterTable, what: str) -> None:
+    """Check that who uses states or shards has them in memory, and that files get what it changes.
+
+    They are there in the order in which they are asked for, and for somebody.
+    """
+    there: dict[Held, list[tuple[fx.Node, fx.Node]]] = {}
+    last = None
+    for (optimizer, parameters), wait, release in _reads(graph, what):
+        if last is not None and wait < last:
+            raise broken(wait, f"waits for {what} out of the order in which they are read.")
+        last = wait
+        for held in [parameters] if what == "states" else [(one,) for one in parameters]:
+            there.setdefault((optimizer, held), []).append((wait, release))
+    unused = {(wait, held) for held, windows in there.items() for wait, _ in windows}
+    for held, user in _users(graph, what) if there else ():
+        around = [
+            (wait, release)
+            for wait, release in there.get(held, ())
+            if wait < user and ops.wait_of(user) < release
+        ]
+        if not around:
+            raise broken(user, f"is about {what} of {_names(held, table)} that are in files then.")
+        if mutated_inputs(user) and not any(changes_files(release) for _, release in around):
+            names = _names(held, table)
+            raise broken(user, f"changes {what} of {names}, and no file gets to hold that.")
+        unused -= {(wait, held) for wait, _ in around}
+    for wait, held in sorted(unused):
+        raise broken(wait, f"has {what} of {_names(held, table)} read, and nobody uses them.")
+
+
+def _names(held: Held, table: ParameterTable) -> str:
+    return ", ".join(repr(table[index].name) for index in held[1])
 
 
 def _values_come_back_from_files(graph: fx.Graph) -> None:

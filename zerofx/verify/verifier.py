@@ -64,7 +64,7 @@ def verify(
     verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
     verify_offload(gm.graph, table, order)
-    verify_files(gm.graph, table, order)
+    verify_files(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph, order)
     _gathers_are_freed(gm.graph)
     _nothing_reads_what_was_overwritten(gm.graph, order)
