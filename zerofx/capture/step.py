@@ -143,21 +143,12 @@ class StepCapture:
 
     def _check_positions(self, nodes: list[fx.Node]) -> None:
         """AOTAutograd passes inputs that share memory as one, if one is written: roles shift."""
-        for node, value in zip(nodes, self.inputs, strict=False):
-            fake = node.meta.get("val")
-            if isinstance(value, torch.Tensor) != isinstance(fake, torch.Tensor):
-                break
-            if isinstance(value, torch.Tensor) and (
-                value.dtype != fake.dtype or value.dim() != fake.dim()
-            ):
-                break
-        else:
-            if len(nodes) == len(self.inputs):
-                return
-        raise StepError(
-            "two tensors that the step is called with share memory, and the step writes to one of "
-            "them. Pass a clone() of one."
-        )
+        fakes = [node.meta.get("val") for node in nodes]
+        if list(map(_kind, fakes)) != list(map(_kind, self.inputs)):
+            raise StepError(
+                "two tensors that the step is called with share memory, and the step writes to one "
+                "of them. Pass a clone() of one."
+            )
 
     def lower(self, compiler: Callable[[CapturedStep], Callable]) -> Callable:
         """Lower to aten and give the captured step to ``compiler``; return AOT's callable."""
@@ -179,6 +170,10 @@ class StepCapture:
             )
 
         return compat.trace_to_aten(self.gm, self.inputs, on_aten)
+
+
+def _kind(value: Any) -> tuple[torch.dtype, int] | None:
+    return (value.dtype, value.dim()) if isinstance(value, torch.Tensor) else None
 
 
 def _names_in_scope(inputs: set[int]) -> dict[int, tuple[str, nn.Parameter]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -179,16 +180,12 @@ class KeptGathered:
     cuts: tuple[frozenset[int], ...]
 
     def packed(self) -> bytes:
-        """The cuts, for other ranks: ``0,1;0`` is two gathers of the first, one of the second."""
-        return ";".join(",".join(map(str, sorted(cuts))) for cuts in self.cuts).encode()
+        """The cuts, for other ranks."""
+        return json.dumps([sorted(cuts) for cuts in self.cuts]).encode()
 
     def unpacked(self, packed: bytes) -> KeptGathered:
         """Read another rank's choice among the same gathers."""
-        cuts = (
-            frozenset(int(number) for number in part.split(",") if number)
-            for part in packed.decode().split(";")
-        )
-        return replace(self, cuts=tuple(cuts))
+        return replace(self, cuts=tuple(map(frozenset, json.loads(packed))))
 
     def also_fitting(self, other: KeptGathered) -> KeptGathered:
         """Keep what both keep: what fits on two ranks.  Both are of the same gathers."""

@@ -84,8 +84,9 @@ def _what_is_used_is_there(graph: fx.Graph, table: ParameterTable, what: str) ->
         if last is not None and wait < last:
             raise broken(wait, f"waits for {what} out of the order in which they are read.")
         last = wait
-        for held in [parameters] if what == "states" else [(one,) for one in parameters]:
-            there.setdefault((optimizer, held), []).append((wait, release))
+        parts = [parameters] if what == "states" else [(one,) for one in parameters]
+        for part in parts:
+            there.setdefault((optimizer, part), []).append((wait, release))
     unused = {(wait, held) for held, windows in there.items() for wait, _ in windows}
     for held, user in _users(graph, what) if there else ():
         around = [

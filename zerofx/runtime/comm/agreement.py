@@ -267,7 +267,7 @@ def _first_difference(one: Sequence[str], two: Sequence[str]) -> tuple[int, str,
     """Return the 1-based line where two unequal schedules part, and both versions, quoted."""
     quoted = ([f"`{line}`" for line in lines] for lines in (one, two))
     pairs = enumerate(zip_longest(*quoted, fillvalue="absent"), 1)
-    return next((number, *pair) for number, pair in pairs if pair[0] != pair[1])
+    return next((number, here, there) for number, (here, there) in pairs if here != there)
 
 
 def _lines_of(text: bytes) -> list[str]:

@@ -89,11 +89,8 @@ class AnotherProgramError(StepError):
     """Rank ``peer`` runs ``program`` where this one runs another."""
 
     def __init__(self, message: str, peer: int, program: int) -> None:
-        super().__init__(message, peer, program)
-        self.message, self.peer, self.program = message, peer, program
-
-    def __str__(self) -> str:
-        return self.message
+        super().__init__(message)
+        self.peer, self.program = peer, program
 
 
 class PeerMemory:
