@@ -144,9 +144,7 @@ class CompiledFunction:
             self.figures = self._figures(inputs)
             assert self.options is not None, "read at the first compilation"
             refuse_reads_of_states(gm, inputs, self.options.stage)
-            capture = StepCapture(
-                gm, inputs, communicator.rank, communicator.world_size, _owner_of_gradient
-            )
+            capture = StepCapture(gm, inputs, communicator.rank, communicator.world_size)
             code = compat.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             compiled = capture.lower(self._run_passes)
@@ -256,12 +254,6 @@ class CompiledFunction:
             self.communicator.world_size,
             f"function {self.number}",
         )
-
-
-def _owner_of_gradient(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """The parameter whose stored gradient a tensor stands for."""
-    bound = REGISTRY.keeper(tensor)
-    return bound.parameter if bound is not None else None
 
 
 class ZeroBackend:

@@ -101,7 +101,7 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, 0, self.world_size, lambda tensor: None)
+            capture = StepCapture(gm, inputs, 0, self.world_size)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.pass_through_dynamo(error) from error.__cause__

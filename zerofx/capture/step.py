@@ -20,6 +20,7 @@ from zerofx.ir import ops
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import InputRole, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,18 @@ class CapturedStep:
     @property
     def optimizers(self) -> tuple[int, ...]:
         """Handles of the optimizers whose steps the program runs."""
-        return tuple(
-            dict.fromkeys(
-                node.args[2] for node in self.gm.graph.nodes if node.target is ops.optimizer_step
-            )
-        )
+        return tuple(dict.fromkeys(optimizer for optimizer, _ in updates(self.gm.graph)))
 
 
 class StepCapture:
     """Reads one Dynamo graph, marks its gradients and lowers it to aten."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        rank: int,
-        world_size: int,
-        find_parameter: Callable[[torch.Tensor], nn.Parameter | None],
-    ):
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], rank: int, world_size: int):
         self.gm = gm
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
-        self._register_parameters(names, rank, world_size, find_parameter)
+        self._register_parameters(names, rank, world_size)
         self.num_backwards = sum(is_backward_call(node) for node in gm.graph.nodes)
         check_step(self)
         self._mark_gradients()
@@ -65,7 +55,7 @@ class StepCapture:
         _detach_outputs(gm)
         gm.recompile()
 
-    def _register_parameters(self, names, rank, world_size, find_parameter) -> None:
+    def _register_parameters(self, names, rank, world_size) -> None:
         """Give each parameter its index, and each input its role."""
         owners = {id(p.grad): p for _, p in names.values() if p.grad is not None}
         owners |= {
@@ -88,7 +78,7 @@ class StepCapture:
             source = compat.source_name(node)
             owner = None
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                owner = owners[id(value)] if id(value) in owners else find_parameter(value)
+                owner = owners[id(value)] if id(value) in owners else _kept_for(value)
             if isinstance(value, nn.Parameter):
                 compat.guard_identity(node)
                 roles.append(InputRole("parameter", index(value, source)))
@@ -134,12 +124,10 @@ class StepCapture:
         index_of = {node.name: index for node, index in self.index_of_input.items()}
         slots = compat.gradient_assignments()
         (results,) = self.gm.graph.output_node().args
-        found = {}
-        for position, result in enumerate(results):
-            owner = slots.get(result.name) if isinstance(result, fx.Node) else None
-            if owner is not None and owner in index_of:
-                found[position] = index_of[owner]
-        return found
+        owners = {p: slots.get(r.name) for p, r in enumerate(results) if isinstance(r, fx.Node)}
+        return {
+            position: index_of[owner] for position, owner in owners.items() if owner in index_of
+        }
 
     def _check_positions(self, nodes: list[fx.Node]) -> None:
         """AOTAutograd passes inputs that share memory as one, if one is written: roles shift."""
@@ -170,6 +158,12 @@ class StepCapture:
             )
 
         return compat.trace_to_aten(self.gm, self.inputs, on_aten)
+
+
+def _kept_for(tensor: torch.Tensor) -> nn.Parameter | None:
+    """The parameter whose stored gradient a tensor stands for."""
+    bound = REGISTRY.keeper(tensor)
+    return bound.parameter if bound is not None else None
 
 
 def _kind(value: Any) -> tuple[torch.dtype, int] | None:

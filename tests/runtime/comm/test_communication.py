@@ -14,12 +14,8 @@ from tests.kit.covering import first, only
 from tests.kit.device_memory import Allocations
 from tests.kit.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
-from zerofx.runtime.comm.communication import (
-    SCALAR_BYTES,
-    Communicator,
-    NativeTransport,
-    default_group,
-)
+from zerofx.runtime.comm.communication import Communicator, NativeTransport, default_group
+from zerofx.runtime.comm.transport import SCALAR_BYTES
 
 WORLDS = (2, 3, 4)
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
