@@ -111,9 +111,7 @@ class ParameterInfo:
             return 0
         first = place.offset // place.shard_numel
         last = (place.offset + place.extent - 1) // place.shard_numel
-        if last - first > 1:  # a rank between these two holds nothing else
-            return place.shard_numel
-        extents = (self.extent_of(rank) for rank in (first, last))
+        extents = map(self.extent_of, range(first, last + 1))
         return max(stop - start for start, stop in extents)
 
     @cached_property

@@ -434,16 +434,6 @@ def test_default_group_comes_from_torchrun_and_goes_at_exit():
 
 def test_refuses_what_cannot_be_meant():
     comm = Communicator(None)
-    with pytest.raises(ValueError, match="'average' is unknown; known: mean, sum"):
-        comm.all_reduce_start(torch.ones(1), "average")
-    with pytest.raises(ValueError, match="mean of torch.int64"):
-        comm.all_reduce_start(torch.ones(1, dtype=torch.int64), "mean")
-    with pytest.raises(ValueError, match="max of torch.complex64"):
-        comm.all_reduce_start(torch.ones(1, dtype=torch.complex64), "max")
-    with pytest.raises(ValueError, match="compiled for 4 ranks"):
-        comm.all_gather_start(torch.ones(1), 4)
-    with pytest.raises(ValueError, match="must be flat"):
-        comm.reduce_scatter_start(torch.ones(2, 2), "sum", 1)
     started = comm.all_gather_start(torch.ones(1), 1)
     with pytest.raises(RuntimeError, match="not in flight"):
         comm.wait(started[:])

@@ -22,11 +22,9 @@ from zerofx.runtime.comm.peer import PeerTransport
 from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.rendezvous import store_of_this_start
 from zerofx.runtime.comm.transport import (
-    REDUCTIONS,
     LocalTransport,
     NativeTransport,
     Started,
-    is_exact,
 )
 from zerofx.runtime.memory.pages import BufferPool
 
@@ -83,11 +81,7 @@ class Communicator:
         self._transports: dict[str, Transport] = {}
 
     def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number.
-
-        Raises: ValueError for an unknown reduction, or one that this dtype cannot take.
-        """
-        self._check_reduction(reduction, input.dtype)
+        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number."""
         launch = partial(self._transport(input).all_reduce, input.detach(), reduction)
         return self._start("all_reduce", input.nbytes, launch)
 
@@ -95,16 +89,8 @@ class Communicator:
         self, flat: torch.Tensor, reduction: str, world_size: int
     ) -> torch.Tensor:
         """Start reducing a flat [N * n] buffer; this rank receives its own [n] of the result."""
-        self._check_world(world_size)
-        self._check_reduction(reduction, flat.dtype)
-        if flat.dim() != 1 or flat.numel() % world_size:
-            raise ValueError(
-                f"reduce_scatter of a {tuple(flat.shape)} tensor over {world_size} ranks: the "
-                "buffer must be flat and padded to a multiple of the world size"
-            )
-        launch = partial(
-            self._transport(flat).reduce_scatter, flat.detach().contiguous(), reduction
-        )
+        transport = self._transport(flat)
+        launch = partial(transport.reduce_scatter, flat.detach().contiguous(), reduction)
         return self._start("reduce_scatter", flat.nbytes, launch)
 
     def reduce_scatter_pieces_start(
@@ -122,7 +108,6 @@ class Communicator:
         transport = self._transport(pieces[0])
         if not isinstance(transport, PeerTransport):
             return None
-        self._check_reduction(reduction, pieces[0].dtype)
         launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
         nbytes = numel * pieces[0].itemsize
         return self._start("reduce_scatter", nbytes, launch)
@@ -134,7 +119,6 @@ class Communicator:
 
         ``into`` is where, if given: a flat buffer of which ``shard`` is this rank's part.
         """
-        self._check_world(world_size)
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1), into)
         return self._start("all_gather", shard.nbytes * world_size, launch)
 
@@ -235,21 +219,6 @@ class Communicator:
             "that a connection closed or timed out, another rank has died or is not calling the "
             "same function: look at the other ranks' logs"
         )
-
-    def _check_world(self, world_size: int) -> None:
-        if world_size != self.world_size:
-            raise ValueError(
-                f"this program was compiled for {world_size} ranks and its process group has "
-                f"{self.world_size}: compile the step again in the new group"
-            )
-
-    def _check_reduction(self, reduction: str, dtype: torch.dtype) -> None:
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction {reduction!r} is unknown; known: {', '.join(REDUCTIONS)}")
-        if reduction == "mean" and is_exact(dtype):
-            raise ValueError(f"the mean of {dtype} over ranks is no {dtype}: convert it to a float")
-        if reduction in ("max", "min") and dtype.is_complex:
-            raise ValueError(f"{reduction} of {dtype} has no meaning: reduce its absolute value")
 
     def _transport(self, tensor: torch.Tensor) -> Transport:
         """Return the transport of tensors like this one; one without elements has nowhere to go."""
