@@ -120,7 +120,7 @@ def _check_memory_is_own(step: StepCapture) -> None:
             raise StepError(
                 f"{readable(compat.source_name(node))!r} shares memory with parameter "
                 f"{info.name!r}, which will be sharded or updated on its own. Give it memory "
-                "of its own with clone(), or use the parameter itstep."
+                "of its own with clone(), or use the parameter itself."
             )
 
 

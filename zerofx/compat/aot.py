@@ -112,15 +112,11 @@ def draws_randomly(node: torch.fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            value = (
-                node.args[position]
-                if position < len(node.args)
-                else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return value != 0.0
-    return True
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p", 0.0) != 0.0
 
 
 def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
