@@ -76,26 +76,15 @@ NOMINAL = Hardware(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
 """Accelerators on a fast network: for programs that no group of ranks will run."""
 
 
-def parse(text: str) -> Hardware:
-    """Read ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good as spaces.
+def of(figures: str | Mapping[str, object]) -> Hardware:
+    """Figures by name, or ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good.
 
-    Raises: ValueError for what is no such text.
-    """
-    values: dict[str, object] = {}
-    for item in text.replace(",", " ").split():
-        name, separator, value = item.partition("=")
-        if not separator:
-            raise ValueError(f"{item!r} is not of the form name=number")
-        values[name] = value
-    return of(values)
-
-
-def of(values: Mapping[str, object]) -> Hardware:
-    """Figures of these names; ``latency_s`` and ``bytes_per_s`` must be among them.
+    ``latency_s`` and ``bytes_per_s`` must be among them.
 
     Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
     ``overlaps`` is 0 or 1, and a latency may be 0.
     """
+    values = _items(figures) if isinstance(figures, str) else figures
     known = [field.name for field in fields(Hardware) if field.name != "source"]
     for name in values:
         if name not in known:
@@ -108,6 +97,14 @@ def of(values: Mapping[str, object]) -> Hardware:
     if overlaps not in (0.0, 1.0):
         raise ValueError(f"overlaps is 0 or 1, not {values['overlaps']!r}")
     return Hardware(**numbers, overlaps=bool(overlaps))
+
+
+def _items(text: str) -> dict[str, object]:
+    items = [item.partition("=") for item in text.replace(",", " ").split()]
+    for name, separator, _ in items:
+        if not separator:
+            raise ValueError(f"{name!r} is not of the form name=number")
+    return {name: value for name, _, value in items}
 
 
 def _number(name: str, value: object) -> float:

@@ -120,7 +120,7 @@ def _figures(value: Any) -> Hardware:
     if isinstance(value, Hardware):
         return value
     try:
-        return hardware.parse(value) if isinstance(value, str) else hardware.of(value)
+        return hardware.of(value)
     except ValueError as error:
         raise ValueError(f"must be figures like '{_EXAMPLE}', not {value!r}: {error}") from None
 

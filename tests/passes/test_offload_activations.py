@@ -39,7 +39,7 @@ from zerofx import StepError
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
-from zerofx.hardware import parse
+from zerofx.hardware import of
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import is_backward, program_order
@@ -348,7 +348,7 @@ def test_what_cannot_be_hidden_stays():
 )
 def test_nobody_waits_for_a_copy(stage, link, num_layers):
     program = rewritten(deep_step(num_layers), stage=stage, offload="activations", hardware=link)
-    transfers = predict(program.graph, parse(link), program.table, 2).transfers
+    transfers = predict(program.graph, of(link), program.table, 2).transfers
     ways = [transfers[move] for move in nodes_of(program, *ACTIVATION_MOVES)]
     assert ways and all(way.is_hidden for way in ways)
 

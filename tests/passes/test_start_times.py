@@ -29,7 +29,7 @@ from tests.kit.programs import (
 from zerofx import StepError
 from zerofx.cost.program import live_bytes, seconds
 from zerofx.cost.timeline import predict
-from zerofx.hardware import parse
+from zerofx.hardware import of
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import program_order
@@ -112,7 +112,7 @@ def gathers(captured: Captured):
 def compute_ahead(captured: Captured, link: str) -> list[float]:
     """Predicted seconds of compute between each gather's start and its wait."""
     nodes, order = list(captured.graph.nodes), program_order(captured.graph)
-    figures = parse(link)
+    figures = of(link)
     return [
         sum(seconds(n, figures, captured.table) for n in nodes[order[start] : order[wait]])
         for start, wait in gathers(captured)
@@ -149,7 +149,7 @@ def test_a_slow_link_starts_earlier_than_a_fast_one():
 def test_with_plenty_a_gather_is_given_what_it_takes_and_little_more(link):
     """Or starts as soon as it can; the first layers have nothing before them to hide behind."""
     program = within(deep(), PLENTY, link)
-    figures = parse(link)
+    figures = of(link)
     longest = max(seconds(n, figures, program.table) for n in program.graph.nodes)
     transfers = predict(program.graph, figures, program.table, 2).transfers
     found = 0
@@ -174,7 +174,7 @@ def test_less_memory_starts_later_and_says_so():
         return sum("starts as early as memory_budget allows" in reason for reason in reasons)
 
     assert limited(little) > 0 == limited(much)
-    figures = parse(SLOW)
+    figures = of(SLOW)
     waited = [predict(p.graph, figures, p.table, 2).exposed_s for p in (little, much)]
     assert waited[0] > waited[1]
 

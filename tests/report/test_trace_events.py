@@ -21,7 +21,7 @@ from tests.kit.programs import (
 )
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
-from zerofx.hardware import parse
+from zerofx.hardware import of
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
 from zerofx.report.memory import KINDS, LOWERED_BY, alive, parameters_of, phases_of, pieces_of
@@ -38,7 +38,7 @@ def traced(program: Captured, **options):
     ctx = context_of(program)
     kept = dict.fromkeys(updates(program.graph), STATE_BYTES)
     options = {"state_bytes": kept, **options}
-    return trace_of(program.graph, program.table, parse(HARDWARE), ctx.world_size, **options)
+    return trace_of(program.graph, program.table, of(HARDWARE), ctx.world_size, **options)
 
 
 def pieces(program: Captured, **options):
@@ -176,7 +176,7 @@ def _is_always_there(program, piece):
 def test_lanes_are_busy_for_as_long_as_predicted_and_with_one_thing_at_a_time(program):
     program = program()
     trace = traced(program)
-    timeline = predict(program.graph, parse(HARDWARE), program.table, program.world_size)
+    timeline = predict(program.graph, of(HARDWARE), program.table, program.world_size)
     lanes = by_lane(trace)
     for lane in LANES[:-1]:
         spans = lanes.pop(lane, [])
@@ -205,7 +205,7 @@ def test_compute_and_waiting_share_one_clock():
 
 def test_without_overlap_a_transfer_is_drawn_where_it_is_waited_for():
     program = rewritten(mlp_step())
-    late = parse(HARDWARE + " overlaps=0")
+    late = of(HARDWARE + " overlaps=0")
     lanes = by_lane(trace_of(program.graph, program.table, late, 2))
     on_link, waiting = ([span[:2] for span in lanes[lane]] for lane in ("link", "waiting"))
     assert on_link and on_link == waiting
@@ -392,7 +392,7 @@ def test_the_peak_its_largest_tensors_and_the_waits_are_told():
 def test_a_program_with_nothing_in_memory_says_so():
     graph = torch.fx.Graph()
     graph.output(())
-    trace = trace_of(graph, rewritten(evaluation()).table, parse(HARDWARE), 1)
+    trace = trace_of(graph, rewritten(evaluation()).table, of(HARDWARE), 1)
     assert trace["zerofx"]["words"] == [
         "A step is predicted to take 0 µs, all of it compute.",
         "Nothing is in memory on the device at any time.",

@@ -17,7 +17,7 @@ from tests.kit.covering import first
 from tests.kit.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx import backend
-from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, parse
+from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, of
 from zerofx.runtime.comm import measure
 from zerofx.runtime.comm.agreement import AgreementError
 from zerofx.runtime.comm.communication import Communicator
@@ -59,7 +59,7 @@ def test_a_group_of_one_transfers_nothing_and_has_the_largest_buckets():
 
 def test_what_is_shown_can_be_given_back():
     shown = str(figures(overlaps=False))
-    assert parse(shown) == figures(overlaps=False)
+    assert of(shown) == figures(overlaps=False)
 
 
 # What the ranks agree on.
