@@ -206,27 +206,13 @@ class CompiledFunction:
             return False
         lines = ("within memory_budget", *mine.gathers)
         try:
-            with self.ending_divided_steps():
-                values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
+            values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
         except AgreementError as error:
             error.add_note(OUTGROWN)
             raise
         kept = functools.reduce(KeptGathered.also_fitting, map(mine.unpacked, values))
         self.kept_gathered[mine.gathers] = kept
         return kept != mine
-
-    @contextlib.contextmanager
-    def ending_divided_steps(self) -> Iterator[None]:
-        """If only some ranks have come to agree, end the step that the others wait in.
-
-        Where they cannot read this one's memory they wait for the process group's timeout.
-        """
-        try:
-            yield
-        except AgreementError as error:
-            if error.divided:
-                self.communicator.abandon()
-            raise
 
     def _first_compilation(self) -> None:
         """Read the environment and find the ranks, once per function."""
@@ -253,6 +239,8 @@ class CompiledFunction:
             self.communicator.rank,
             self.communicator.world_size,
             f"function {self.number}",
+            # Ranks that cannot read this one's memory wait for the process group's timeout.
+            end_step=self.communicator.abandon,
         )
 
 

@@ -19,7 +19,7 @@ class Odd(Exception):
 @pytest.mark.parametrize(
     "error",
     (
-        AgreementError("ranks differ", divided=True),
+        AgreementError("ranks differ"),
         FileTierError("full", path="there"),
         StepError("words"),
         FileNotFoundError(2, "no such file", "there"),

@@ -173,10 +173,9 @@ class Program:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")
             raise
         sources = runtime.sources()
-        with self.function.ending_divided_steps():
-            is_same_for_all = self.function.agreement.check(
-                self.rewritten.schedule, self.function.agreement_timeout_s, digest_of(sources)
-            )
+        is_same_for_all = self.function.agreement.check(
+            self.rewritten.schedule, self.function.agreement_timeout_s, digest_of(sources)
+        )
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())
         level = logging.INFO if self.number == 0 else logging.DEBUG

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -24,14 +24,7 @@ SAME_EVERYWHERE = (
 
 
 class AgreementError(GraphError):
-    """The ranks' programs differ, or a rank has none.
-
-    Ranks are ``divided`` if some did not come while there is a program that they can run.
-    """
-
-    def __init__(self, message: str, *, divided: bool = False) -> None:
-        super().__init__(message)
-        self.divided = divided
+    """The ranks' programs differ, or a rank has none."""
 
 
 class _Round:
@@ -126,14 +119,23 @@ class Agreement:
     """The schedules that the ranks of one group have agreed on for one compiled function.
 
     A schedule is lines of text: every collective in order, and the parameter table.  ``scope``
-    names the function and is equal on all ranks.
+    names the function and is equal on all ranks.  ``end_step`` ends the step that others wait in,
+    if only some ranks have come and there is a program that the others can run.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, scope: str) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        scope: str,
+        end_step: Callable[[], None] = lambda: None,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.scope = scope
+        self.end_step = end_step
         self._agreed: list[tuple[str, ...]] = []
 
     def check(self, lines: Sequence[str], timeout_s: float, value: bytes = b"") -> bool:
@@ -167,10 +169,9 @@ class Agreement:
         else:
             outcome = meeting.outcome(timeout_s)
         if outcome != "complete":
-            divided = bool(self._agreed) and outcome.startswith("abandoned")
-            raise AgreementError(
-                self._explanation(meeting, outcome, lines, timeout_s), divided=divided
-            )
+            if self._agreed and outcome.startswith("abandoned"):
+                self.end_step()
+            raise AgreementError(self._explanation(meeting, outcome, lines, timeout_s))
         meeting.forget_previous("text", "value", "failure")
         return [meeting.posted("value", rank) for rank in range(self.world_size)]
 
