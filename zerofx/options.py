@@ -176,7 +176,7 @@ def _pass(default: bool) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """The choices for one compiled step, each checked by ``resolve``."""
+    """The choices for one compiled step, each checked by ``resolve``; docs/options.md says more."""
 
     stage: int = _option(3, _choice(0, 1, 2, 3))
     """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -197,22 +197,17 @@ class Options:
     hardware: Hardware | None = _option(None, _HARDWARE)
     """The figures that plans are made with; None measures the group's own at its first call."""
     offload: tuple[str, ...] = _option((), _several("optimizer", "params", "activations", "auto"))
-    """The targets that leave the device.  ``optimizer``: states, and updates run on the host;
-    ``params``: at stage 3, this rank's shards of parameters; ``activations``: what forward saves
-    for backward, until backward reads it; ``auto``: the smallest set that fits
-    ``memory_budget``."""
+    """The targets that leave the device; ``auto`` is the smallest set that fits the budget."""
     offload_tier: str = _option("cpu", _choice("cpu", "nvme"))
     """Their place: host memory, or files (``nvme``)."""
     offload_dir: tuple[str, ...] = _option((), _FOLDERS)
     """The folders for these files, on different disks: buckets are striped over them."""
     offload_cache_bytes: int | None = _option(None, _BYTES)
-    """Host memory that may hold what is in files, per rank; None takes half of what the machine
-    has available, divided by its ranks."""
+    """Host memory for what is in files, per rank; None is a share of half of what is free."""
     offload_checksums: bool = _option(False, _SWITCH)
     """Compare what is read from files with a checksum of what was written."""
     delayed_update: bool = _option(False, _SWITCH)
-    """Updates on the host go on while the next call computes, which stores their results: a call
-    computes with values that lack the last update.  Changes numerics; at stage 3."""
+    """A call computes without the last updates on the host, which go on meanwhile; at stage 3."""
     dump: str | None = _option(None, _FOLDER)
     """The folder that receives the program after every pass; None writes nothing."""
     validate: bool = _option(False, _SWITCH)
@@ -231,11 +226,9 @@ class Options:
     master_weights: bool = _option(False, _SWITCH)
     """bfloat16 and float16 parameters are trained in float32, kept as a state; changes numerics."""
     stochastic_rounding: bool = _option(False, _SWITCH)
-    """Values that an update stores in bfloat16 are rounded at random, unbiased; changes
-    numerics."""
+    """What an update stores in bfloat16 is rounded at random, unbiased; changes numerics."""
     moment_dtype: torch.dtype | None = _option(None, _dtype(torch.bfloat16, torch.int8))
-    """The dtype that moments are kept in, bfloat16 or int8 by blocks; None is the optimizer's.
-    Changes numerics."""
+    """The dtype that moments are kept in; None is the optimizer's.  Changes numerics."""
     rounding_seed: int = _option(0, _INTEGER)
     """The seed of the random numbers that updates round with."""
 
