@@ -102,13 +102,9 @@ def accelerated_zero_grad(self, set_to_none=None):
         self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
 
-def _prepare_scale(scaler):
-    return _prepare_scale_at(id(scaler))
-
-
 @torch.compiler.assume_constant_result
 def _prepare_scale_at(address: int) -> bool:
-    """Make the scale tensor that ``GradScaler`` would make at its first ``scale``."""
+    """Make the scale tensor that the ``GradScaler`` there would make at its first ``scale``."""
     scaler = _object_at(address)
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
@@ -121,7 +117,7 @@ def scale(self, outputs):
     """``GradScaler.scale``."""
     if not self._enabled:
         return outputs
-    _prepare_scale(self)
+    _prepare_scale_at(id(self))
     if isinstance(outputs, torch.Tensor):
         return outputs * self._scale.to(outputs.device)
     return type(outputs)(scale(self, output) for output in outputs)
@@ -131,7 +127,7 @@ def unscale_(self, optimizer):
     """``GradScaler.unscale_``: gradients are averages already, so found-inf agrees over ranks."""
     if not self._enabled:
         return
-    _prepare_scale(self)
+    _prepare_scale_at(id(self))
     handle = handle_of(optimizer)
     if handle in self._zerofx_found_inf:
         raise RuntimeError(
@@ -154,7 +150,7 @@ def scaler_step(self, optimizer, *args, **kwargs):
         return optimizer.step(*args, **kwargs)
     if "closure" in kwargs or args:
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-    _prepare_scale(self)
+    _prepare_scale_at(id(self))
     handle = handle_of(optimizer)
     if handle not in self._zerofx_found_inf:
         unscale_(self, optimizer)

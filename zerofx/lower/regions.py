@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
-from zerofx.ir.aliases import aliased_inputs, uses
+from zerofx.ir.aliases import aliased_inputs, memory_of, uses
 from zerofx.ir.interface import region_of
 from zerofx.ir.source import call_text, layout_text
 
@@ -189,21 +189,14 @@ def _shared_unasked(
             owners.setdefault(places[node.args[1]], set()).add(node)
     found = []
     for at, (node, result) in enumerate(zip(graph.output_node().args[0], results, strict=True)):
-        place, origins = _place(result), _origins(node)
-        there = owners.setdefault(place, set())
+        place, there = _place(result), owners.setdefault(_place(result), set())
+        # Not what is several tensors, in memory of their own: results, or the region's inputs.
+        origins = {n for n in memory_of(node) if isinstance(n.meta.get("val"), torch.Tensor)}
         if place is not None and there and there.isdisjoint(origins):
             found.append(at)
         else:
             there |= origins
     return found
-
-
-def _origins(node: fx.Node) -> set[fx.Node]:
-    """Return the node that a node is a view of, or itself."""
-    bases = aliased_inputs(node)
-    if node.target is operator.getitem:  # of several results, or of the region's inputs
-        bases = [base for source in bases for base in aliased_inputs(source)]
-    return set().union(*map(_origins, bases)) if bases else {node}
 
 
 def _computation(graph: fx.Graph) -> str:
