@@ -17,9 +17,11 @@ from tests.kit.device_memory import Allocations
 from tests.kit.models import Gpt, language_loss, tokens
 from tests.kit.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.traffic import traffic_of
 from zerofx import StepError, backend
 from zerofx.cost.program import live_bytes
 from zerofx.ir import ops
+from zerofx.runtime.comm.communication import Communicator
 
 aten = torch.ops.aten
 KIB = 1024
@@ -198,12 +200,13 @@ def within(name: str, budget: int | None, **options) -> Budgeted:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known = set(backend.zero.functions)
+    communicator = Communicator.of(None)  # kept: only a living one is the step's own
+    traffic = traffic_of(communicator)
     options = {"memory_budget": budget, **options}
     compiled = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
     losses = [compiled(model, optimizer, *batch()) for _ in range(2)]
     (function,) = [f for f in backend.zero.functions if f not in known]
     (program,) = function.programs
-    traffic = function.communicator.traffic
     traffic.reset()
     with Allocations() as allocations:
         losses.append(compiled(model, optimizer, *batch()))
