@@ -10,7 +10,7 @@ one disturbs its neighbours; figures are medians over rounds, ratios too.  Footp
 has processes of its own and an empty compile cache, for a model of as many layers and at least
 ``--memory-parameters``; that gives compile seconds and peak memory (see memory.py).
 
-"sent" is what a rank sends in a step: for zerofx by its own count, which holds for any way its
+"sent" is what a rank sends in a step: for zerofx what its program says, which holds for any way its
 ranks reach each other; for peers what the process writes to sockets.  "exposed" is the part of a
 step in which the main thread does not compute: it is off the CPU, or in zerofx's communicator.
 Both are for CPUs only.  Exit status 1 if two systems' losses differ by more than 1e-4.
@@ -34,6 +34,8 @@ from ranks import device_of, on_ranks
 from systems import DEFAULT, SYSTEMS, ZEROFX, losses_differ, reference_of
 from tabulate import tabulate
 
+from zerofx.backend import zero
+from zerofx.cost.traffic import wire_bytes
 from zerofx.runtime.comm.communication import Communicator
 
 
@@ -67,10 +69,15 @@ def clock_communicator() -> Callable[[], float]:
     return lambda: spent_s
 
 
-def sent_by(name: str) -> int:
-    """Bytes that this process has sent so far, with the instrument for this system."""
-    if name in ZEROFX:
-        return sum(Communicator.of(None).traffic.sent_bytes.values())
+def sent_in_a_step() -> int:
+    """Bytes that a rank sends in a step of the zerofx program that was compiled last."""
+    program = max(zero.functions, key=lambda function: function.number).programs[-1]
+    sent = wire_bytes(program.gm, dist.get_world_size())
+    return sent.gathers + sent.reductions + sent.scalars + sent.exchanges
+
+
+def written() -> int:
+    """Bytes that this process has written so far."""
     with open("/proc/self/io") as io:  # gloo sends with write(), and in a round nothing else does
         (line,) = [line for line in io if line.startswith("wchar:")]
     return int(line.split()[1])
@@ -86,24 +93,26 @@ def take_turns(
     torch.manual_seed(0)
     model = sizes.build().to(device)
     found = {name: Speed() for name in arguments.systems}
-    steps = {}
+    steps, known_bytes = {}, {}
     for name in found:
         steps[name] = SYSTEMS[name](copy.deepcopy(model))
         steps[name](batches[0])
+        if name in ZEROFX:
+            known_bytes[name] = sent_in_a_step()
     for number in range(arguments.rounds):
         for name, speed in found.items():
             _start_together(device)
-            started, sent = time.perf_counter(), sent_by(name)
+            started, sent = time.perf_counter(), written()
             computing = time.thread_time() - communicating_s()
             for index in range(arguments.steps):
                 loss = steps[name](batches[(number * arguments.steps + index + 1) % len(batches)])
             computed_s = time.thread_time() - communicating_s() - computing
             exposed_s = time.perf_counter() - started - computed_s
-            sent = sent_by(name) - sent
+            sent = known_bytes.get(name, (written() - sent) / arguments.steps)
             _start_together(device)
             speed.rounds_s.append((time.perf_counter() - started) / arguments.steps)
             speed.exposed_s.append(exposed_s / arguments.steps)
-            speed.sent_bytes.append(sent / arguments.steps)
+            speed.sent_bytes.append(sent)
             speed.losses.append(loss.item())
     return found
 
