@@ -125,7 +125,7 @@ def test_a_new_operator_is_agreed_on_and_printed_by_its_name(programs):
 def test_a_collective_names_the_axis_whose_ranks_it_is_between(programs):
     before, _ = programs
     (start, *_) = nodes_of(before, ops.all_gather_start)
-    assert ops.axis(start) == ops.DATA
+    assert ops.argument(start, "axis") == ops.DATA
     start.kwargs = {"axis": "node"}
     refused(before, "is over axis 'node', and the mesh has 'data'")
     with pytest.raises(ValueError, match="say which, with str axis='data'"):

@@ -13,11 +13,6 @@ from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import is_staged, operands_of_updates
 
 
-def has_moves(graph: fx.Graph) -> bool:
-    """Return whether anything goes between the device and the host."""
-    return any(map(ops.is_move, graph.nodes))
-
-
 def groups_on_host(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
     """Return the updates in host memory: (optimizer, parameters) of each such operator."""
     starts = filter(ops.updates_on_host, graph.nodes)

@@ -360,11 +360,6 @@ def is_collective(node: fx.Node) -> bool:
     return starts(node) and lane(node) == LINK
 
 
-def axis(node: fx.Node) -> str:
-    """The axis of the mesh whose ranks a collective is between."""
-    return argument(node, "axis")
-
-
 def is_move(node: fx.Node) -> bool:
     """Return whether a node starts a copy between a device and the host."""
     return starts(node) and lane(node) in (TO_HOST, TO_DEVICE)

@@ -65,7 +65,7 @@ class StepRuntime:
         self.bound: list[ParameterState] = []
         self._read_interface(graph)
         self.communicates = any(map(ops.is_collective, graph.nodes))
-        self.moves = effects.has_moves(graph)
+        self.moves = any(map(ops.is_move, graph.nodes))
         self.groups_on_host = effects.groups_on_host(graph)
         self.steps = OptimizerSteps(graph, communicator, trained, setup, keep_source)
         self.files: ProgramFiles | None = None

@@ -96,8 +96,8 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
                 "is started and must have one wait and no other reader, but for the update of what "
                 f"goes to the host; it has {names}.",
             )
-        if ops.is_collective(node) and ops.axis(node) != ops.DATA:
-            raise broken(node, f"is over axis {ops.axis(node)!r}, and the mesh has {ops.DATA!r}.")
+        if ops.is_collective(node) and (axis := ops.argument(node, "axis")) != ops.DATA:
+            raise broken(node, f"is over axis {axis!r}, and the mesh has {ops.DATA!r}.")
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
