@@ -31,7 +31,6 @@ from zerofx.compat.dynamo import (
     why_not_compiled,
 )
 from zerofx.compat.inductor import (
-    IN_ORDER,
     CompiledForAnyLength,
     compile_with_inductor,
     is_higher_order,
@@ -69,8 +68,6 @@ from zerofx.compat.tensors import (
     world_store,
 )
 from zerofx.compat.tracing import (
-    Substitutes,
-    backend_in_use,
     forward_call_context,
     whole_step_tracing,
 )
