@@ -287,7 +287,7 @@ def test_a_bucket_that_is_dropped_gives_its_memory_and_its_room_back(open_store)
         cache.release(bucket, dirty=False)
     assert cache.held_bytes <= 2 * SIZE
     store.add([layout("1", shard=3)])  # another one of that name, in files of its own
-    assert not store.was_written("1")
+    assert "1" not in store.written
 
 
 def test_to_begin_a_round_where_the_last_one_ended_changes_nothing(open_store):

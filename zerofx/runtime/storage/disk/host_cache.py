@@ -122,7 +122,7 @@ class HostCache:
         resident.num_uses -= 1
         resident.is_dirty |= dirty
         if void:
-            self._store.forget(bucket)
+            self._store.written.discard(bucket)
             resident.is_dirty, resident.is_new = False, True
         self._read_ahead()
 
@@ -166,7 +166,7 @@ class HostCache:
             memory = self._host.empty(layout.nbytes, torch.uint8, self.is_pinned)
             last = None
             self.held_bytes += layout.nbytes
-        is_new = not self._store.was_written(bucket)
+        is_new = bucket not in self._store.written
         if not is_new:
             last = self._store.start_read(bucket, memory, after=[last] if last else [])
         self._resident[bucket] = _Resident(memory, layout.views(memory), last, is_new)

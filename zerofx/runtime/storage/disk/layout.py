@@ -16,11 +16,6 @@ ALIGNMENT = PAGE_BYTES
 """Positions, lengths and addresses are multiples of this, in bytes: direct I/O asks for it."""
 
 
-def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that holds so many bytes."""
-    return -(-nbytes // multiple) * multiple
-
-
 Key = tuple[int, str]
 """One tensor of a bucket: its number, and the name of its part."""
 
@@ -61,7 +56,7 @@ class BucketLayout:
     @cached_property
     def offsets(self) -> list[int]:
         """The offset of each part, and the end of the last.  Units: bytes."""
-        padded = (round_up(part.nbytes, ALIGNMENT) for part in self.parts)
+        padded = (-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in self.parts)
         return list(accumulate(padded, initial=0))
 
     @property

@@ -32,7 +32,8 @@ class FileStore:
     ``checksums`` finds a changed block when it is read, at the cost of a CRC-32 over all that
     moves.
 
-    ``layouts`` are those of the buckets that it has, ``files`` their files, by name.
+    ``layouts`` are those of the buckets that it has, ``files`` their files, by name.  ``written``
+    are those of which something that is needed is in the files, or on its way there.
 
     Raises: ValueError for directories that make no sense, FileTierError for one that cannot be
     used.
@@ -53,7 +54,7 @@ class FileStore:
         self.files: dict[str, list[StripeFile]] = {}
         self._pid = os.getpid()
         self._under_way: dict[str, list[Operation]] = {}
-        self._written: set[str] = set()
+        self.written: set[str] = set()
 
         system = system or SystemCalls()
         self.stripes = Stripes(directories, block_bytes, system)
@@ -87,16 +88,8 @@ class FileStore:
         for operation in self._under_way.pop(bucket, ()):
             operation.wait_for_its_end()
         _close_files(self.files.pop(bucket))
-        self._written.discard(bucket)
+        self.written.discard(bucket)
         del self.layouts[bucket]
-
-    def was_written(self, bucket: str) -> bool:
-        """Return whether any of a bucket is in its files, or on its way there."""
-        return bucket in self._written
-
-    def forget(self, bucket: str) -> None:
-        """Note that nothing needs what a bucket's files hold: it is as if never written."""
-        self._written.discard(bucket)
 
     def start_read(
         self, bucket: str, into: torch.Tensor, *, after: Iterable[Operation] = ()
@@ -109,7 +102,7 @@ class FileStore:
         Shapes: uint8[layout.nbytes] on the CPU, from a multiple of ``ALIGNMENT`` on.
         Raises: FileTierError if the bucket was never written, or the store is unusable.
         """
-        if self.layouts[bucket].nbytes and bucket not in self._written:
+        if self.layouts[bucket].nbytes and bucket not in self.written:
             raise FileTierError(
                 f"bucket {bucket!r} was never written, and its file holds nothing yet:"
                 " start_write it first",
@@ -125,7 +118,7 @@ class FileStore:
         A write that fails makes the store unusable, whether it is waited for or not.
         """
         operation = self._start(bucket, source, after, is_write=True)
-        self._written.add(bucket)
+        self.written.add(bucket)
         return operation
 
     def close(self) -> None:

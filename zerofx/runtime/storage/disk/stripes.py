@@ -58,14 +58,7 @@ class Stripes:
 
         Raises: FileTierError with what is needed and what is free if there is no room.
         """
-        count = len(self._directories)
-        plans = [
-            [
-                ((self._num_made + bucket + turn) % count, nbytes)
-                for turn, nbytes in enumerate(parts)
-            ]
-            for bucket, parts in enumerate(map(self._parts, sizes))
-        ]
+        plans = [self._plan(bucket, nbytes) for bucket, nbytes in enumerate(sizes, self._num_made)]
         needed: Counter[int] = Counter()
         for plan in plans:
             needed.update(dict(plan))
@@ -79,13 +72,14 @@ class Stripes:
         self._num_made += len(sizes)
         return files
 
-    def _parts(self, nbytes: int) -> list[int]:
-        """Return the bytes of a bucket in each of its files."""
-        blocks, rest = divmod(nbytes, self.block_bytes)
-        rounds, last = divmod(blocks, len(self._directories))
+    def _plan(self, bucket: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return the directories of a bucket's files, and the bytes in each."""
+        count, size = len(self._directories), self.block_bytes
+        blocks, rest = divmod(nbytes, size)
+        rounds, last = divmod(blocks, count)
         return [
-            (rounds + (turn < last)) * self.block_bytes + (turn == last) * rest
-            for turn in range(len(self._directories))
+            ((bucket + turn) % count, (rounds + (turn < last)) * size + (turn == last) * rest)
+            for turn in range(count)
         ]
 
     def _try(self, directory: str) -> bool:
