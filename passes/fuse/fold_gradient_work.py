@@ -9,10 +9,11 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, writers
 from zerofx.ir.graph import erase_unused, program_order
 from zerofx.ir.interface import set_gradient_work
+from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.fuse.form_regions import is_compute
-from zerofx.passes.fuse.together import is_update_alone, operands_of, run_together
+from zerofx.passes.fuse.together import is_update_alone, run_together
 
 
 def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -71,10 +72,10 @@ def _foldable(
     update: fx.Node, order: dict[fx.Node, int], runs: dict[fx.Node, int]
 ) -> tuple[list[fx.Node], fx.Node] | None:
     """The most work before an update that starts from one flat tensor; and that tensor."""
-    _, given, _ = operands_of(update)
-    shape = tuple(given.meta["val"].shape)
+    (operands,) = operands_of_updates(update)
+    shape = tuple(operands.gradient.meta["val"].shape)
     inside = {update}
-    edge = {given}
+    edge = {operands.gradient}
     found: tuple[list[fx.Node], fx.Node] | None = None
     while edge:
         node = max(edge, key=order.__getitem__)

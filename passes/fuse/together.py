@@ -10,22 +10,14 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import STANDS_FOR
+from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.roles import Provenance, Role, bucket_of
 
 
 def is_update_alone(node: fx.Node) -> bool:
     """Return whether a node runs the update of one parameter."""
-    return node.target is ops.update or (
-        node.target is ops.update_together and len(node.args[0]) == 1
-    )
-
-
-def operands_of(update: fx.Node) -> tuple[fx.Node, fx.Node, int]:
-    """The shard, the gradient and the parameter of an update alone."""
-    value, gradient, _, parameter = update.args[:4]
-    if update.target is ops.update:
-        return value, gradient, parameter
-    return value[0], gradient[0], parameter[0]
+    is_update = node.target in (ops.update, ops.update_together)
+    return is_update and len(operands_of_updates(node)) == 1
 
 
 def run_together(
@@ -42,18 +34,17 @@ def run_together(
     squares, for updates that get a norm here; ``arguments`` are added to what they have.
     """
     first, last = updates[0], updates[-1]
-    values, grads, parameters = zip(*map(operands_of, updates), strict=True)
-    if gradient is not None:
-        grads = (gradient,)
-    given = [values, grads, first.args[2], parameters, *first.args[4:]]
-    given = [list(each) if isinstance(each, tuple) else each for each in given]
+    pieces = [piece for update in updates for piece in operands_of_updates(update)]
+    values, parameters = [piece.value for piece in pieces], [piece.parameter for piece in pieces]
+    gradients = [gradient or piece.gradient for piece in pieces]
+    given = (values, gradients, first.args[2], parameters, *first.args[4:])
     if first.target is ops.update_together and len(first.meta["val"]) == 2:
         squares = first.meta["val"][1]
     with graph.inserting_after(last):
         together = graph.create_node(
             "call_function",
             ops.update_together,
-            tuple(given),
+            given,
             {**first.kwargs, **arguments},
             name="updates" if len(updates) > 1 else first.name,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from zerofx.ir.aliases import (
     is_compute,
     memory_of,
     mutated_inputs,
+    readers,
 )
 from zerofx.ir.graph import is_backward, program_order
 from zerofx.ir.interface import input_role
@@ -84,19 +85,19 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     views = aliases(node)
     if not all(view is node or _can_be_taken_again(view) for view in views):
         return None
-    readers = sorted({user for view in views for user in view.users} - views)
-    if any(reader.op == "output" or reader.target is ops.free for reader in readers):
+    found = sorted(readers(node) - views)
+    if any(reader.op == "output" or reader.target is ops.free for reader in found):
         return None
-    if any(not views.isdisjoint(mutated_inputs(reader)) for reader in readers):
+    if any(not views.isdisjoint(mutated_inputs(reader)) for reader in found):
         return None
-    first = next((order[reader] for reader in readers if is_backward(reader)), None)
+    first = next((order[reader] for reader in found if is_backward(reader)), None)
     if first is None:
         return None
-    before = [done_with(reader, order) for reader in readers if order[reader] < first]
+    before = [done_with(reader, order) for reader in found if order[reader] < first]
     if node.target is operator.getitem:  # the tuple of all results holds them too
         before += [order[part] for part in node.args[0].users]
     leaves = max([order[node], *before]) + 1
-    late = tuple(reader for reader in readers if order[reader] >= first)
+    late = tuple(reader for reader in found if order[reader] >= first)
     return Activation(node, hinted_bytes(node), leaves, first, late) if leaves < first else None
 
 
@@ -170,10 +171,10 @@ def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
     for position, node in enumerate(nodes):
         if not is_compute(node) or node.target is operator.getitem or aliased_inputs(node):
             continue
-        readers = _readers(node)
-        if readers and not _is_in_memory(node, readers):
+        found = readers(node) - aliases(node)
+        if found and not _is_in_memory(node, found):
             changes[position + 1] += 1
-            changes[max(order[reader] for reader in readers) + 1] -= 1
+            changes[max(order[reader] for reader in found) + 1] -= 1
     inside = 0
     for position, change in enumerate(changes):
         inside += change
@@ -181,23 +182,11 @@ def _unfused_positions(nodes: Sequence[fx.Node]) -> Iterator[int]:
             yield position
 
 
-def _is_in_memory(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
+def _is_in_memory(node: fx.Node, found: Collection[fx.Node]) -> bool:
     """Return whether a result is written to memory even if all compute around it is one region."""
     return not is_fused(node) or any(
         not is_compute(reader)
         or not is_fused(reader)
         or (is_backward(reader) and not is_backward(node))
-        for reader in readers
+        for reader in found
     )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Those who read a result, one of several, or a view of it."""
-    pending, found = list(node.users), []
-    while pending:
-        reader = pending.pop()
-        if reader.target is operator.getitem or (is_compute(reader) and aliased_inputs(reader)):
-            pending.extend(reader.users)
-        else:
-            found.append(reader)
-    return found
