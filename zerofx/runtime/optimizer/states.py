@@ -100,15 +100,11 @@ class StateBucket(Bucket):
     def is_whole_of(self, states: States) -> bool:
         """Return whether these are all its own, and all that it holds."""
         there = {
-            (place, name): value
+            (place, name): id(value)
             for place, state in enumerate(states)
             for name, value in per_element(state)
         }
-        return (
-            bool(self.stubs)
-            and there.keys() == self.stubs.keys()
-            and all(there[key] is stub for key, stub in self.stubs.items())
-        )
+        return bool(there) and there == {key: id(stub) for key, stub in self.stubs.items()}
 
     @property
     def is_gone(self) -> bool:
