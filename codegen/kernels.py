@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.pointwise import pointwise_program
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.rewrite.read_again import round_what_is_read_again
+from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import TritonKernel
 
@@ -24,20 +23,7 @@ logger = logging.getLogger("zerofx")
 Keep = Callable[[str, str], None]
 
 
-class OperatorByOperator:
-    """Stands for a kernel: the traced graph as it is."""
-
-    may_wait = False
-
-    def __init__(self, update: Update) -> None:
-        self._update, self.gradient_dtype = update, update.gradient_dtype
-
-    def ready(self, *values: Any) -> Callable[[], Sequence[Any]]:
-        """Return what runs the update, in any thread."""
-        return partial(self._update.run, *values)
-
-
-Kernel = UpdateKernel | TritonKernel | OperatorByOperator
+Kernel = UpdateKernel | TritonKernel | Update
 """``ready``, given the update's inputs, returns what runs it and returns its results.
 
 The gradient is in ``gradient_dtype``.  One that ``may_wait`` takes ``launches=`` besides, and then
@@ -53,50 +39,62 @@ class Kernels:
         self._known: dict[Hashable, UpdateKernel | TritonKernel | None] = {}
 
     def find(
-        self, update: Update, data: Tensor, gradient: Tensor
+        self,
+        update: Update,
+        data: Tensor,
+        gradient: Tensor,
+        work: GradientWork | None = None,
+        squares: bool = False,
     ) -> UpdateKernel | TritonKernel | None:
-        """The kernel for shards like ``data``; None if no kernel can run the update."""
-        key = (update.computation, gradient.dtype, data.dtype, data.device.type)
+        """The kernel for shards like ``data``; None if no kernel can run the update.
+
+        ``work`` and ``squares`` are those of ``pointwise_program``.
+        """
+        kind = (gradient.dtype, data.dtype, data.device.type)
+        key = (update.computation, work, squares, *kind)
         if key not in self._known:
-            self._known[key] = self._make(round_what_is_read_again(update), data, gradient)
+            options = {"work": work, "squares": squares}
+            self._known[key] = self._make(update, data.device, gradient.dtype, options)
         return self._known[key]
 
     def _make(
-        self, update: Update, data: Tensor, gradient: Tensor
+        self,
+        update: Update,
+        device: torch.device,
+        gradient_dtype: torch.dtype,
+        options: dict[str, Any],
     ) -> UpdateKernel | TritonKernel | None:
-        triton = self._triton(update, gradient.dtype) if runs_triton(data.device) else None
-        if triton is not None:
-            self._write(update, triton.source)
-            return triton
-        kernel = UpdateKernel.of(update)
-        if kernel is not None:
-            self._write(update, kernel.readable())
+        kernel: UpdateKernel | TritonKernel | None = None
+        if runs_triton(device):
+            kernel = self._triton(update, gradient_dtype, options)
+        try:
+            kernel = kernel or UpdateKernel.of(update, **options)
+        except UpdateError:
+            return None
+        if self._keep is not None:
+            text = hashlib.sha256(kernel.source.encode()).hexdigest()[:8]
+            self._keep(f"kernel_{update.optimizer.lower()}_{text}.py", kernel.source)
         return kernel
 
     def without(self, update: Update) -> Kernel:
         """Return what runs an update without compiling it.
 
-        Raises: UpdateError if its moments are in eight bits, and it cannot be split for these.
+        Raises: UpdateError if its moments are in eight bits, and no program can be made of it.
         """
         if not update.scales:
-            return OperatorByOperator(update)
+            return update
         key = (update.computation, None)
         if key not in self._known:
             self._known[key] = UpdateKernel.of(update, is_compiled=False)
         kernel = self._known[key]
-        if kernel is None:
-            raise UpdateError(
-                f"{update.optimizer}.step changes a tensor that is one number after using it, "
-                "and such an update does not run on blocks of moments in eight bits. Change it "
-                "before its first use, keep it as a Python number, or use "
-                "options={'moment_dtype': 'bfloat16'}."
-            )
+        assert kernel is not None
         return kernel
 
-    def _triton(self, update: Update, gradient_dtype: torch.dtype) -> TritonKernel | None:
+    def _triton(
+        self, update: Update, gradient_dtype: torch.dtype, options: dict[str, Any]
+    ) -> TritonKernel | None:
         try:
-            program = pointwise_program(update, gradient_dtype=gradient_dtype)
-            return TritonKernel(program)
+            return TritonKernel(pointwise_program(update, gradient_dtype=gradient_dtype, **options))
         except UpdateError as error:
             logger.warning("%s It runs as torch.compile makes it.", error)
         except ImportError as error:
@@ -107,11 +105,6 @@ class Kernels:
                 error,
             )
         return None
-
-    def _write(self, update: Update, source: str) -> None:
-        if self._keep is not None:
-            text = hashlib.sha256(source.encode()).hexdigest()[:8]
-            self._keep(f"kernel_{update.optimizer.lower()}_{text}.py", source)
 
 
 def runs_triton(device: torch.device) -> bool:

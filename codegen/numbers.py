@@ -7,6 +7,7 @@ precision where they are Python numbers, as in the optimizer's own step.
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import operator
 import re
@@ -19,13 +20,12 @@ import torch
 from sympy.printing.str import StrPrinter
 from torch import fx
 
-from zerofx.codegen.rewrite.elementwise import operator_names
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number:
     """A number that elements are combined with; ``formula`` says how the step computes it."""
 
@@ -60,10 +60,10 @@ class NumberGraph:
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._root: dict[fx.Node, fx.Node] = {}
-        self._version: dict[fx.Node, int] = {}
-        self._placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._placeholders = gm.graph.find_nodes(op="placeholder")
         self._inputs: list[int] = []
-        self._expressions: dict[fx.Node, Any] = {}
+        self._formulas: dict[fx.Node, Any] = {}  # of what each root's memory holds by now
+        self._written: set[fx.Node] = set()
         self._input_names = names
         self._taken: set[str] = set(names.values())
         self._needed: dict[Any, tuple[Number, fx.Node]] = {}
@@ -77,15 +77,15 @@ class NumberGraph:
         self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         sources = aliased_inputs(node)
         self._root[node] = root = self._root[sources[0]] if sources else node
-        if mutated_inputs(node):
-            self._version[root] = self._version.get(root, 0) + 1
-        self._expressions[node] = self._expression(node)
+        is_written = bool(mutated_inputs(node))
+        if is_written:
+            self._written.add(root)
+        if is_written or not sources:
+            self._formulas[root] = self._formula(node)
 
     def alias(self, node: fx.Node, other: fx.Node) -> None:
         """Let a node of another graph stand for a number."""
-        for table in (self._copies, self._expressions):
-            table[node] = table[other]
-        self._root[node] = self._root[other]
+        self._copies[node], self._root[node] = self._copies[other], self._root[other]
 
     def use(self, node: fx.Node) -> tuple[Number | int | float | bool, bool]:
         """Return the current partner of an element, and whether it is negated."""
@@ -98,13 +98,12 @@ class NumberGraph:
         if node.target is aten._local_scalar_dense.default and self._is_settled(node.args[0]):
             return self.use(node.args[0])
         root = self._root[node]
-        expression = self._expressions[node]
-        key = (expression, root if self._version.get(root) else None, self._version.get(root))
+        formula = self._formulas[root]
+        key = (formula, root if root in self._written else None)
         if key not in self._needed:
             copy = self._copies[node]
             if root in self._changes:  # perhaps after this use of it
                 copy = self._graph.call_function(aten.clone.default, (copy,))
-            formula = self._formula(node)
             number = Number(self._name(node, root), _Printer().doprint(formula))
             self._needed[key] = number, copy
         return self._needed[key][0], False
@@ -122,41 +121,34 @@ class NumberGraph:
 
     def _is_settled(self, node: Any) -> bool:
         """Return whether nothing has written to a number since it was computed."""
-        return isinstance(node, fx.Node) and not self._version.get(self._root.get(node, node))
+        return isinstance(node, fx.Node) and self._root[node] not in self._written
 
     def _name(self, node: fx.Node, root: fx.Node) -> str:
         """The input's own name, or what the optimizer calls the number, or what it is."""
-        expression = self._expressions[node]
-        if isinstance(expression, sympy.Symbol) and not self._version.get(root):
-            return expression.name
-        name = node.meta.get("source_name") or _in_words(expression) or "coefficient"
+        formula = self._formulas[root]
+        if isinstance(formula, sympy.Symbol) and root not in self._written:
+            return formula.name
+        name = node.meta.get("source_name") or _in_words(formula) or "coefficient"
         name = unique(identifier(name), self._taken)
         self._taken.add(name)
         return name
 
-    def _expression(self, node: fx.Node) -> Any:
-        """The number as an expression of the inputs, and of what the optimizer gave a name."""
-        if node.op == "placeholder":
-            return sympy.Symbol(self._input_names[node])
-        return self._formula(node)
-
     def _formula(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            return self._expressions[node]
+        """The number as an expression of the inputs."""
+        if node.op != "call_function":
+            return sympy.Symbol(self._input_names.get(node, node.name))
         operands = [self._operand(operand) for operand in node.args]
         rule = _FORMULAS.get(_bare_name(node.target))
         if rule is not None and not (node.kwargs.get("alpha") or node.kwargs.get("value")):
-            try:
+            with contextlib.suppress(TypeError):  # of an overload with other operands
                 return rule(*operands)
-            except TypeError:
-                pass  # an overload with other operands
         return sympy.Function(_bare_name(node.target) or "f")(
             *(item for item in operands if isinstance(item, sympy.Basic))
         )
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self._expressions[value]
+            return self._formulas[self._root[value]]
         if isinstance(value, float) and value.is_integer():
             return sympy.Integer(int(value))
         return sympy.sympify(value) if isinstance(value, (int, float)) else value
@@ -222,31 +214,21 @@ def _in_words(expression: Any) -> str | None:
 
 def _bare_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        return operator_names(target)[1]
+        return target._schema.name.partition("::")[2].removesuffix("_")
     return getattr(target, "__name__", "")
 
 
 def _constant(node: fx.Node) -> int | float | bool | None:
     """The constant that a 0-dim tensor is made of."""
-    if node.target is aten.full.default and list(node.args[0]) == []:
-        value = node.args[1]
-    elif node.target is aten.scalar_tensor.default:
-        value = node.args[0]
-    else:
+    is_made = node.target in (aten.full.default, aten.scalar_tensor.default)
+    if not is_made or node.meta["val"].dim():
         return None
+    value = node.args[-1]
     if not isinstance(value, (int, float)):
         return None
     written = any(node in mutated_inputs(user) for user in node.users)
     is_exact = torch.tensor(value, dtype=node.meta["val"].dtype).item() == value
     return value if is_exact and not written else None
-
-
-def is_written_after(node: fx.Node) -> bool:
-    """Return whether a graph writes to the memory of a node's result after computing it."""
-    roots = roots_of(node.graph)
-    order = list(node.graph.nodes)
-    later = order[order.index(node) + 1 :]
-    return any(roots[node] is roots[target] for other in later for target in mutated_inputs(other))
 
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

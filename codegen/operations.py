@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from zerofx.codegen.numbers import Number
-from zerofx.codegen.rewrite.elementwise import operator_names
-from zerofx.codegen.trace.functions import IN_BLOCKS, PER_BLOCK, Shape
+from zerofx.codegen.rewrite.rounding import LOW
+from zerofx.codegen.trace.functions import example
 
 if TYPE_CHECKING:
     from zerofx.codegen.pointwise import Builder
@@ -38,12 +38,12 @@ class NumberOperand:
 class Value:
     """One element of an intermediate result, or what the elements of a block have in common.
 
-    ``operation`` names a rule of the emitter.  ``dtype`` is what it is held in.  ``name`` is what
-    the optimizer calls it, if anything, ``line`` the optimizer's ``file:line``, ``note`` why it
-    is there if that is not the optimizer's doing.
+    ``operation`` names one of a kernel's, or is an operator of torch.  ``dtype`` is what it is
+    held in.  ``name`` is what the optimizer calls it, if anything, ``line`` the optimizer's
+    ``file:line``, ``note`` why it is there if that is not the optimizer's doing.
     """
 
-    operation: str
+    operation: str | functools.partial
     operands: tuple[Operand, ...]
     dtype: torch.dtype
     name: str = ""
@@ -65,18 +65,30 @@ Rule = Callable[["Builder", fx.Node], Value | None]
 
 def register_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that torch computes a dtype's elements in."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in LOW else dtype
 
 
 # Other names for their operand.  Views are of the whole shape, or of another dtype (a rule).
 ALIASES = {"alias", "detach", "view", "_unsafe_view", "expand", "lift_fresh"}
 
 
-def rule_of(target: torch._ops.OpOverload) -> Rule | None:
-    """Return the rule that writes an operator, in place or not; None if it is not known."""
-    if target.namespace != "aten" or operator_names(target)[0].startswith("_foreach_"):
+def operator_names(target: torch._ops.OpOverload) -> tuple[str, str]:
+    """An operator's name, and that of its functional form."""
+    name = target._schema.name.partition("::")[2]
+    return name, name if name.endswith("__") else name.removesuffix("_")
+
+
+def rule_of(target: torch._ops.OpOverload, in_function: bool = False) -> Rule | None:
+    """Return the rule that writes an operator, in place or not; None if it is not known.
+
+    Some of what a Python function in an update may use (``in_function``) is not elementwise.
+    """
+    if target.namespace != "aten":
         return None
-    return _bitcast if target is aten.view.dtype else _RULES.get(operator_names(target)[1])
+    if target is aten.view.dtype:
+        return _bitcast
+    name = operator_names(target)[1]
+    return _RULES.get(name) or (_OF_FUNCTIONS.get(name) if in_function else None)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -89,23 +101,19 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _common_dtype(build: Builder, node: fx.Node, *arguments: Any) -> torch.dtype:
-    """The dtype that torch computes these arguments in."""
-    elements = [item.meta["val"].dtype for item in arguments if build.is_element(item)]
-    dtype = functools.reduce(torch.promote_types, elements)
-    for item in arguments:
+    """The dtype that torch computes these arguments in, of which one is elements."""
+    dtype: torch.dtype | None = None
+    for item in sorted(arguments, key=build.is_element, reverse=True):
         value = item.meta.get("val") if isinstance(item, fx.Node) else item
-        if build.is_element(item) or isinstance(value, bool):
-            continue
-        is_tensor = isinstance(value, torch.Tensor)
-        is_float = value.is_floating_point() if is_tensor else isinstance(value, _FLOATS)
-        if is_float and not dtype.is_floating_point:
-            dtype = torch.get_default_dtype()
-        elif dtype is torch.bool:
-            dtype = torch.int64
+        stand_in: Any = _NUMBERS.get(type(value), 0)
+        if isinstance(value, torch.Tensor):
+            stand_in = example(int(build.is_element(item)), value.dtype)
+        dtype = torch.result_type(stand_in, example(1, dtype) if dtype else stand_in)
+    assert dtype is not None
     return register_dtype(dtype)
 
 
-_FLOATS = (float, torch.SymFloat)
+_NUMBERS = {bool: False, float: 0.0, torch.SymFloat: 0.0}
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
@@ -179,12 +187,13 @@ def _sum_of_products(combine: str) -> Rule:
         def emit(operation: str, *operands: Operand) -> Value:
             return build.emit(operation, *operands, dtype=dtype, node=node)
 
-        if combine == "mul":
-            scaled = first if scale == 1 else emit("mul", scale, first)
-            term = emit("mul", scaled, second)
+        def scaled(value: Operand) -> Operand:
+            return value if scale == 1 else emit("mul", scale, value)
+
+        if combine == "mul" or build.by_inductor:  # torch's own order, which on CUDA is another
+            term: Operand = emit(combine, scaled(first), second)
         else:
-            quotient = emit("div", first, second)
-            term = quotient if scale == 1 else emit("mul", scale, quotient)
+            term = scaled(emit("div", first, second))
         return emit("sub" if negative else "add", start, term)
 
     return rule
@@ -254,30 +263,44 @@ def _filled(argument: str | None = None, constant: int | None = None) -> Rule:
     return rule
 
 
+def as_it_is(build: Builder, node: fx.Node) -> Value:
+    """An operator without a rule, for a compiler that knows torch's."""
+    operators = getattr(torch.ops, node.target.namespace)
+    function = getattr(operators, operator_names(node.target)[1], None)
+    options = {name: option for name, option in node.kwargs.items() if name != "out"}
+    if function is None or any(isinstance(option, fx.Node) for option in options.values()):
+        raise build.refusal(node, "is not known to the kernel")
+    given = [item for item in node.args if isinstance(item, fx.Node)]
+    common = _common_dtype(build, node, *given)
+    operands: list[Any] = []
+    for item in node.args:
+        if build.is_element(item):
+            item = build.operand(item, register_dtype(item.meta["val"].dtype), node)
+        elif isinstance(item, fx.Node):
+            item = build.operand(item, common, node)
+        operands.append(item)
+    dtype = register_dtype(node.meta["val"].dtype)
+    return build.emit(functools.partial(function, **options), *operands, dtype=dtype, node=node)
+
+
 def _nothing(build: Builder, node: fx.Node) -> None:
     return None
 
 
-def _cast(build: Builder, node: fx.Node) -> Value:
-    """To another dtype, rounding; to its own, the value itself."""
-    argument = _arguments(node)["self"]
-    before, after = argument.meta["val"].dtype, node.meta["val"].dtype
-    value = build.operand(argument, register_dtype(before), node)
-    if before == after or not isinstance(value, Value):
-        return value  # type: ignore[return-value]
-    return build.cast(value, after, node)
+def _moved(argument: str) -> Rule:
+    """A value in the dtype of what it is written to: rounded to that, or the value itself."""
 
+    def rule(build: Builder, node: fx.Node) -> Value:
+        source, after = _arguments(node)[argument], node.meta["val"].dtype
+        if not build.is_element(source):
+            number = build.operand(source, register_dtype(after), node)
+            return build.emit("full", number, dtype=register_dtype(after), node=node)
+        before = source.meta["val"].dtype
+        value = build.operand(source, register_dtype(before), node)
+        assert isinstance(value, Value)
+        return value if before == after else build.cast(value, after, node)
 
-def _copy(build: Builder, node: fx.Node) -> Value:
-    """``self.copy_(src)``: the source, rounded to what it is written to."""
-    given = _arguments(node)
-    target, source = given["self"].meta["val"].dtype, given["src"]
-    if not build.is_element(source):
-        number = build.operand(source, register_dtype(target), node)
-        return build.emit("full", number, dtype=register_dtype(target), node=node)
-    value = build.operand(source, register_dtype(source.meta["val"].dtype), node)
-    assert isinstance(value, Value)
-    return value if source.meta["val"].dtype == target else build.cast(value, target, node)
+    return rule
 
 
 def _bitcast(build: Builder, node: fx.Node) -> Value:
@@ -295,13 +318,11 @@ def _index(build: Builder, node: fx.Node) -> Value:
     return build.emit("index", dtype=torch.int64, node=node)
 
 
-def _to_shape(operation: str, before: Shape, after: Shape) -> Rule:
-    """An operation between elements in blocks and what each block has one of."""
+def _of_rows(operation: str) -> Rule:
+    """An operation between elements in rows, which are blocks, and what each row has one of."""
 
     def rule(build: Builder, node: fx.Node) -> Value:
         argument = _arguments(node)["self"]
-        if (argument.meta["val"].shape, node.meta["val"].shape) != (before, after):
-            raise build.refusal(node, "is not between a block's elements and one number of it")
         dtype = register_dtype(argument.meta["val"].dtype)
         return build.emit(operation, build.operand(argument, dtype, node), dtype=dtype, node=node)
 
@@ -352,9 +373,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"), _nothing
     ),
-    **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _cast),
-    "copy": _copy,
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "contiguous"), _moved("self")),
+    "copy": _moved("src"),
+}
+
+_OF_FUNCTIONS: dict[str, Rule] = {
     "arange": _index,
-    "amax": _to_shape("largest_of_block", IN_BLOCKS, PER_BLOCK),
-    "unsqueeze": _to_shape("of_block", PER_BLOCK, (*PER_BLOCK, 1)),
+    "amax": _of_rows("largest_of_block"),
+    "unsqueeze": _of_rows("of_block"),
 }

@@ -8,17 +8,20 @@ worth to a kernel is said outright: the streams it reads and writes, and their b
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from zerofx.codegen.numbers import Number, NumberGraph, identifier, unique
+from zerofx.codegen.numbers import Number, NumberGraph, identifier, roots_of, unique
 from zerofx.codegen.operations import (
     ALIASES,
     NumberOperand,
     Operand,
     Value,
+    as_it_is,
+    operator_names,
     register_dtype,
     rule_of,
 )
@@ -26,12 +29,11 @@ from zerofx.codegen.program import Kind, Program, Result, Stream, without_dead_v
 from zerofx.codegen.rewrite.elementwise import (
     UpdateError,
     operation_line,
-    operator_names,
     source_line,
 )
-from zerofx.codegen.rewrite.gradient_norm import sum_of_squares
-from zerofx.codegen.rewrite.rounding import BLOCK
-from zerofx.codegen.trace.functions import FLAT, IN_BLOCKS, PER_BLOCK, Shape, note_of, trace_call
+from zerofx.codegen.rewrite.gradient_work import GradientWork, sum_of_squares
+from zerofx.codegen.rewrite.rounding import BLOCK, LOW, round_to
+from zerofx.codegen.trace.functions import add_call, example, note_of, trace_call
 from zerofx.codegen.trace.nested import Slot, named_leaves
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.aliases import mutated_inputs
@@ -39,44 +41,54 @@ from zerofx.ir.aliases import mutated_inputs
 aten = torch.ops.aten
 
 
-def pointwise_program(update: Update, *, gradient_dtype: torch.dtype | None = None) -> Program:
+def pointwise_program(
+    update: Update,
+    *,
+    gradient_dtype: torch.dtype | None = None,
+    work: GradientWork | None = None,
+    squares: bool = False,
+    by_inductor: bool = False,
+) -> Program:
     """Normalise a traced update of flat shards.
 
-    The gradient arrives in ``gradient_dtype``, if not in the parameter's.
+    The gradient arrives in ``gradient_dtype``, if not as the update takes it.  ``work`` is done to
+    it first, whose coefficients are the last inputs; ``squares`` asks for the sum of its squares
+    then, behind the other results.  ``by_inductor``: the program is written in torch's operators,
+    so one without a rule is taken as it is.
 
     Raises: UpdateError naming the operation and the optimizer's line, where the update is not
     elementwise, or has an operation that is not known here.
     """
-    if gradient_dtype is not None:
-        update = replace(update, gradient_dtype=gradient_dtype)
-    return Builder(update).run()
+    build = Builder(update, by_inductor)
+    build.load(gradient_dtype, work)
+    if squares:
+        build.sum_squares()
+    return build.run()
 
 
 class Builder:
     """Takes over a traced update node by node; rules write with it."""
 
-    def __init__(self, update: Update) -> None:
-        self.update = update
+    def __init__(self, update: Update, by_inductor: bool = False) -> None:
+        self.update, self.by_inductor = update, by_inductor
         self.graph = update.graph_module.graph
-        self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.placeholders = self.graph.find_nodes(op="placeholder")
         paired = zip(self.placeholders, update.shards, strict=False)
         self.shards = [node for node, is_shard in paired if is_shard]
         self.stream_names: dict[fx.Node, str] = {}
-        names = self._name_inputs()
-        self.numbers = NumberGraph(update.graph_module, names)
-        self.coefficients = {
-            node: Number(names[node], "computed by the step, on the device")
-            for node in map(self.placeholders.__getitem__, update.coefficients)
-        }
+        self.number_names = self._name_inputs()
+        self.numbers = NumberGraph(update.graph_module, self.number_names)
+        self.coefficients: dict[fx.Node, Number] = {}
         self.source_names = _source_names(self.graph)
         self.note = ""  # the Python function whose operations are being taken over
         self.values: list[Value] = []
         self.root: dict[fx.Node, fx.Node] = {}
         self.current: dict[fx.Node, Value | None] = {}
         self.length: set[fx.Node] = set()
-        self.per_block = {self.placeholders[position] for position in update.scales}
         self.loads: dict[fx.Node, Value] = {}
         self.squares: Value | None = None
+        self.gradient_dtype = update.gradient_dtype
+        self.read_again = _read_again(self.graph)
 
     def _name_inputs(self) -> dict[fx.Node, str]:
         """Name the streams, and return the numbers' names: the optimizer's own where it has any."""
@@ -98,24 +110,39 @@ class Builder:
                 names[node] = by_path[path]
         return names
 
-    def run(self) -> Program:
+    def load(self, gradient_dtype: torch.dtype | None, work: GradientWork | None) -> None:
+        """Load every stream, and do work to the gradient."""
+        gradient = self.placeholders[1]
         for node in self.shards:
             if not _is_tensor(node):
                 raise self.refusal(node, "does not say in meta['val'] which dtype it has")
-            dtype = register_dtype(node.meta["val"].dtype)
-            load = Value("load", (), dtype, self.stream_names[node])
+            dtype = node.meta["val"].dtype
+            if node is gradient and work is not None:
+                self.gradient_dtype = dtype = work.inputs[0].meta["val"].dtype
+            load = Value("load", (), register_dtype(dtype), self.stream_names[node])
             self.loads[node] = load
             self.values.append(load)
             self.root[node] = node
             self.current[node] = load
+        self.gradient_dtype = gradient_dtype or self.gradient_dtype
+        if work is not None:
+            self._work_on_gradient(work)
+
+    def run(self) -> Program:
         for node in self.graph.nodes:
             if node.op == "output":
                 output = node.args[0]
-            elif node not in self.root and node not in self.coefficients:
+            elif node not in self.root:
                 self._visit(node)
         return self._finish(output)
 
-    def emit(self, operation: str, *operands: Operand, dtype: torch.dtype, node: fx.Node) -> Value:
+    def emit(
+        self,
+        operation: str | partial,
+        *operands: Operand,
+        dtype: torch.dtype,
+        node: fx.Node,
+    ) -> Value:
         """Append the value of one operation, which serves ``node``."""
         line = "" if self.note else source_line(node)
         value = Value(operation, operands, dtype, "", line, self.note)
@@ -165,14 +192,9 @@ class Builder:
 
     def _visit(self, node: fx.Node) -> None:
         """Take over one node of the trace: a number, a new name for a value, or a new value."""
-        if node.op == "get_attr":
-            raise self.refusal(node, "is a tensor that the optimizer keeps outside of its state")
         reads = [operand for operand in node.all_input_nodes if operand in self.root]
         if node.target in (aten.sym_size.int, aten.sym_numel.default):
             self.length.add(node)
-            return
-        if node.target is sum_of_squares:
-            self._sum_squares(node)
             return
         counts = node.target is aten.arange.default and bool(self.note)
         sized = counts or any(operand in self.length for operand in node.all_input_nodes)
@@ -185,52 +207,99 @@ class Builder:
         if _is_alias(node):
             self.root[node] = self.root[reads[0]]
             return
-        rule = rule_of(node.target)
-        if rule is None or not _is_tensor(node):
-            raise self.refusal(node, "is not known to the kernel")
-        value = rule(self, node)
+        value = self._computed(node)
         written = mutated_inputs(node)
         root = self.root[node] = self.root[written[0]] if written else node
         if value is not None and root is not node:
             value = self.cast(value, register_dtype(node.meta["val"].dtype), node)
+        if value is not None and node is self.read_again:
+            value = self._rounded(value, self.placeholders[0].meta["val"].dtype, node)
         self.current[root] = self._named(value, node, root) if value is not None else None
 
-    def _sum_squares(self, node: fx.Node) -> None:
-        """Take over the one result that is no stream: a number for each block of the grid."""
-        gradient = self.operand(node.args[0], torch.float32, node)
-        note = note_of(sum_of_squares)
-        self.squares = Value("sum_of_squares", (gradient,), torch.float32, "squares", note=note)
-        self.values.append(self.squares)
+    def _computed(self, node: fx.Node) -> Value | None:
+        rule = rule_of(node.target, in_function=bool(self.note))
+        if not _is_tensor(node) or (rule is None and not self.by_inductor):
+            raise self.refusal(node, "is not known to the kernel")
+        try:
+            return (rule or as_it_is)(self, node)
+        except UpdateError:
+            if rule is None or not self.by_inductor:
+                raise
+            return as_it_is(self, node)
 
     def _call(self, node: fx.Node) -> None:
         """Take over what a Python function of elements does, operation by operation."""
-        called = trace_call(node, self._shape_in_functions)
-        if called is None:
+        if not all(map(_is_tensor, node.all_input_nodes)):
             raise self.refusal(node, "is not an operation on tensors")
-        for inner, outer in called.operands.items():
+        *inner, output = trace_call(node).nodes
+        num_operands = len(node.all_input_nodes)
+        for operand, outer in zip(inner, node.all_input_nodes, strict=False):
             if self.is_element(outer):
-                self.root[inner] = self.root[outer]
+                self.root[operand] = self.root[outer]
             else:
-                self.numbers.alias(inner, outer)
-        self.note = called.note
-        for inner in called.nodes:
-            self._visit(inner)
+                self.numbers.alias(operand, outer)
+        self.note = note_of(node.target)
+        for operation in inner[num_operands:]:
+            self._visit(operation)
         self.note = ""
-        node.meta["val"] = called.result.meta["val"]
-        if self.update.scales and node.meta["val"].shape == PER_BLOCK:
-            self.per_block.add(node)
-        self.root[node] = root = self.root[called.result]
+        self.root[node] = root = self.root[output.args[0]]
         value = self.current[root]
-        if root is called.result and value is self.values[-1] and not value.name:
-            self._rename_last(called.name)
+        if root is output.args[0] and value is self.values[-1] and not value.name:
+            self._rename_last(node.target.__name__)
 
-    def _shape_in_functions(self, node: fx.Node) -> Shape:
-        """Return the value that stands for an operand in the trace of a Python function."""
-        if not self.is_element(node):
-            return ()
-        if node in self.per_block:
-            return PER_BLOCK
-        return IN_BLOCKS if self.update.scales else FLAT
+    def _rounded(self, value: Value, dtype: torch.dtype, node: fx.Node) -> Value:
+        """A value of ``node`` rounded to fewer bits: by bits, as compilers leave such casts out."""
+        graph = fx.Graph()
+        source = graph.placeholder("value")
+        source.meta["val"] = example(1, torch.float32)
+        self.root[source] = source
+        self.current[source] = self.cast(value, torch.float32, node)
+        rounded = add_call(graph, round_to, source, dtype)
+        self._call(rounded)
+        result = self.current[self.root[rounded]]
+        assert result is not None
+        return result
+
+    def _work_on_gradient(self, work: GradientWork) -> None:
+        """Do work to the gradient first.  What the step rounds between two operations is rounded.
+
+        Before, for clipping a bfloat16 gradient::
+
+            grad = load
+
+        After::
+
+            mul = grad * coefficient;  rounded = round_to(mul);  grad = cast(rounded, bfloat16)
+        """
+        gradient, (own, *coefficients) = self.placeholders[1], work.inputs
+        for node in coefficients:
+            name = unique(identifier(node.name), tuple(self.number_names.values()))
+            self.number_names[node] = name
+            self.coefficients[node] = Number(name, "computed by the step, on the device")
+        self.root[own], self.current[own] = own, self.current[gradient]
+        for node in work.operations:
+            self.source_names[node] = "grad"
+            self._visit(node)
+            value = self.current[node]
+            assert value is not None, "work makes something of a gradient"
+            if node.meta["val"].dtype in LOW:
+                if value.operation == "cast":
+                    (value,) = value.values
+                self.current[node] = self._rounded(value, node.meta["val"].dtype, node)
+        output = work.graph_module.graph.output_node()
+        self.source_names[output] = "grad"
+        made = self.current[self.root[output.args[0]]]
+        assert made is not None
+        made = self.cast(made, self.update.gradient_dtype, output)
+        self.current[gradient] = self._named(made, output, output)
+
+    def sum_squares(self) -> None:
+        """Add the one result that is no stream: a number for each block of the grid."""
+        gradient = self.placeholders[1]
+        elements = self.operand(gradient, torch.float32, gradient)
+        note = note_of(sum_of_squares)
+        self.squares = Value("sum_of_squares", (elements,), torch.float32, "squares", note=note)
+        self.values.append(self.squares)
 
     def _named(self, value: Value, node: fx.Node, root: fx.Node) -> Value:
         """The value under the optimizer's name for it; that of the memory if it is written to."""
@@ -256,9 +325,6 @@ class Builder:
         kept: list[fx.Node] = []
         new: dict[fx.Node, str] = {}
         for position, node in enumerate(output):
-            if isinstance(node, fx.Node) and node.target is sum_of_squares:
-                results.append(("squares", None))
-                continue
             if not isinstance(node, fx.Node) or node in self.length:
                 raise self.refusal(node, "is a result that is no tensor of the parameter's shape")
             if node not in self.root:
@@ -277,7 +343,10 @@ class Builder:
                 dtype = node.meta["val"].dtype
                 streams.append(Stream(new[root], "new state", dtype, store=value))
             results.append(("stream", new[root]))
+        if self.squares is not None:
+            results.append(("squares", None))
         host = self.numbers.finish(kept)
+        num_inputs = len(self.placeholders)
         inputs = {self.stream_names[node]: self.placeholders.index(node) for node in self.shards}
         program = Program(
             self.update.optimizer,
@@ -287,7 +356,7 @@ class Builder:
             inputs,
             tuple(results),
             tuple(self.coefficients.values()),
-            self.update.coefficients,
+            tuple(range(num_inputs, num_inputs + len(self.coefficients))),
             self.squares,
         )
         return without_dead_values(program)
@@ -296,10 +365,12 @@ class Builder:
         name, load, value = self.stream_names[node], self.loads[node], self.current[node]
         dtype = node.meta["val"].dtype
         if self._is_gradient(node):
-            return Stream(name, "gradient", self.update.gradient_dtype, load)
+            return Stream(name, "gradient", self.gradient_dtype, load)
         kind: Kind = "parameter" if node is self.placeholders[0] else "state"
-        entry = BLOCK if node in self.per_block else 1
-        return Stream(name, kind, dtype, load, None if value is load else value, entry)
+        is_scale = self.placeholders.index(node) in self.update.scales
+        return Stream(
+            name, kind, dtype, load, None if value is load else value, BLOCK if is_scale else 1
+        )
 
     def _name_of_result(self, position: int) -> str:
         """The name of the state, or of the part of one, that a result becomes."""
@@ -309,6 +380,38 @@ class Builder:
                 if leaf == Slot(position):
                     return "_".join(str(k + 1 if type(k) is int else k) for k in path)
         return "state"
+
+
+def _read_again(graph: fx.Graph) -> fx.Node | None:
+    """What has to be rounded, as the update reads what it has written to a narrow parameter.
+
+    Kernels compute in float32 and round what they store.  An update that looks at its own
+    rounding, to make up for it at the next step (Kahan summation), has to find it: in what it
+    writes last, or in what it copies from if somebody else reads that.
+    """
+    nodes = list(graph.nodes)
+    parameter = nodes[0].meta.get("val")
+    if not isinstance(parameter, torch.Tensor) or parameter.dtype not in LOW:
+        return None
+    root = roots_of(graph)
+    written = [
+        node for node in nodes if any(root[item] is nodes[0] for item in mutated_inputs(node))
+    ]
+    if not written:
+        return None
+    last = written[-1]
+    if last.target is aten.copy_.default and _is_result(last.args[1], parameter.dtype):
+        if any(user is not last for user in last.args[1].users):
+            return last.args[1]
+    for node in nodes[nodes.index(last) + 1 :]:
+        reads = any(root[operand] is nodes[0] for operand in node.all_input_nodes)
+        if reads and isinstance(node.target, torch._ops.OpOverload):  # others ask for its length
+            return last
+    return None
+
+
+def _is_result(node: fx.Node, dtype: torch.dtype) -> bool:
+    return node.op == "call_function" and _is_tensor(node) and node.meta["val"].dtype == dtype
 
 
 def _is_tensor(node: fx.Node) -> bool:

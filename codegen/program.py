@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from zerofx.codegen.numbers import HostNumbers, Number
-from zerofx.codegen.operations import Value
+from zerofx.codegen.numbers import HostNumbers, Number, unique
+from zerofx.codegen.operations import NumberOperand, Value
 
 Kind = Literal["parameter", "gradient", "state", "new state"]
 
@@ -53,6 +56,18 @@ ELEMENTS_PER_PARTIAL = 1024
 
 
 @dataclass(frozen=True)
+class Bound:
+    """One run of a program: a tensor for each stream, each number's value, and numbers for results.
+
+    Values are Python numbers or 0-dim tensors; those on the device stay there.
+    """
+
+    tensors: Sequence[Tensor]
+    numbers: dict[Number, Any]
+    kept: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
 class Program:
     """One update of one element of each stream.
 
@@ -85,6 +100,59 @@ class Program:
         """
         partials = 4 / ELEMENTS_PER_PARTIAL if self.squares is not None else 0
         return sum(stream.bytes_per_element for stream in self.streams) + partials
+
+    @cached_property
+    def counts(self) -> bool:
+        """Return whether it is given the number of an element."""
+        return any(value.operation == "index" for value in self.values)
+
+    @cached_property
+    def is_in_blocks(self) -> bool:
+        """Return whether many elements share an entry of some stream."""
+        return any(stream.is_per_block for stream in self.streams)
+
+    def bind(self, values: Sequence[Any]) -> Bound:
+        """Compute the numbers from an update's inputs, and make memory for new states."""
+        kept, computed = self.host(values)
+        tensors = [
+            values[self.inputs[stream.name]]
+            if stream.name in self.inputs
+            else torch.empty_like(values[0], dtype=stream.dtype)
+            for stream in self.streams
+        ]
+        numbers = dict(zip(self.numbers, computed, strict=True))
+        on_device = (values[position] for position in self.coefficients)
+        numbers |= zip(self.device_numbers, on_device, strict=True)
+        return Bound(tensors, numbers, kept)
+
+    def results_of(self, bound: Bound, squares: Tensor | None) -> list[Any]:
+        """Return what the update returns, once its elements have been computed."""
+        streams = dict(zip((s.name for s in self.streams), bound.tensors, strict=True))
+        sources: dict[str, Any] = {
+            "number": bound.kept,
+            "stream": streams,
+            "squares": {None: squares},
+        }
+        return [sources[kind][where] for kind, where in self.results]
+
+    def number_names(self, taken: Collection[str]) -> dict[NumberOperand, str]:
+        """A name for each number and dtype that elements are combined with, in the table's order.
+
+        It is neither a stream's nor one of those that are ``taken``.
+        """
+        used = {
+            operand
+            for value in self.values
+            for operand in value.operands
+            if isinstance(operand, NumberOperand)
+        }
+        names: dict[NumberOperand, str] = {}
+        streams = {stream.name for stream in self.streams}
+        for number in (*self.numbers, *self.device_numbers):
+            of_number = (operand for operand in used if operand.number == number)
+            for operand in sorted(of_number, key=lambda operand: str(operand.dtype)):
+                names[operand] = unique(number.name, {*names.values(), *streams, *taken})
+        return names
 
 
 def without_dead_values(program: Program) -> Program:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from zerofx.codegen.operations import ALIASES, operator_names, rule_of
 from zerofx.errors import StepError
 from zerofx.ir.aliases import mutated_inputs
 
@@ -16,34 +17,6 @@ aten = torch.ops.aten
 
 class UpdateError(StepError):
     """An optimizer's update cannot be traced, or cannot run on shards."""
-
-
-# They make or copy tensors element by element, but carry no tag that says so.
-_SIZE_PRESERVING = {
-    "alias",
-    "clone",
-    "copy",
-    "detach",
-    "empty_like",
-    "empty_strided",
-    "fill",
-    "full_like",
-    "lift_fresh",
-    "lift_fresh_copy",
-    "masked_fill",
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "ones_like",
-    "zero",
-    "zeros_like",
-    "_to_copy",
-}
-_FACTORIES = {"empty", "empty_strided", "full", "ones", "zeros"}
-# Views; of the whole shape they are the identity.
-_RESHAPES = {"view", "_unsafe_view", "expand"}
 
 
 def check_elementwise(
@@ -72,7 +45,7 @@ def check_elementwise(
                 "parameters, or an elementwise optimizer."
             )
         reads_whole = any(operand in found for operand in node.all_input_nodes)
-        if (reads_whole and _tensors(node)) or is_whole_factory(node, shape):
+        if (reads_whole and _is_tensor(node)) or is_whole_factory(node, shape):
             found.add(node)
     return found
 
@@ -83,19 +56,15 @@ def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Nod
     Before, for f32[4, 3]: ``zeros([4, 3])``.  After: ``zeros([sym_size(parameter, 0)])``.
     """
     shape = list(shape)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     length: fx.Node | None = None
     for node in [n for n in gm.graph.nodes if n in whole and n.op == "call_function"]:
         if node.kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
             node.update_kwarg("memory_format", torch.contiguous_format)
-        if not shape or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for position, (argument, value) in enumerate(
-            zip(node.target._schema.arguments, node.args, strict=False)
-        ):
-            if argument.name == "stride":
-                node.update_arg(position, [1])
-            if argument.name != "size" or list(value) != shape:
+        for position in _positions(node, "stride") if shape else ():
+            node.update_arg(position, [1])
+        for position in _positions(node, "size") if shape else ():
+            if list(node.args[position]) != shape:
                 continue
             if length is None:
                 with gm.graph.inserting_after(placeholders[-1]):
@@ -103,44 +72,42 @@ def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Nod
             node.update_arg(position, [length])
 
 
+def _positions(node: fx.Node, name: str) -> list[int]:
+    """Where an operator is given the argument of a name, if by position."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return [place for place in range(len(node.args)) if names[place : place + 1] == [name]]
+
+
 def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str | None:
     """Return the reason why an operation may not run on shards, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return None  # scalar arithmetic, or an element of a list of tensors
+        return None  # scalar arithmetic
     if torch.Tag.nondeterministic_seeded in target.tags:
         return "draws random numbers, which would differ from those of the whole parameter"
-    operands = [operand for operand in node.all_input_nodes if _tensors(operand)]
+    operands = [operand for operand in node.all_input_nodes if _is_tensor(operand)]
     if not any(operand in whole for operand in operands):
         return None
-    name, base = operator_names(target)
-    reshapes = name in _RESHAPES and target.namespace == "aten"
-    if not (_is_pointwise(target) or base in _SIZE_PRESERVING or reshapes):
-        if not (base == "index_put" and _writes_one_value_by_mask(node, whole)):
-            return "is not elementwise"
+    is_known = rule_of(target) is not None or operator_names(target)[0] in ALIASES
+    if not (is_known or _is_pointwise(target)):
+        return "is not elementwise"
+    if operator_names(target)[1] == "index_put" and not _writes_one_value_by_mask(node, whole):
+        return "is not elementwise"
     for operand in operands:
-        if operand not in whole and any(tensor.ndim > 0 for tensor in _tensors(operand)):
-            sizes = [tuple(tensor.shape) for tensor in _tensors(operand)]
-            return f"combines the parameter's elements with another tensor, of shape {sizes[0]}"
+        size = tuple(operand.meta["val"].shape)
+        if operand not in whole and size:
+            return f"combines the parameter's elements with another tensor, of shape {size}"
     if any(written not in whole for written in mutated_inputs(node)):
         return "writes the parameter's elements into a scalar"
-    for result in _tensors(node):
-        if tuple(result.shape) != shape:
-            return f"gives shape {tuple(result.shape)} where the parameter's is {shape}"
-    return None
-
-
-def operator_names(target: torch._ops.OpOverload) -> tuple[str, str]:
-    """An operator's name, and that of its functional, single-tensor form."""
-    name = target._schema.name.partition("::")[2]
-    base = name.removeprefix("_foreach_")
-    return name, base if base.endswith("__") else base.removesuffix("_")
+    size = tuple(node.meta["val"].shape) if _is_tensor(node) else shape
+    return None if size == shape else f"gives shape {size} where the parameter's is {shape}"
 
 
 def _is_pointwise(target: torch._ops.OpOverload) -> bool:
     if torch.Tag.pointwise in target.tags:
         return True
-    # abs_ and the _foreach_ operators are not tagged; their functional forms are.
+    # abs_ is not tagged; its functional form is.
     packet = getattr(aten, operator_names(target)[1], None) if target.namespace == "aten" else None
     overloads = packet.overloads() if packet is not None else ()
     for name in ("Tensor", "Tensor_Scalar", "default"):
@@ -160,20 +127,13 @@ def _writes_one_value_by_mask(node: fx.Node, whole: set[fx.Node]) -> bool:
 def is_whole_factory(node: fx.Node, shape: tuple) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not shape:
         return False
-    if operator_names(node.target)[0] not in _FACTORIES | _SIZE_PRESERVING or not node.args:
+    if rule_of(node.target) is None:
         return False
-    sizes = [
-        value
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-        if argument.name == "size"
-    ]
-    return bool(sizes) and tuple(sizes[0]) == shape
+    return any(tuple(node.args[position]) == shape for position in _positions(node, "size"))
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in values if isinstance(item, torch.Tensor)]
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def operation_line(node: fx.Node) -> str:

@@ -1,29 +1,24 @@
 """Fold a step's arithmetic on a gradient into the update's own kernel.
 
 Clipping by a norm multiplies every gradient by one number, unscaling by another; both are element
-by element, as the update is.  Here such work is a small graph of its own, and is put in front of
-an update's graph: the gradient is then read once, and never written.
+by element, as the update is.  Here such work is a small graph of its own, which a kernel does in
+front of the update: the gradient is then read once, and never written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from zerofx.codegen.operations import rule_of
-from zerofx.codegen.rewrite.elementwise import operator_names
-from zerofx.codegen.rewrite.rounding import round_to
-from zerofx.codegen.trace.functions import add_call, example
-from zerofx.codegen.trace.trace import Update
+from zerofx.codegen.operations import operator_names, rule_of
+from zerofx.codegen.rewrite.rounding import LOW
+from zerofx.codegen.trace.functions import example
 
-aten = torch.ops.aten
-
-_LOW = (torch.bfloat16, torch.float16)
+# Elements: what fits into a cache, and what float32 sums without losing what is added last.
+_SUMMED_AT_ONCE = 1 << 16
 
 # These take a number in the precision that they compute in, whatever the elements' dtype is.
 _ARITHMETIC = {"mul", "div", "add", "sub"}
@@ -62,7 +57,7 @@ def may_be_work(node: fx.Node) -> bool:
     elements = [operand for operand in operands if operand.dim()]
     if not elements or any(tuple(item.shape) != tuple(value.shape) for item in elements):
         return False
-    if not any(item.dtype in _LOW for item in (value, *elements)) or name in _ARITHMETIC:
+    if not any(item.dtype in LOW for item in (value, *elements)) or name in _ARITHMETIC:
         return True
     same = all(item.dtype in (elements[0].dtype, torch.bool) for item in operands)
     return same and name not in _COMPARISONS
@@ -122,82 +117,32 @@ class GradientWork:
             *(node.meta["val"].dtype for node in self.graph_module.graph.nodes if node.meta),
         )
 
-    def before(self, update: Update) -> Update:
-        """Put this in front of an update, which then takes the gradient as this takes it.
-
-        Before::
-
-            lerp_ = lerp_(exp_avg, gradient, a);  ...
-
-        After, for clipping a bfloat16 gradient::
-
-            to = cast(gradient, float32);  mul = mul(to, coefficient)
-            round_to = round_to(mul, bfloat16);  to_1 = cast(round_to, bfloat16)
-            lerp_ = lerp_(exp_avg, to_1, a);  ...
-
-        Whatever is rounded between two operations of the step is rounded here.  Coefficients are
-        the last inputs.
-        """
-        graph = fx.Graph()
-        old = list(update.graph_module.graph.nodes)
-        inputs = [node for node in old if node.op == "placeholder"]
-        env = {node: graph.node_copy(node) for node in inputs}
-        own, *coefficients = self._inputs
-        env[own] = env[inputs[1]]
-        env[own].meta = dict(own.meta)
-        for node in coefficients:
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = dict(node.meta)
-        env[inputs[1]] = self._emit(graph, env, update.gradient_dtype)
-        for node in old:
-            if node.op != "placeholder":
-                env[node] = graph.node_copy(node, env.__getitem__)
-        gm = fx.GraphModule(update.graph_module, graph)
-        first = len(inputs)
-        return replace(
-            update,
-            graph_module=gm,
-            gradient_dtype=own.meta["val"].dtype,
-            clones_gradient=False,  # what the update reads is nobody's memory
-            coefficients=tuple(range(first, first + len(coefficients))),
-        )
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The gradient and the coefficients."""
+        return self.graph_module.graph.find_nodes(op="placeholder")
 
     @property
-    def _inputs(self) -> list[fx.Node]:
-        return [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-
-    def _emit(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], expected: torch.dtype) -> fx.Node:
-        """Write the work into a graph; bfloat16 and float16 are computed, and held, in float32."""
-
-        def call(like: fx.Node, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-            node = add_call(graph, like, target, *args, **kwargs)
-            node.meta["source_name"] = "grad"
-            return node
-
-        def cast(like: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-            if value.meta["val"].dtype == dtype:
-                return value
-            return call(like, aten._to_copy.default, value, dtype=dtype)
-
-        def held(node: fx.Node) -> fx.Node:
-            value = env[node].meta["val"]
-            is_low = value.dim() and value.dtype in _LOW
-            return cast(node, env[node], torch.float32) if is_low else env[node]
-
-        *nodes, output = (n for n in self.graph_module.graph.nodes if n.op != "placeholder")
-        for node in nodes:
-            dtype = node.meta["val"].dtype
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), held)
-            if dtype in _LOW:
-                if "dtype" in kwargs:
-                    kwargs = {**kwargs, "dtype": torch.float32}
-                wide = cast(node, call(node, node.target, *args, **kwargs), torch.float32)
-                env[node] = call(node, round_to, wide, dtype)
-            else:
-                env[node] = call(node, node.target, *args, **kwargs)
-        return cast(output, env[output.args[0]], expected)
+    def operations(self) -> list[fx.Node]:
+        return [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
 
 
 def _example_of(node: fx.Node) -> Tensor:
     value = node.meta["val"]
     return example(value.dim(), value.dtype)
+
+
+# The gradient's part of a norm.  A kernel has every element at hand, and sums their squares.
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """The gradient's squares, summed in float32."""
+    wide = gradient.to(torch.float32)
+    return (wide * wide).sum()
+
+
+def squares_of(gradient: Tensor) -> Tensor:
+    """``sum_of_squares`` without a kernel, and without memory of the gradient's size."""
+    parts = gradient.split(_SUMMED_AT_ONCE)  # one without elements, if it has none
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+    return norms[0].square() if len(norms) == 1 else torch.stack(norms).square().sum()

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LOW = (torch.bfloat16, torch.float16)
+"""What kernels compute in float32."""
+
 BLOCK = 256
 """Elements that share a scale."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.codegen.rewrite.rounding import (
+    LOW,
     decode_blocks,
     encode_blocks,
     in_blocks,
@@ -43,8 +44,6 @@ ADDED = frozenset((MASTER, UPDATES))
 
 FEWEST_CODED = 4096
 """Moments of smaller parameters are never kept in eight bits, as in Dettmers et al. 2022."""
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,10 @@ class Precision:
 
     def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype that the update of such a parameter computes in."""
-        return torch.float32 if parameter in _LOW and not self.is_plain else parameter
+        return torch.float32 if parameter in LOW and not self.is_plain else parameter
 
     def keeps_master(self, parameter: torch.dtype) -> bool:
-        return self.master_weights and parameter in _LOW
+        return self.master_weights and parameter in LOW
 
     def native_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of moments in a state dict: torch's for the trained parameter."""
@@ -178,31 +177,25 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         dims = 1 if name.endswith(SCALE) else num_dims
         node.meta["val"] = numbers.get(name, example(dims, torch.float32))
     parameter, gradient, *_ = inputs
-    kept = {node: env[node] for node in inputs}
     moments = {name: inputs[positions[name]] for name, _ in stored.moments}
-    kept_in = {parameter: stored.parameter, gradient: stored.gradient}
-    kept_in |= {moments[name]: dtype for name, dtype in stored.moments}
-    for node, dtype in kept_in.items():
-        kept[node].meta["val"] = example(num_dims, dtype)
+    kept = {node: env[node] for node in (parameter, gradient, *moments.values())}
+    dtypes = (stored.parameter, stored.gradient, *(dtype for _, dtype in stored.moments))
+    for node, dtype in zip(kept.values(), dtypes, strict=True):
+        node.meta["val"] = example(num_dims, dtype)
 
     def call(function: Any, *args: Any) -> fx.Node:
-        return add_call(graph, None, function, *args)
+        return add_call(graph, function, *args)
+
+    def fitting(value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return value if value.meta["val"].dtype is dtype else call(cast, value, dtype)
 
     if stored.has_master:
         env[parameter] = call(resume_master, extras[MASTER], kept[parameter])
-    elif stored.parameter != stored.compute:
-        env[parameter] = call(cast, kept[parameter], stored.compute)
-    copies_gradient = stored.gradient != stored.compute
-    if copies_gradient:
-        env[gradient] = call(cast, kept[gradient], stored.compute)
     for name, dtype in stored.moments:
-        node = moments[name]
         if dtype is torch.int8:
-            env[node] = call(decode_blocks, kept[node], extras[name + SCALE])
-            if stored.compute is not torch.float32:
-                env[node] = call(cast, env[node], stored.compute)
-        else:
-            env[node] = call(cast, kept[node], stored.compute)
+            env[moments[name]] = call(decode_blocks, kept[moments[name]], extras[name + SCALE])
+    for node in kept:
+        env[node] = fitting(env[node], stored.compute)
 
     length: fx.Node | None = None
     for node in old:
@@ -220,7 +213,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         return call(random_bits, kept[parameter], extras["offset"], extras["key"], stream)
 
     def narrowed(value: fx.Node, name: str) -> fx.Node:
-        return call(round_stochastically, call(cast, value, torch.float32), bits(name))
+        return call(round_stochastically, fitting(value, torch.float32), bits(name))
 
     output = update.graph_module.graph.output_node()
     results = [env[value] if isinstance(value, fx.Node) else value for value in output.args[0]]
@@ -232,11 +225,9 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         templates[MASTER] = Slot(len(results))
         results.append(master)
     if stored.rounds_parameter:
-        new = narrowed(env[parameter], "parameter")
-        call(aten.copy_.default, kept[parameter], new)
+        call(aten.copy_.default, kept[parameter], narrowed(env[parameter], "parameter"))
     elif stored.parameter != stored.compute:
-        new = call(cast, env[parameter], stored.parameter)
-        call(aten.copy_.default, kept[parameter], new)
+        call(aten.copy_.default, kept[parameter], fitting(env[parameter], stored.parameter))
     # Every stored moment is narrowed before any is written: one may be computed from another.
     writes = []
     for name, dtype in stored.moments:
@@ -245,7 +236,7 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
             continue  # the optimizer has dropped it
         value = results[slot.index]
         if dtype is torch.int8:
-            value = call(cast, value, torch.float32)
+            value = fitting(value, torch.float32)
             scale = call(scale_of, value)
             codes = call(encode_blocks, value, scale, bits(name))
             writes += [(extras[name + SCALE], scale), (kept[moments[name]], codes)]
@@ -257,19 +248,17 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
     for target, value in writes:
         call(aten.copy_.default, target, value)
     graph.output(results)
-    gm = fx.GraphModule(update.graph_module, graph)
-    shards = [*update.shards, *(False for _ in inputs[len(update.shards) :])]
-    shards += [name not in ("offset", "key") for name in stored.extras]
-    where = {name: len(inputs) + index for index, name in enumerate(stored.extras)}
+    others = len(inputs) - len(update.shards)
+    are_shards = (name not in ("offset", "key") for name in stored.extras)
+    places = enumerate(stored.extras, len(inputs))
     return replace(
         update,
-        graph_module=gm,
-        shards=tuple(shards),
+        graph_module=fx.GraphModule(update.graph_module, graph),
+        shards=(*update.shards, *[False] * others, *are_shards),
         gradient_dtype=stored.gradient,
-        offset=where.get("offset"),
-        scales=tuple(place for name, place in where.items() if name.endswith(SCALE)),
+        scales=tuple(place for place, name in places if name.endswith(SCALE)),
         state=tuple((state | templates).items()),
-        clones_gradient=update.clones_gradient and not copies_gradient,
+        clones_gradient=update.clones_gradient and stored.gradient == stored.compute,
     )
 
 

@@ -6,8 +6,9 @@ lies between, the Newton-Schulz iteration, reads a whole matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NoReturn
 
 import torch
@@ -34,24 +35,16 @@ def newton_schulz_flops(shape: Sequence[int], group: Mapping[str, Any]) -> int:
     return (4 * m * m * n + 2 * m**3) * int(group.get("ns_steps", 1))
 
 
-WHOLE_TENSOR_OPTIMIZERS: dict[type, Callable[[Sequence[int], Mapping[str, Any]], int]] = {
-    torch.optim.Muon: newton_schulz_flops,
-}
-"""Whose updates may need whole tensors, theirs and their subclasses', and what one computes:
-floating point operations, by a parameter's shape and group."""
-
-
 def whole_update_flops(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Return the flops of updates that may need a whole tensor, by the ``id`` of the parameter.
 
-    Empty for an optimizer whose updates must be elementwise.
+    They are Muon's, and its subclasses'.  Those of any other optimizer must be elementwise.
     """
-    kinds = [kind for kind in type(optimizer).__mro__ if kind in WHOLE_TENSOR_OPTIMIZERS]
     return {
-        id(parameter): WHOLE_TENSOR_OPTIMIZERS[kind](tuple(parameter.shape), group)
-        for kind in kinds[:1]
+        id(parameter): newton_schulz_flops(tuple(parameter.shape), group)
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if isinstance(optimizer, torch.optim.Muon)
     }
 
 
@@ -153,9 +146,7 @@ class _Division:
         self._check_memory(first, core, last)
         reads_last = {operand for node in last for operand in node.all_input_nodes}
         left = self._in_order((reads_last | set(self.output.all_input_nodes)) & first)
-        core_gm = None
-        if core:
-            core_gm, _ = self._part(core, [*taken, *numbers], given[0])
+        core_gm = self._part(core, [*taken, *numbers], given[0])[0] if core else None
         first_gm, of_first = self._part(first, self.inputs, [*taken, *numbers, *left])
         last_gm, of_last = self._part(last, [*self.inputs, *left, *given], self.output.args[0])
         for gm, copies in ((first_gm, of_first), (last_gm, of_last)):
@@ -220,18 +211,12 @@ class _Division:
     def _check_memory(self, first: set[fx.Node], core: set[fx.Node], last: set[fx.Node]) -> None:
         """Refuse what reads or writes memory in another order once it is divided."""
         place = {n: number for number, part in enumerate((first, core, last)) for n in part}
-        for position, node in enumerate(self.calls):
-            for later in self.calls[position + 1 :]:
-                if place[node] <= place[later]:
-                    continue
-                if self._written(node) & self._touched(later) or (
-                    self._written(later) & self._touched(node)
-                ):
-                    self._refuse(later, "shares memory with an operation before it")
-        kept = {
-            root for node in (*last, *self.output.all_input_nodes) for root in self._touched(node)
-        }
-        kept |= set(self.inputs)
+        for node, later in combinations(self.calls, 2):
+            conflicts = self._written(node) & self._touched(later)
+            conflicts |= self._written(later) & self._touched(node)
+            if conflicts and place[node] > place[later]:
+                self._refuse(later, "shares memory with an operation before it")
+        kept = set(self.inputs).union(*map(self._touched, (*last, *self.output.all_input_nodes)))
         for node in self._in_order(core):
             if self._written(node) & kept - core:
                 self._refuse(node, "writes to what the rest of the step reads")

@@ -173,12 +173,10 @@ def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
 
     Those in lists, tuples and dictionaries among its attributes too.
     """
-    defaults = getattr(optimizer, "defaults", {}).items()
+    attributes = {**own_attributes(optimizer), "defaults": getattr(optimizer, "defaults", {})}
     return tuple(
-        (name, constant)
-        for items in (own_attributes(optimizer).items(), defaults)
-        for name, value in items
-        for constant in _constants(value)
+        (path, _Constant(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf))
+        for path, leaf in named_leaves(attributes)
     )
 
 
@@ -200,15 +198,6 @@ _OF_EVERY_OPTIMIZER = {
     "_warned_capturable_if_run_uncaptured",
     "_zero_grad_profile_name",
 }
-
-
-def _constants(value: Any) -> Iterator[_Constant]:
-    if isinstance(value, (bool, int, float, str)):
-        yield _Constant(value)
-    elif type(value) in (list, tuple, dict):
-        yield _Constant(f"{type(value).__name__} of {len(value)}")
-        for item in value if not isinstance(value, dict) else (*value.keys(), *value.values()):
-            yield from _constants(item)
 
 
 class _Constant:

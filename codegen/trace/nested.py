@@ -11,16 +11,6 @@ from torch import Tensor
 
 from zerofx import compat
 
-
-def leaves(value: Any) -> Iterator[Any]:
-    """All values in nested lists, tuples and dictionaries that are none of these."""
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 Path = tuple[Any, ...]
 """Keys and positions."""
 
@@ -32,6 +22,11 @@ def named_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     for key, item in value.items() if type(value) is dict else enumerate(value):
         yield from named_leaves(item, (*path, key))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All values in nested lists, tuples and dictionaries that are none of these."""
+    return (leaf for _, leaf in named_leaves(value))
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -50,12 +45,9 @@ def copied(value: Any) -> Any:
 
 def is_same(before: Any, after: Any) -> bool:
     """Return whether two values are one object, or hold the same ones in the same places."""
-    if type(before) in (list, tuple, dict) and type(before) is type(after):
-        if isinstance(before, dict) and list(before) != list(after):
-            return False
-        left, right = list(leaves(before)), list(leaves(after))
-        return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
-    return before is after
+    left, right = list(named_leaves(before)), list(named_leaves(after))
+    same = all(a is b and p == q for (p, a), (q, b) in zip(left, right, strict=False))
+    return type(before) is type(after) and len(left) == len(right) and same
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class TracedStep:
 
         unchanged = {id(item) for item in results} | {
             id(number)
-            for key, number in numbers.items()
+            for key, (number, _) in numbers.items()
             if key in kept and key not in self.follower.mutated
         }
         mine = inputs[num_tensors + len(self.group.scalars) :]

@@ -10,6 +10,7 @@ import builtins
 import inspect
 import math
 import os
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,9 +32,8 @@ class Follower(compat.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, tuple[Any, bool]] = {}  # and whether adding integers is exact
         self.mutated: set[int] = set()
-        self._counts: set[int] = set()
         self.last_read = "item"
         self.number_names: dict[Any, str] = {}
         self._makers: dict[int, str] = {}
@@ -42,18 +42,21 @@ class Follower(compat.DispatchMode):
     def know(self, tensor: Tensor, value: Any, *, counts: bool) -> None:
         """Take ``value`` for the tensor's; ``counts``: adding integers to it does not round."""
         self._alive.append(tensor)
-        self.values[compat.storage_key(tensor)] = value
-        (self._counts.add if counts else self._counts.discard)(compat.storage_key(tensor))
+        self.values[compat.storage_key(tensor)] = value, counts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         frame = _optimizer_frame(inspect.currentframe())
         compat.set_source_line(_traceback_line(frame))
         self._note_names(frame)
+        one_by_one = compat.list_operators().get(func)
+        if one_by_one is not None:
+            with self:
+                return one_by_one(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             key = compat.storage_key(args[0])
             if key in self.values:
-                return self.values[key]
+                return self.values[key][0]
             self.last_read = self._makers.get(key, "item")
             return func(*args, **kwargs)
         if func in _LIFTS and args[0].numel() == 1:
@@ -99,13 +102,11 @@ class Follower(compat.DispatchMode):
             return None
         if not args or not isinstance(args[0], Tensor):
             return None
-        key = compat.storage_key(args[0])
-        if key not in self.values:
-            return None
-        value = self.values[key]
-        if func is aten.clone.default:
-            return value, key in self._counts
-        if key not in self._counts or len(args) != 2 or kwargs:
+        known = self.values.get(compat.storage_key(args[0]))
+        if known is None or func is aten.clone.default:
+            return known
+        value, counts = known
+        if not counts or len(args) != 2 or kwargs:
             return None
         if not isinstance(args[1], (int, float)) or not float(args[1]).is_integer():
             return None
@@ -120,8 +121,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
     """The tensors that an operator writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
+            yield args[position] if position < len(args) else kwargs[argument.name]
 
 
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -308,10 +308,9 @@ def _traceback_line(frame: types.FrameType | None) -> str:
 
 def innermost_line(error: BaseException) -> str:
     """``file:line`` in the optimizer's source where an error was raised."""
-    found, trace = "?", error.__traceback__
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if _is_optimizer_source(filename):
-            found = f"{filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_optimizer_source(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else "?"

@@ -31,7 +31,7 @@ from zerofx.ir.parameters import ParameterInfo
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The traced update of one parameter; call it to update in place.
+    """The traced update of one parameter, and as it is one of its kernels.
 
     ``guard`` says whether the branches taken while tracing hold for other scalars (None: they
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
@@ -40,9 +40,7 @@ class Update:
     element per element of the parameter, ``inputs`` where all of them are found: ``state.exp_avg``.
 
     It takes the gradient in ``gradient_dtype``.  One that ``codegen.rewrite.storage`` has rewritten
-    may have more inputs, which ``inputs`` does not name: ``offset`` is that of the first element's
-    number, ``scales`` are those of blocks' scales.  ``coefficients`` are those that
-    ``zerofx.codegen.rewrite.gradient_work`` adds: 0-dim tensors, which stay where they are.
+    may have more inputs, which ``inputs`` does not name: ``scales`` are those of blocks' scales.
     ``of_any_sizes``: traced for another parameter whose memory ``is_usual``, on shards, it
     would be the same.
     """
@@ -58,26 +56,19 @@ class Update:
     optimizer: str
     inputs: tuple[str, ...]
     gradient_dtype: torch.dtype
-    offset: int | None = None
     scales: tuple[int, ...] = ()
-    coefficients: tuple[int, ...] = ()
     of_any_sizes: bool = False
 
-    def __call__(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        tensors: Sequence[Tensor],
-        scalars: Sequence,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Update ``parameter`` in place; return its new state and the group's changed entries."""
-        return self.filled(self.run(parameter, gradient, *tensors, *scalars))
+    may_wait = False
 
-    def run(self, parameter: Tensor, gradient: Tensor, *others: Any) -> Sequence[Any]:
-        """Run the graph operator by operator, and leave the gradient as it is."""
-        if self.clones_gradient:
-            gradient = gradient.clone()
-        return self.graph_module.forward(parameter, gradient, *others)
+    def ready(self, parameter: Tensor, gradient: Tensor, *others: Any) -> Callable[[], Any]:
+        """Return what runs the graph operator by operator, and leaves the gradient as it is."""
+
+        def run() -> Sequence[Any]:
+            given = gradient.clone() if self.clones_gradient else gradient
+            return self.graph_module.forward(parameter, given, *others)
+
+        return run
 
     def filled(self, results: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state and the group's changed entries that a run of the graph has returned."""
@@ -158,11 +149,10 @@ def trace_update(
             "state_dict() would hold one rank's shards of them. Keep each as a state of its own: "
             f"self.state[p]['{step.nested[0]}_0'] = tensor."
         )
+    shards = (True, True, *group.shards, *state.shards)
     if sharded:
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        shards = (True, True, *group.shards, *state.shards)
         # Placeholders of numbers follow those of tensors.
-        paired = zip(placeholders, shards, strict=False)
+        paired = zip(gm.graph.find_nodes(op="placeholder"), shards, strict=False)
         whole = [node for node, is_shard in paired if is_shard]
         found = check_elementwise(gm, shape=info.shape, whole=whole, optimizer=name)
         of_any_sizes = is_usual(info) and not (step.asks_for_shapes or _has_sizes(gm))
@@ -171,7 +161,7 @@ def trace_update(
     of_tensors, of_scalars = zip(group.paths("group"), state.paths("state"), strict=True)
     return Update(
         graph_module=gm,
-        shards=(True, True, *group.shards, *state.shards),
+        shards=shards,
         guard=_compile_guard(env, symbols),
         state=step.new_state,
         group=step.new_group,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from zerofx.codegen.operations import NumberOperand, Operand, Value
@@ -83,6 +81,7 @@ _BINARY = {
     "add": ("+", _ADDED),
     "sub": ("-", _ADDED),
     "mul": ("*", _MULTIPLIED),
+    "div": ("/", _MULTIPLIED),
     "gt": (">", _COMPARED),
     "ge": (">=", _COMPARED),
     "lt": ("<", _COMPARED),
@@ -97,8 +96,12 @@ _BINARY = {
 }
 
 # The text, how tightly that holds, and how tightly the operand in it has to hold.
-_TEMPLATES = {
+_Template = tuple[str, int, int]
+_TEMPLATES: dict[str, _Template] = {
     "neg": ("-{0}", _NEGATED, _NEGATED),
+    "not": ("~{0}", _NEGATED, _NEGATED),
+    "reciprocal": ("1.0 / {0}", _MULTIPLIED, _MULTIPLIED + 1),
+    "cast": ("{0}.to({dtype})", _CALL, _CALL),
     "index": ("begin + lane", _ADDED, _LOOSE),
     "bitcast": ("{0}.to({dtype}, bitcast=True)", _CALL, _CALL),
     "full": ("tl.full(lane.shape, {0}, {dtype})", _CALL, _LOOSE),
@@ -114,7 +117,21 @@ _TEMPLATES = {
     **{name: (f"{name}({{0}}, {{1}})", _CALL, _LOOSE) for name in ("maximum", "minimum")},
     **{
         name: (f"tl.{name}({{0}})", _CALL, _LOOSE)
-        for name in ("abs", "exp", "log", "floor", "ceil", "sigmoid", "sin", "cos", "erf")
+        for name in ("sqrt", "abs", "exp", "log", "floor", "ceil", "sigmoid", "sin", "cos", "erf")
+    },
+}
+
+# Those of results of one dtype.  Quotients and roots in float32 are rounded as torch rounds them:
+# Triton's plain ones are not.
+_BY_DTYPE: dict[torch.dtype, dict[str, _Template]] = {
+    torch.bool: {
+        "not": ("{0} == 0", _COMPARED, _NEGATED),
+        "cast": ("{0} != 0", _COMPARED, _COMPARED + 1),
+    },
+    torch.float32: {
+        "div": ("tl.div_rn({0}, {1})", _CALL, _LOOSE),
+        "sqrt": ("tl.sqrt_rn({0})", _CALL, _LOOSE),
+        "reciprocal": ("tl.div_rn(1.0, {0})", _CALL, _LOOSE),
     },
 }
 
@@ -154,42 +171,19 @@ class Expressions:
 
     def operation(self, value: Value) -> tuple[str, int]:
         operation, operands = value.operation, value.operands
-        if operation in _BINARY:
+        assert isinstance(operation, str), "others are for Inductor"
+        template = _BY_DTYPE.get(value.dtype, {}).get(operation) or _TEMPLATES.get(operation)
+        if template is None:
             sign, hold = _BINARY[operation]
             # Few know how tightly & and >> hold: what they combine is in parentheses.
             is_plain = hold in (_ADDED, _MULTIPLIED)
             left = self.text(operands[0], hold if is_plain else _NEGATED)
             right = self.text(operands[1], hold + 1 if is_plain else _NEGATED)
             return f"{left} {sign} {right}", hold
-        if operation == "not":
-            operand = self.text(operands[0], _NEGATED)
-            return (f"{operand} == 0", _COMPARED) if is_bool(value) else (f"~{operand}", _NEGATED)
-        if operation in ("div", "sqrt", "reciprocal"):
-            return self._rounded(operation, operands, value.dtype)
-        if operation == "cast":
-            return self._cast(operands[0], value.dtype)
-        template, hold, inner = _TEMPLATES[operation]
+        text, hold, inner = template
         texts = [self.text(operand, inner) for operand in operands]
         self.functions |= dict.fromkeys(_USES.get(operation, ()))
-        return template.format(*texts, dtype=DTYPES[value.dtype]), hold
-
-    def _rounded(
-        self, operation: str, operands: Sequence[Operand], dtype: torch.dtype
-    ) -> tuple[str, int]:
-        """Quotients and roots rounded as torch rounds them; Triton's plain ones are not in fp32."""
-        if operation == "sqrt":
-            function = "tl.sqrt_rn" if dtype is torch.float32 else "tl.sqrt"
-            return f"{function}({self.text(operands[0])})", _CALL
-        over, under = operands if operation == "div" else (1.0, operands[0])
-        if dtype is torch.float32:
-            return f"tl.div_rn({self.text(over)}, {self.text(under)})", _CALL
-        over_text = self.text(over, _MULTIPLIED)
-        return f"{over_text} / {self.text(under, _MULTIPLIED + 1)}", _MULTIPLIED
-
-    def _cast(self, operand: Operand, dtype: torch.dtype) -> tuple[str, int]:
-        if dtype is torch.bool:
-            return f"{self.text(operand, _COMPARED + 1)} != 0", _COMPARED
-        return f"{self.text(operand, _CALL)}.to({DTYPES[dtype]})", _CALL
+        return text.format(*texts, dtype=DTYPES[value.dtype]), hold
 
 
 def is_bool(value: Value | NumberOperand) -> bool:

@@ -12,13 +12,13 @@ import hashlib
 import itertools
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program
+from zerofx.codegen.numbers import Number
+from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Bound, Program
 from zerofx.codegen.triton.source import CHUNK, kernel_name, triton_source
 
 ALIGNMENT = 16
@@ -36,18 +36,6 @@ _INTERPRETED_BLOCK = 1024
 
 _TUNED_ON_ELEMENTS = 1 << 22
 """The elements that a configuration is timed on: AdamW's streams then exceed a GPU's cache."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A contiguous piece of every stream, in the program's order, and its numbers.
-
-    Shapes: the first stream is flat [n], the others too, or [ceil(n / 256)] if per block.
-    A number is a Python number or a 0-dim tensor; one on the device stays there.
-    """
-
-    streams: Sequence[Tensor]
-    numbers: Sequence[Any]
 
 
 class TritonKernel:
@@ -76,41 +64,30 @@ class TritonKernel:
         With ``launches`` it runs when they do, and the results are not to be read before; the sum
         of squares is among theirs.
         """
-        program = self.program
-        kept, numbers = program.host(values)
-        tensors: dict[str, Tensor] = {}
-        for stream in program.streams:
-            if stream.name in program.inputs:
-                tensors[stream.name] = values[program.inputs[stream.name]]
-            else:
-                tensors[stream.name] = torch.empty_like(values[0], dtype=stream.dtype)
-        segment = Segment(list(tensors.values()), numbers)
-        device_numbers = [values[position] for position in program.coefficients]
+        bound = self.program.bind(values)
         squares = None
         if launches is None:
-            squares = self.launch([segment], device_numbers)
+            squares = self.launch([bound])
         else:
-            launches.add(self, segment, device_numbers)
-        sources: dict[str, Any] = {"number": kept, "stream": tensors, "squares": {None: squares}}
-        return [sources[kind][where] for kind, where in program.results]
+            launches.add(self, bound)
+        return self.program.results_of(bound, squares)
 
-    def launch(
-        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor] = ()
-    ) -> Tensor | None:
-        """Update the segments in place; ``device_numbers`` are 0-dim, in the program's order.
+    def launch(self, segments: Sequence[Bound]) -> Tensor | None:
+        """Update segments in place: contiguous pieces of every stream, with numbers of their own.
 
-        One launch for the segments whose streams are all aligned, another for the rest.  Returns
-        the sum of all gradients' squares, 0-dim, if the program gives it.
+        The numbers on the device are the first segment's.  One launch for the segments whose
+        streams are all aligned, another for the rest.  Returns the sum of all gradients' squares,
+        0-dim, if the program gives it.
 
         Raises: ValueError if a stream is not flat memory of the program's dtype, all of one
         length and on one device.
         """
         for segment in segments:
             self._check(segment)
-        there = [segment for segment in segments if segment.streams[0].numel()]
+        there = [segment for segment in segments if segment.tensors[0].numel()]
         groups = _by_alignment(self.program, there)
         sums = [
-            self._launch(group, device_numbers, alignment)
+            self._launch(group, alignment)
             for group, alignment in zip(groups, (ALIGNMENT, 1), strict=True)
             if group
         ]
@@ -118,21 +95,22 @@ class TritonKernel:
             return None
         squares = [squares for squares in sums if squares is not None]
         if not squares:
-            return torch.zeros((), device=segments[0].streams[0].device)
+            return torch.zeros((), device=segments[0].tensors[0].device)
         return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
     def _launch(
-        self, segments: Sequence[Segment], device_numbers: Sequence[Tensor], alignment: int
+        self, segments: Sequence[Bound], alignment: int, run: Callable[..., int] | None = None
     ) -> Tensor | None:
-        device = segments[0].streams[0].device
+        device = segments[0].tensors[0].device
         chunk = CHUNK if _on_gpu(device) else _INTERPRETED_BLOCK
-        lengths = [segment.streams[0].numel() for segment in segments]
+        lengths = [segment.tensors[0].numel() for segment in segments]
         chunks = [-(-length // chunk) for length in lengths]
         table, numbers = self._tables(segments, chunks, chunk)
         elements = sum(chunks[:-1]) * chunk + lengths[-1]
         partials = self._room_for_partials(elements, device)
-        places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials)
-        blocks = self._run(device)((*places, *device_numbers), elements, alignment)
+        on_device = (segments[0].numbers[number] for number in self.program.device_numbers)
+        places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials, *on_device)
+        blocks = (run or self._run(device))(places, elements, alignment)
         return partials[0][:blocks].sum() if partials else None
 
     def _room_for_partials(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -145,21 +123,20 @@ class TritonKernel:
         return (self._partials[device],)
 
     def _tables(
-        self, segments: Sequence[Segment], chunks: Sequence[int], chunk: int
+        self, segments: Sequence[Bound], chunks: Sequence[int], chunk: int
     ) -> tuple[Tensor, Tensor]:
         """The rows of the segments and of their numbers, on the device."""
-        device = segments[0].streams[0].device
+        device = segments[0].tensors[0].device
         starts = itertools.accumulate((count * chunk for count in chunks), initial=0)
         rows = [
-            (start, segment.streams[0].numel(), *(stream.data_ptr() for stream in segment.streams))
+            (start, segment.tensors[0].numel(), *(tensor.data_ptr() for tensor in segment.tensors))
             for start, segment in zip(starts, segments, strict=False)
         ]
         size = len(rows) * len(rows[0])
         size += size % 2  # the numbers start at a multiple of 16 bytes, as Triton likes pointers
-        count = len(rows) * len(self.program.numbers)
-        host = torch.empty(size + count, dtype=torch.int64, pin_memory=_on_gpu(device))
+        given = [bound.numbers[number] for bound in segments for number in self.program.numbers]
+        host = torch.empty(size + len(given), dtype=torch.int64, pin_memory=_on_gpu(device))
         host[: len(rows) * len(rows[0])] = torch.tensor(rows).view(-1)
-        given = [number for segment in segments for number in segment.numbers]
         on_device = {place: number for place, number in enumerate(given) if _is_on_device(number)}
         known = [0.0 if place in on_device else float(x) for place, x in enumerate(given)]
         host[size:].view(torch.float64).copy_(torch.tensor(known, dtype=torch.float64))
@@ -169,9 +146,9 @@ class TritonKernel:
             numbers[place].copy_(number)
         return table, numbers
 
-    def _check(self, segment: Segment) -> None:
-        first = segment.streams[0]
-        for stream, tensor in zip(self.program.streams, segment.streams, strict=True):
+    def _check(self, segment: Bound) -> None:
+        first = segment.tensors[0]
+        for stream, tensor in zip(self.program.streams, segment.tensors, strict=True):
             alike = tensor.dtype == stream.dtype and tensor.device == first.device
             length = stream.length(first.numel())
             shape = (length,) if stream.is_per_block else first.shape
@@ -223,14 +200,9 @@ class TritonKernel:
             torch.zeros(stream.length(_TUNED_ON_ELEMENTS), dtype=stream.dtype, device=device)
             for stream in self.program.streams
         ]
-        scratch = Segment(streams, [0.5] * len(self.program.numbers))
-        chunks = [_TUNED_ON_ELEMENTS // CHUNK]
-        table, numbers = self._tables([scratch], chunks, CHUNK)
-        device_numbers = [torch.zeros((), device=device) for _ in self.program.device_numbers]
-        partials = self._room_for_partials(_TUNED_ON_ELEMENTS, device)
-        places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials)
-        arguments = (*places, *device_numbers)
-        run(arguments, _TUNED_ON_ELEMENTS, ALIGNMENT)
+        numbers: dict[Number, Any] = dict.fromkeys(self.program.numbers, 0.5)
+        numbers |= {n: torch.zeros((), device=device) for n in self.program.device_numbers}
+        self._launch([Bound(streams, numbers)], ALIGNMENT, run)
         return run
 
 
@@ -238,19 +210,19 @@ class Launches:
     """Updates that wait to be launched together: one launch for each kernel among them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple, tuple[TritonKernel, Sequence[Tensor], list[Segment]]] = {}
+        self._waiting: dict[tuple, tuple[TritonKernel, list[Bound]]] = {}
 
-    def add(self, kernel: TritonKernel, segment: Segment, device_numbers: Sequence[Tensor]) -> None:
+    def add(self, kernel: TritonKernel, segment: Bound) -> None:
         """Let a segment wait for ``run``."""
-        key = (id(kernel), *map(id, device_numbers), segment.streams[0].device)
-        waiting = self._waiting.setdefault(key, (kernel, device_numbers, []))
-        waiting[2].append(segment)
+        on_device = (segment.numbers[number] for number in kernel.program.device_numbers)
+        key = (id(kernel), *map(id, on_device), segment.tensors[0].device)
+        self._waiting.setdefault(key, (kernel, []))[1].append(segment)
 
     def run(self) -> list[Tensor]:
         """Launch what waits; return the sums of squares, of each kernel that gives one."""
         waiting = list(self._waiting.values())
         self._waiting.clear()
-        sums = (kernel.launch(segments, numbers) for kernel, numbers, segments in waiting)
+        sums = (kernel.launch(segments) for kernel, segments in waiting)
         return [squares for squares in sums if squares is not None]
 
 
@@ -277,21 +249,18 @@ def load_kernel(source: str, name: str) -> Any:
 
 def configurations_of(program: Program) -> Sequence[tuple[int, int]]:
     """The elements and warps of a block that a program is timed with."""
-    has_codes = any(stream.is_per_block for stream in program.streams)
-    return _CONFIGURATIONS_OF_CODES if has_codes else _CONFIGURATIONS
+    return _CONFIGURATIONS_OF_CODES if program.is_in_blocks else _CONFIGURATIONS
 
 
-def _by_alignment(
-    program: Program, segments: Sequence[Segment]
-) -> tuple[list[Segment], list[Segment]]:
+def _by_alignment(program: Program, segments: Sequence[Bound]) -> tuple[list[Bound], list[Bound]]:
     """The segments whose streams all start at multiples of ALIGNMENT, and the others.
 
     But for streams per block: there are few of their entries, and each is read by itself.
     """
-    groups: tuple[list[Segment], list[Segment]] = ([], [])
+    groups: tuple[list[Bound], list[Bound]] = ([], [])
     places = [i for i, stream in enumerate(program.streams) if not stream.is_per_block]
     for segment in segments:
-        is_aligned = all(segment.streams[i].data_ptr() % ALIGNMENT == 0 for i in places)
+        is_aligned = all(segment.tensors[i].data_ptr() % ALIGNMENT == 0 for i in places)
         groups[not is_aligned].append(segment)
     return groups
 

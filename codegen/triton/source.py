@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from zerofx.codegen.numbers import unique
-from zerofx.codegen.operations import NumberOperand, Value
+from zerofx.codegen.operations import Value
 from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program, Stream
 from zerofx.codegen.rewrite.rounding import BLOCK as SHARED
 from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions, is_bool
@@ -66,9 +66,9 @@ class _Writer:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.kernel = kernel_name(program)
-        self.loads = [stream for stream in program.streams if stream.load is not None]
-        self.stores = [stream for stream in program.streams if stream.store is not None]
-        self.numbers = _number_names(program)
+        self.loads = [(stream, stream.load) for stream in program.streams if stream.load]
+        self.stores = [(stream, stream.store) for stream in program.streams if stream.store]
+        self.numbers = program.number_names({*_RESERVED, self.kernel})
         taken = {*self.numbers.values(), *_RESERVED, self.kernel, f"{self.kernel}_block"}
         self.pointers = {
             stream.name: unique(f"{stream.name}_ptr", taken) for stream in program.streams
@@ -82,10 +82,13 @@ class _Writer:
         ]
         self._name_values(taken | set(self.pointers.values()))
         self.places = ["lane", "mask"]
-        if any(stream.is_per_block for stream in program.streams):
+        if program.is_in_blocks:
             self.places += ["part", "part_mask"]
-        counts = any(value.operation == "index" for value in program.values)
-        self.inputs = [*self.pointers.values(), *self.numbers.values(), *(["begin"] * counts)]
+        self.inputs = [
+            *self.pointers.values(),
+            *self.numbers.values(),
+            *(["begin"] * program.counts),
+        ]
 
     def module(self) -> str:
         block, kernel = self._block(), self._kernel()
@@ -100,7 +103,7 @@ class _Writer:
         for value in self.program.values:
             for operand in value.values:
                 uses.setdefault(operand, []).append(value)
-        stored = [stream.store for stream in self.stores]
+        stored = [value for _, value in self.stores]
         inlined: set[Value] = set()
         sizes: dict[Value, int] = {}
         for value in self.program.values:
@@ -127,18 +130,14 @@ class _Writer:
         for position, statement in enumerate(self.statements):
             last_use |= dict.fromkeys(self._reads(statement), position)
         end = len(self.statements)
-        for stream in self.stores:
-            assert stream.store is not None
-            last_use[stream.store] = end
+        last_use |= dict.fromkeys((value for _, value in self.stores), end)
         if self.program.squares is not None:
             last_use[self.program.squares] = end
-        for stream in self.loads:
-            assert stream.load is not None
-            self.names[stream.load] = unique(stream.name, taken)
-            taken.add(self.names[stream.load])
+        for stream, load in self.loads:
+            self.names[load] = unique(stream.name, taken)
+            taken.add(self.names[load])
         # The result of a function goes by its name, but what is stored by that of its memory.
-        results = [s for s in self.stores if s.store and s.store.note]
-        stored = {stream.store: stream.name for stream in results}
+        stored = {value: stream.name for stream, value in self.stores if value.note}
         for position, value in enumerate(self.statements):
             busy = {
                 name for other, name in self.names.items() if last_use.get(other, -1) > position
@@ -159,11 +158,7 @@ class _Writer:
             "",
         ]
         for stream in program.streams:
-            ways = [
-                way
-                for way, there in (("read", stream.load), ("written", stream.store))
-                if there is not None
-            ]
+            ways = ["read"] * bool(stream.load) + ["written"] * bool(stream.store)
             dtype = DTYPES[stream.dtype].removeprefix("tl.")
             shared = f", one for {stream.elements_per_entry}" * stream.is_per_block
             lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}{shared}")
@@ -188,15 +183,14 @@ class _Writer:
         else:
             returned = "Returns the sum of its gradient's squares."
             lines += [f'    """{summary}', "", f"    {returned}", '    """']
-        for stream in self.loads:
-            assert stream.load is not None
+        for stream, load in self.loads:
             place, mask = _place(stream)
             text = f"tl.load({self.pointers[stream.name]} + {place}, {mask})"
             if stream.dtype is torch.bool:
                 text = f"{text} != 0"
-            elif stream.dtype != stream.load.dtype:
-                text = f"{text}.to({DTYPES[stream.load.dtype]})"
-            lines.append(f"    {self.names[stream.load]} = {text}")
+            elif stream.dtype != load.dtype:
+                text = f"{text}.to({DTYPES[load.dtype]})"
+            lines.append(f"    {self.names[load]} = {text}")
         lines.append("")
         said = ""
         for value in self.statements:
@@ -207,20 +201,15 @@ class _Writer:
             text, _ = self.written.operation(value)
             lines.append(f"    {self.names[value]} = {text}")
         lines.append("")
-        for stream in self.stores:
-            lines.append(f"    {self._store(stream)}")
+        for stream, stored in self.stores:
+            text, dtype = self.names[stored], _in_memory(stream)
+            if dtype != stored.dtype:
+                text = f"{text}.to({DTYPES[dtype]})"
+            place, mask = _place(stream)
+            lines.append(f"    tl.store({self.pointers[stream.name]} + {place}, {text}, {mask})")
         if program.squares is not None:
             lines.append(f"    return {self.names[program.squares]}")
         return "\n".join(["@triton.jit", *lines, ""])
-
-    def _store(self, stream: Stream) -> str:
-        assert stream.store is not None
-        text = self.names[stream.store]
-        stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
-        if stored != stream.store.dtype:
-            text = f"{text}.to({DTYPES[stored]})"
-        place, mask = _place(stream)
-        return f"tl.store({self.pointers[stream.name]} + {place}, {text}, {mask})"
 
     def _kernel(self) -> str:
         program, width = self.program, 2 + len(self.program.streams)
@@ -235,12 +224,11 @@ class _Writer:
             "    rest = tl.load(row + 1) - begin",
         ]
         for position, stream in enumerate(program.streams, 2):
-            stored = torch.int8 if stream.dtype is torch.bool else stream.dtype
             start, alignment = "begin", "ALIGNMENT"
             if stream.is_per_block:  # whatever is shared starts anywhere among other segments'
                 start = f"begin // {stream.elements_per_entry}"
                 alignment = str(stream.dtype.itemsize)
-            place = f"row + {position}, {start}, {DTYPES[stored]}, {alignment}"
+            place = f"row + {position}, {start}, {DTYPES[_in_memory(stream)]}, {alignment}"
             lines.append(f"    {self.pointers[stream.name]} = stream({place})")
         if program.numbers:
             lines.append(f"    numbers += segment * {len(program.numbers)}")
@@ -268,6 +256,10 @@ class _Writer:
         return "\n".join(["@triton.jit", *lines, ""])
 
 
+def _in_memory(stream: Stream) -> torch.dtype:
+    return torch.int8 if stream.dtype is torch.bool else stream.dtype
+
+
 def _place(stream: Stream) -> tuple[str, str]:
     """A stream's place in a block, and the mask of its entries."""
     return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
@@ -281,25 +273,6 @@ _RESERVED = (
     *("partials", "partial"),
     *FUNCTIONS,
 )
-
-
-def _number_names(program: Program) -> dict[NumberOperand, str]:
-    """A name for each number and dtype that elements are combined with, in the table's order."""
-    used = {
-        operand
-        for value in program.values
-        for operand in value.operands
-        if isinstance(operand, NumberOperand)
-    }
-    names: dict[NumberOperand, str] = {}
-    streams = {stream.name for stream in program.streams}
-    for number in (*program.numbers, *program.device_numbers):
-        for operand in sorted(
-            (operand for operand in used if operand.number == number), key=lambda o: str(o.dtype)
-        ):
-            taken = {*names.values(), *_RESERVED, *streams, kernel_name(program)}
-            names[operand] = unique(number.name, taken)
-    return names
 
 
 def _call(prefix: str, function: str, arguments: Sequence[str], suffix: str) -> list[str]:

@@ -164,7 +164,7 @@ def check_groups_in_one_launch():
 
 def check_neighbours_are_left_alone(offset, length):
     """A segment anywhere in memory, aligned or not, is updated and nothing around it."""
-    from zerofx.codegen.triton.launch import Segment
+    from zerofx.codegen.program import Bound
 
     pair = Pair("adamw", length)
     pair.step()
@@ -176,10 +176,10 @@ def check_neighbours_are_left_alone(offset, length):
     pieces = [buffer[offset : offset + length] for buffer in buffers]
     for piece, tensor in zip(pieces, tensors, strict=True):
         piece.copy_(tensor)
-    numbers = [0.99, 0.1, 0.999, 0.001, 0.5, 1e-8, 0.01]
-    assert len(kernel.program.numbers) == len(numbers)
-    kernel.launch([Segment(tensors, numbers)])
-    kernel.launch([Segment(pieces, numbers)])
+    values = [0.99, 0.1, 0.999, 0.001, 0.5, 1e-8, 0.01]
+    numbers = dict(zip(kernel.program.numbers, values, strict=True))
+    kernel.launch([Bound(tensors, numbers)])
+    kernel.launch([Bound(pieces, numbers)])
     for piece, tensor in zip(pieces, tensors, strict=True):
         assert torch.equal(piece, tensor)
     for buffer in buffers:
@@ -272,7 +272,6 @@ def check_functions():
 
 def check_an_update_that_makes_up_for_its_rounding():
     """Kahan 1965: as operator by operator, where the correction is a rounding error."""
-    from zerofx.codegen.rewrite.read_again import round_what_is_read_again
 
     class Corrected(torch.optim.Optimizer):
         def __init__(self, params):
@@ -288,7 +287,7 @@ def check_an_update_that_makes_up_for_its_rounding():
                 left.add_(before.sub_(p))
 
     plain, own = (nn.Parameter(torch.linspace(1, 2, 300).to(BF16)) for _ in range(2))
-    shards = Shards(Corrected([own]), lambda update: kernels(round_what_is_read_again(update)))
+    shards = Shards(Corrected([own]), kernels)
     optimizer, start = Corrected([plain]), plain.detach().clone()
     for _ in range(20):
         plain.grad = torch.full_like(plain, 2**-12)
@@ -323,14 +322,14 @@ def check_custom(update, exact=False):
 
 
 def check_streams_that_do_not_fit_are_refused():
-    from zerofx.codegen.triton.launch import Segment
+    from zerofx.codegen.program import Bound
 
     pair = Pair("sgd", 16)
     kernel = pair.shards.trace()[1]
     good = torch.zeros(16)
     for bad in (good.double(), torch.zeros(15), torch.zeros(32)[::2]):
         try:
-            kernel.launch([Segment([good, bad], [0.1, 0.1])])
+            kernel.launch([Bound([good, bad], dict.fromkeys(kernel.program.numbers, 0.1))])
         except ValueError as error:
             assert "'grad'" in str(error) and "torch.float32[16]" in str(error)
         else:
@@ -476,10 +475,10 @@ def check_blocks_of_codes(offset, stored):
         p.grad = torch.ones_like(p)
         optimizer.step()
     Shards(optimizer, lambda update: made.append(kept(update, stored))).trace()
-    update = work.traced(work.clip, BF16, torch.float32).before(*made)
+    (update,), clipping = made, work.traced(work.clip, BF16, torch.float32)
     clip = torch.tensor(0.3)
-    run = kernels(update)
-    expected_run = UpdateKernel.of(update, is_compiled=False)
+    run = kernels(update, work=clipping)
+    expected_run = UpdateKernel.of(update, is_compiled=False, work=clipping)
     generator = torch.Generator().manual_seed(0)
     numbers = [0.9, 0.999, 1e-8, 1e-2, 0.01, 2.0]
     launches, checks = Launches(), []

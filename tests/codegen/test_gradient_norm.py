@@ -9,7 +9,7 @@ from tests.codegen.test_kernel import bytes_allocated
 from tests.codegen.updates import OPTIMIZERS, Shards
 from tests.kit.covering import first
 from zerofx.codegen.kernel import UpdateKernel
-from zerofx.codegen.rewrite.gradient_norm import squares_of
+from zerofx.codegen.rewrite.gradient_work import squares_of
 
 BF16 = torch.bfloat16
 

@@ -29,10 +29,6 @@ STEPS = 100
 # rewrites.  The others are compiled in another tier.
 COMPILED = ("adamw_amsgrad_maximize", "sgd_nesterov", "rprop", "radam_tensor_lr", "lion")
 
-# Their step changes the tensor `mu` after using it, once it averages: no kernel from then on.
-DECLINED = ("asgd_averages",)
-BEFORE_AVERAGING = 5
-
 
 class Trained:
     """One flat parameter, three times: in a kernel, in torch.optim, and there in float64."""
@@ -112,7 +108,7 @@ def train(name, lengths, steps, kernels):
         kernels.clear()
         for _ in range(steps):
             run.step()
-        assert len(kernels) == (BEFORE_AVERAGING if name in DECLINED else steps)
+        assert len(kernels) == steps
         run.check()
 
 
@@ -218,6 +214,48 @@ def test_integers_are_not_made_floats(update, uncompiled):
     run.check()
     for name, state in run.optimizer.state[run.parameter].items():
         torch.testing.assert_close(state, run.others[0].state[run.single][name], rtol=0, atol=0)
+
+
+def uses_what_no_rule_is_for(group, p, state):
+    grad = p.grad.clamp(-3.0, 3.0)
+    p.sub_(torch.tanh(grad).div(0.3, rounding_mode="floor"), alpha=group["lr"])
+    p.sub_(p.abs().pow(group["lr"]).mul_(p.atan2(p.grad)), alpha=group["lr"])
+    torch._foreach_add_([p], [p.grad], alpha=-group["lr"])
+
+
+def uses_a_number_that_it_changes_then(group, p, state):
+    scale = state.setdefault("scale", torch.tensor(0.5))
+    p.mul_(1 - scale * group["lr"])
+    scale.mul_(0.5)
+
+
+def keeps_a_number_outside(group, p, state):
+    p.sub_(p.grad * _OUTSIDE)
+
+
+_OUTSIDE = torch.tensor(0.125)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [uses_what_no_rule_is_for, uses_a_number_that_it_changes_then, keeps_a_number_outside],
+)
+def test_an_update_that_triton_is_not_written_for_has_a_kernel_too(update, uncompiled, kernels):
+    run = Trained(optimizer_of(update), 1025)
+    for _ in range(4):
+        run.step()
+    run.check()
+    assert len(kernels) == 4
+
+
+def test_an_operator_that_takes_no_tensor_for_a_number_runs_by_itself(uncompiled, kernels):
+    def update(group, p, state):
+        p.sub_(nn.functional.leaky_relu(p.grad, group["lr"]))
+
+    run = Trained(optimizer_of(update), 1025)
+    run.step()
+    run.check()
+    assert not kernels
 
 
 def corrects_rounding(group, p, state):

@@ -50,21 +50,6 @@ def test_a_gpu_gets_a_triton_kernel_that_reads_the_gradient_as_it_comes(on_gpu):
     assert choice.gradient_dtype is torch.bfloat16 and choice.may_wait
 
 
-def test_a_number_that_changes_after_its_use_is_not_computed_ahead():
-    class Decaying(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                scale = self.state[p].setdefault("scale", torch.tensor(0.5))
-                p.mul_(scale)
-                scale.mul_(0.5)
-
-    assert Kernels().find(update_of(Decaying), DATA, DATA) is None
-
-
 def test_a_kernel_is_made_once_for_each_dtype_of_the_gradient(on_gpu):
     known = Kernels()
     update = update_of(OPTIMIZERS["adamw"])

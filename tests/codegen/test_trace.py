@@ -21,6 +21,11 @@ from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.update import OptimizerRunner
 
 
+def applied(update, parameter, gradient, tensors, scalars):
+    """Run an update; return the state and the group's entries that it gives."""
+    return update.filled(update.ready(parameter, gradient, *tensors, *scalars)())
+
+
 def optimizer_class(update, **defaults):
     """An optimizer whose step is ``update(self, group, p, state)`` for each parameter."""
 
@@ -104,7 +109,7 @@ def test_whole_size_factories_are_sized_by_the_shard():
         state["d"] = torch.zeros_like(p, memory_format=torch.channels_last)
 
     update = trace_custom(step, shape=(2, 3, 4, 5))
-    state, _ = update(torch.zeros(7), torch.zeros(7), (), (0.1,))
+    state, _ = applied(update, torch.zeros(7), torch.zeros(7), (), (0.1,))
     assert {name: tuple(value.shape) for name, value in state.items()} == dict.fromkeys(
         "abcd", (7,)
     )
@@ -132,8 +137,8 @@ def test_tracing_allocates_no_parameter_sized_memory():
 def test_state_of_one_run_is_not_that_of_another():
     update = trace(torch.optim.AdamW([nn.Parameter(torch.ones(5))], foreach=False))
     scalars = (0.9, 0.999, 1e-8, 0.1, 0.01)
-    first, _ = update(torch.ones(5), torch.ones(5), (), scalars)
-    second, _ = update(torch.ones(5), torch.ones(5), (), scalars)
+    first, _ = applied(update, torch.ones(5), torch.ones(5), (), scalars)
+    second, _ = applied(update, torch.ones(5), torch.ones(5), (), scalars)
     assert all(first[name].data_ptr() != second[name].data_ptr() for name in first)
 
 
@@ -166,7 +171,7 @@ def test_math_functions_are_called_on_run_time_values():
         p.mul_(math.exp(group["lr"]) + math.atan2(group["lr"], 2.0))
 
     update, data = trace_custom(step), torch.ones(3, dtype=torch.float64)
-    update(data, data, (), (0.5,))
+    applied(update, data, data, (), (0.5,))
     assert data[0].item() == math.exp(0.5) + math.atan2(0.5, 2.0)
 
 
@@ -225,7 +230,7 @@ def test_tensor_made_of_a_hyperparameter_stays_an_input():
         p.mul_(torch.tensor(group["lr"]))
 
     update, data = trace_custom(step), torch.ones(3)
-    update(data, data, (), (0.25,))
+    applied(update, data, data, (), (0.25,))
     assert update.guard is None and data.tolist() == [0.25] * 3
 
 
@@ -390,7 +395,7 @@ def test_step_without_no_grad_that_uses_data_is_traced():
                         p.data.add_(p.grad.data, alpha=-group["lr"])
 
     update, data = trace(Plain([nn.Parameter(torch.ones(4))])), torch.ones(2)
-    update(data, torch.ones(2), (), (0.5,))
+    applied(update, data, torch.ones(2), (), (0.5,))
     assert data.tolist() == [0.5, 0.5]
 
 
@@ -406,7 +411,7 @@ def test_step_that_calls_its_parents_step_is_traced_without_hooks():
     update, data = trace(optimizer), torch.ones(4)
     assert not [name for name in targets(update) if "profiler" in name]
     read = read_arguments(group_values(optimizer.param_groups[0]), shard_shape=None, inputs=())
-    update(data, torch.ones(4), (), read.scalars)
+    applied(update, data, torch.ones(4), (), read.scalars)
     assert torch.allclose(data, torch.tensor(0.8))
 
 
@@ -415,7 +420,7 @@ def test_gradient_that_is_kept_in_the_state_is_cloned():
         state["previous"] = p.grad
 
     gradient = torch.ones(3)
-    state, _ = trace_custom(step)(torch.ones(3), gradient, (), (0.1,))
+    state, _ = applied(trace_custom(step), torch.ones(3), gradient, (), (0.1,))
     assert state["previous"].data_ptr() != gradient.data_ptr()
 
 

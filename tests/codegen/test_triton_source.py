@@ -234,7 +234,6 @@ def update_of(update, **variant):
         (lambda p, g, s, lr: p.sub_(g.pow(1.7)), "aten.pow.Tensor_Scalar"),
         (lambda p, g, s, lr: p.sub_(g.div(3, rounding_mode="floor")), "aten.div.Tensor_mode"),
         (lambda p, g, s, lr: p.copy_(torch.empty_like(p)), "aten.copy_.default"),
-        (lambda p, g, s, lr: torch._foreach_add_([p], [g]), "aten._foreach_add_.List"),
     ],
 )
 def test_an_operation_without_a_rule_is_refused_by_name_and_line(update, named):
@@ -250,6 +249,17 @@ def test_an_input_of_unknown_dtype_is_refused():
     next(iter(update.graph_module.graph.nodes)).meta.clear()
     with pytest.raises(UpdateError, match="dtype"):
         pointwise_program(update)
+
+
+def test_operators_on_lists_are_written_one_tensor_at_a_time():
+    def update(p, g, s, lr):
+        torch._foreach_add_([p], [g], alpha=-lr)
+        torch._foreach_maximum_([p], -5.0)
+        torch._foreach_mul_([p], torch._foreach_sqrt([g]))
+
+    source = triton_source(update_of(update))
+    assert "param = param - lr * grad" in source and "maximum(param, -5.0)" in source
+    assert "param * tl.sqrt_rn(grad)" in source
 
 
 def test_casts_bits_and_integers_are_written_as_such():

@@ -8,7 +8,6 @@ from torch import nn, optim
 
 from tests.codegen.lion import Lion
 from zerofx.codegen.pointwise import pointwise_program
-from zerofx.codegen.rewrite.gradient_norm import with_squares
 from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.rewrite.storage import rewritten
 from zerofx.codegen.trace.arguments import group_values, read_arguments
@@ -93,11 +92,12 @@ class Shards:
         except ChangingIntegers as changing:
             self.changing |= changing.names
             return self.trace()
+        options = dict(self.variant)
         if self.squares:
-            update = with_squares(update)
+            options["squares"] = True
         if self.work is not None:
-            update = self.work.before(update)
-        known.append((update, self.make(update, **self.variant)))
+            options["work"] = self.work
+        known.append((update, self.make(update, **options)))
         return *known[-1], group, state
 
     def step(self, gradient, coefficients=(), **options):
@@ -150,9 +150,7 @@ def program(
     """
 
     def make(update, **variant):
-        if stored:
-            update = kept(update, stored)
-            update = with_squares(update) if squares else update
+        update = kept(update, stored) if stored else update
         return pointwise_program(update, **variant)
 
     p = nn.Parameter(torch.ones(7, dtype=dtype))
@@ -160,7 +158,7 @@ def program(
     for _ in range(steps):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    shards = Shards(optimizer, make, variant, work, squares and not stored)
+    shards = Shards(optimizer, make, variant, work, squares)
     return shards.trace()[1]
 
 

@@ -283,7 +283,7 @@ def summed(monkeypatch):
 
         def run_noted():
             results = run()
-            if "sum_of_squares" in self._elements.code:
+            if self.program.squares is not None:
                 calls.append(results[-1])
             return results
 

@@ -10,6 +10,7 @@ from zerofx.compat.aot import (
     graph_module,
     is_kept_by_policy,
     is_traced,
+    list_operators,
     scalar_hint,
     size_hint,
     tag_backward_nodes,

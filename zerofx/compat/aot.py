@@ -134,14 +134,14 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
             inputs,
             fw_compiler=compiler,
             bw_compiler=no_backward_graph,
-            decompositions=_list_operators(),
+            decompositions=list_operators(),
             keep_inference_input_mutations=True,
         )
 
 
 @functools.cache
-def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Decompositions of the functional ``_foreach_*`` operators into one operator per tensor.
+def list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Decompositions of the ``_foreach_*`` operators into one operator per tensor.
 
     Each has a kernel that does just that, for tensors no fast kernel takes.  Can go when torch's
     own decomposition tables cover them.
@@ -150,8 +150,7 @@ def _list_operators() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     table: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
     for qualified in torch._C._dispatch_get_all_op_names():
         name, _, overload = qualified.removeprefix("aten::").partition(".")
-        # Functionalisation has replaced those that write in place.
-        if not name.startswith("_foreach_") or name.endswith("_") or "out" in overload:
+        if not name.startswith("_foreach_") or "out" in overload:
             continue
         one = getattr(getattr(torch.ops.aten, name), overload or "default")
         if one.has_kernel_for_dispatch_key(slow):

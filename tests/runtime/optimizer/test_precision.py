@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.codegen.test_kernel import BEFORE_AVERAGING, DECLINED
 from tests.kit.covering import each_value, first
 from tests.kit.optimizers import VARIANTS
 from tests.runtime.optimizer.test_update import layout, shard
@@ -150,7 +149,7 @@ def assert_masters_are_as_exact(name, kernels, dtype=torch.bfloat16):
     training = Training(VARIANTS[name], MASTERS, wholes, dtype=dtype)
     for step in gradients:
         training.step(step)
-    assert len(kernels) == (BEFORE_AVERAGING if name in DECLINED else len(gradients))
+    assert len(kernels) == len(gradients)
     single, _ = plain_fp32(name, [whole.float() for whole in wholes], gradients)
     double, _ = plain_fp32_double(name, wholes, gradients)
     for index, (p, exact) in enumerate(zip(single, double, strict=True)):

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.kernels import Keep
-from zerofx.codegen.rewrite.gradient_norm import squares_of
-from zerofx.codegen.rewrite.gradient_work import GradientWork
+from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir.effects import gradients_read_after_update, groups_on_host, owned_parameters
 from zerofx.ir.graph import updates

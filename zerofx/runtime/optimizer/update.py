@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.codegen.kernels import Kernel, runs_triton
-from zerofx.codegen.rewrite.gradient_norm import squares_of, with_squares
-from zerofx.codegen.rewrite.gradient_work import GradientWork
+from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
-from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import adjoin
@@ -90,7 +88,6 @@ class OptimizerRunner(TracedOptimizer):
         super().__init__(optimizer, parameters, settings)
         self.owned = OwnedUpdates(self)
         self.states = StatePlaces(self)
-        self._extensions: dict[tuple[Update, GradientWork | None, bool], Update] = {}
 
     def begin(self) -> None:
         super().begin()
@@ -243,7 +240,7 @@ class OptimizerRunner(TracedOptimizer):
         if fused is None:
             kernel = kernels.without(update)
         else:
-            kernel = kernels.find(self._extended(update, fused), data, grad)
+            kernel = kernels.find(update, data, grad, fused.work, fused.gives_squares)
             inputs += fused.coefficients
         if kernel is None:
             return None
@@ -285,13 +282,3 @@ class OptimizerRunner(TracedOptimizer):
         for parameter in piece.parameters:
             self.check_gradient(update, parameter)
         return True
-
-    def _extended(self, update: Update, fused: Fused) -> Update:
-        """An update that sums its gradient's squares, with work in front of both: made once."""
-        if fused.work is None and not fused.gives_squares:
-            return update
-        key = (update, fused.work, fused.gives_squares)
-        if key not in self._extensions:
-            made = with_squares(update) if fused.gives_squares else update
-            self._extensions[key] = made if fused.work is None else fused.work.before(made)
-        return self._extensions[key]
