@@ -411,8 +411,8 @@ def test_a_staging_buffer_grows_with_its_value():
 def test_the_device_and_not_the_host_waits_for_a_copy_out(monkeypatch):
     """The next kernels may use the memory; the thread that gives them goes on."""
     cuda = Cuda()
-    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copying.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(copying, "module_of", lambda device: cuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     memory = HostMemory()
     monkeypatch.setattr(

@@ -536,8 +536,8 @@ def test_folders_are_one_or_several_and_may_come_from_the_environment():
 
 def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copying.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(copying, "module_of", lambda device: cuda)
     memory = HostMemory()
     monkeypatch.setattr(
         memory, "empty", lambda numel, dtype, pinned: torch.empty(numel, dtype=dtype)

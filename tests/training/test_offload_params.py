@@ -472,8 +472,8 @@ def test_muon_updates_parameters_that_are_on_the_host():
 
 def test_stores_follow_the_device_and_host_writes_wait_for_copies(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(copying, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(copying.torch, "cuda", cuda)
+    monkeypatch.setattr(copying, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(copying, "module_of", lambda device: cuda)
     memory = HostMemory()
     copies = Copies(memory)
     shards = list(memory.empty(8, F32).split([3, 5]))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerofx.accelerator import kind, module_of
 from zerofx.checkpoint.pieces import Piece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
@@ -339,11 +340,12 @@ class Contents:
 def rng_state() -> dict[str, Any]:
     """Return the states of the global generators of torch, Python and numpy, as plain data.
 
-    Of CUDA devices the current one's, if this process uses any; numpy's if it is imported.
+    Of accelerators the current one's, if this process uses any; numpy's if it is imported.
     """
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    device = kind()
+    if device is not None and module_of(torch.device(device)).is_initialized():
+        state[device] = module_of(torch.device(device)).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *others = numpy.random.get_state()
@@ -356,8 +358,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = kind()
+    if device in state:
+        module_of(torch.device(device)).set_rng_state(state[device])
     numpy = sys.modules.get("numpy")
     if "numpy" in state and numpy is not None:
         name, keys, *others = state["numpy"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.accelerator import is_accelerator, module_of
 from zerofx.errors import StepError
 from zerofx.ir.parameters import storage_order
 
@@ -151,8 +152,8 @@ class Draw:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that a device's operations draw from if they are given none."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
+    if is_accelerator(device):
+        return module_of(device).default_generators[device.index]
     return torch.default_generator
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.accelerator import kind
 from zerofx.runtime.comm.gloo import GlooTransport
 from zerofx.runtime.comm.peer import PeerTransport
 from zerofx.runtime.comm.peer_memory import PeerMemory
@@ -267,7 +268,9 @@ def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         if not all(name in environ for name in TORCHRUN_VARIABLES):
             return None
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend, device = "gloo", kind()
+        if device is not None:
+            backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(backend, **_rendezvous(environ))
         atexit.register(_destroy, dist.group.WORLD)
     return dist.group.WORLD

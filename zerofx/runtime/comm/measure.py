@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import compat
+from zerofx.accelerator import is_accelerator
 from zerofx.hardware import Hardware
 from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
@@ -25,8 +26,9 @@ LONGEST_S = 0.1
 """If the small buffer says that the large one takes longer than this, the small one decides."""
 
 # Of a square matrix product, and of a sum: enough to leave the caches.
-MATRIX = {"cpu": (512, torch.float32), "cuda": (4096, torch.bfloat16)}
-NUMEL = {"cpu": 2**22, "cuda": 2**26}
+# Of a CPU, and of an accelerator:
+MATRIX = ((512, torch.float32), (4096, torch.bfloat16))
+NUMEL = (2**22, 2**26)
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Hardware]] = (
     weakref.WeakKeyDictionary()
@@ -116,9 +118,9 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     if probe.gather_whole(here).max().item() * LARGE_BYTES / SMALL_BYTES * TIMES < LONGEST_S:
         nbytes, seconds = LARGE_BYTES, exchange(LARGE_BYTES)
     sent = nbytes * (ranks - 1) / ranks
-    size, dtype = MATRIX["cpu" if device.type == "cpu" else "cuda"]
+    size, dtype = MATRIX[is_accelerator(device)]
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    vector = torch.ones(NUMEL["cpu" if device.type == "cpu" else "cuda"], device=device)
+    vector = torch.ones(NUMEL[is_accelerator(device)], device=device)
     other = torch.ones_like(vector)
     return Hardware(
         latency_s=latency_s,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.accelerator import is_accelerator
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import (
@@ -169,7 +170,7 @@ class ParameterState:
         """Return the shard to write new values of all of it to: none is in a file any more."""
         assert self._shard is not None
         if self.location is Location.FILE:
-            pinned = self.info.device.type == "cuda"
+            pinned = is_accelerator(self.info.device)
             with ordinary_tensors():
                 self._shard.data = self.host.empty(
                     self.info.shard_numel, self.info.dtype, pinned

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.accelerator import is_accelerator
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo, Place
@@ -173,7 +174,7 @@ class ParameterRegistry:
 
     def _zeros(self, info: ParameterInfo, location: Location) -> torch.Tensor:
         """Memory for this rank's shard of a parameter's bucket."""
-        memory, is_pinned = self.memory(location, info.device), info.device.type == "cuda"
+        memory, is_pinned = self.memory(location, info.device), is_accelerator(info.device)
         return memory.empty(info.place.shard_numel, info.dtype, is_pinned).zero_()
 
     def _keep_whole(

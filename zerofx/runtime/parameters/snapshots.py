@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.accelerator import is_accelerator, module_of
 from zerofx.runtime.memory.flat import ordinary_tensors
 
 
@@ -130,11 +131,11 @@ class _Copy:
     def start(self) -> None:
         """Start it where copies are made without this thread: on a GPU."""
         device = self._sources[0][0].device
-        if device.type != "cuda":
+        if not is_accelerator(device):
             return
         stream = _stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(module_of(device).current_stream(device))
+        with module_of(device).stream(stream):
             self.make()
         self._event = stream.record_event()
 
@@ -157,7 +158,7 @@ class _Copy:
         self.make()
         self.is_safe = True
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._event.wait()
 
     def _check_versions(self) -> None:
         if any(source._version != version for source, version in self._sources):
@@ -178,7 +179,7 @@ class _Copy:
 
 
 def _on_host(values: Tensor) -> Tensor:
-    is_on_gpu = values.device.type == "cuda"
+    is_on_gpu = is_accelerator(values.device)
     copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_on_gpu)
     return copy.copy_(values.detach(), non_blocking=is_on_gpu)
 
@@ -188,5 +189,5 @@ _streams: dict[torch.device, Any] = {}
 
 def _stream(device: torch.device) -> Any:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = module_of(device).Stream(device)
     return _streams[device]

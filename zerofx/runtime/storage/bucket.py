@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zerofx.accelerator import kind
 from zerofx.runtime.storage.disk import BucketLayout, Key, Part
 
 
@@ -79,7 +80,7 @@ class Bucket:
 
     @property
     def is_pinned(self) -> bool:
-        return self.is_copied_by_gpu and torch.cuda.is_available()
+        return self.is_copied_by_gpu and kind() is not None
 
     @property
     def nbytes(self) -> int:

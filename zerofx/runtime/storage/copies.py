@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.accelerator import is_accelerator, module_of
 from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage.bucket import Place, ValueBucket
@@ -72,7 +73,7 @@ class Copies:
         nbytes = sum(piece.numel() for piece in pieces) * first.itemsize
         buffer = self._slot(place or self.memory, slot, nbytes).acquired()
         into = buffer[:nbytes].view(first.dtype)
-        if _on_gpu(first.device):
+        if is_accelerator(first.device):
             after = self.memory.copied(buffer)  # what was there may not have left yet
             event = self._copy_beside("to host", first.device, pieces, into, after)
             self.memory.is_copied_until(event, into)
@@ -91,7 +92,7 @@ class Copies:
         """
         numel = sum(piece.numel() for piece in pieces)
         event: Any
-        if _on_gpu(device):
+        if is_accelerator(device):
             into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
             event = self._copy_beside("to device", device, pieces, into, None)
             for piece in pieces:
@@ -109,7 +110,9 @@ class Copies:
         device, event = pieces[0].device, None
         into = list(shards)
         for parts, place in _to_neighbours(pieces, into):
-            if _on_gpu(device):  # behind what has been brought from there, which it waited for
+            if is_accelerator(
+                device
+            ):  # behind what has been brought from there, which it waited for
                 event = self._copy_beside("to host", device, parts, place, None)
             else:
                 event = self._copy_by_worker("to host", parts, place)
@@ -148,7 +151,7 @@ class Copies:
         if device is None or event is None or isinstance(event, Future):
             _complete(event)
         else:
-            torch.cuda.current_stream(device).wait_event(event)
+            module_of(device).current_stream(device).wait_event(event)
         return into
 
     def arrival(self, started: Tensor) -> Callable[[], object]:
@@ -192,16 +195,16 @@ class Copies:
     ) -> Any:
         """Copy on a stream of this way's own, behind what the device has been given until now."""
         if (device, way) not in self._streams:
-            self._streams[device, way] = torch.cuda.Stream(device)
+            self._streams[device, way] = module_of(device).Stream(device)
         stream = self._streams[device, way]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(module_of(device).current_stream(device))
         if after is not None:
             stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with module_of(device).stream(stream):
             _copy(pieces, into)
-            event = torch.cuda.Event()
+            event = module_of(device).Event()
             event.record(stream)
-        if into.device.type == "cuda":
+        if not into.is_cpu:
             into.record_stream(stream)
         return event
 
@@ -253,7 +256,3 @@ def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:
     for piece in there:
         into[position : position + piece.numel()].copy_(piece, non_blocking=True)
         position += piece.numel()
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"

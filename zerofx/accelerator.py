@@ -1,0 +1,30 @@
+"""The device that computes, where it is no CPU: whatever torch knows as this machine's accelerator.
+
+Streams, events and generators are asked of the device's own module, which has the names of
+``torch.cuda`` for every kind: ``"cuda"`` is written only where CUDA is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether kernels on this device run in streams, beside the host."""
+    return device.type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device) -> Any:
+    """Return ``torch.cuda``, or what is in its place for this device.
+
+    Raises: RuntimeError if this torch has none.
+    """
+    return torch.get_device_module(device)
+
+
+def kind() -> str | None:
+    """Return the type of this machine's accelerator, such as ``"cuda"``; None if it has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
