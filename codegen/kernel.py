@@ -98,7 +98,7 @@ class UpdateKernel:
         weights = [bound.numbers[weight.number] for weight in self._weights]
         # Without waiting for a device.
         are_far = any(isinstance(weight, Tensor) or abs(weight) >= 0.5 for weight in weights)
-        run = compat.ready_to_run(self._run(not are_far), calls[0])
+        run = compat.inductor.ready_to_run(self._run(not are_far), calls[0])
 
         def run_elements() -> list[Any]:
             for memory, number in written:
@@ -112,7 +112,7 @@ class UpdateKernel:
     def _run(self, near_weights: bool) -> Callable:
         if near_weights not in self._runs:
             gm = self.elements if near_weights else elements_graph(self.program, near_weights)
-            compiled = compat.CompiledForAnyLength(gm) if self._is_compiled else gm
+            compiled = compat.inductor.CompiledForAnyLength(gm) if self._is_compiled else gm
             self._runs[near_weights] = compiled
         return self._runs[near_weights]
 

@@ -108,7 +108,7 @@ class CompiledFunction:
     @contextlib.contextmanager
     def call_context(self) -> Iterator[None]:
         """Surround one call: parameters are plain, and Dynamo traces whole steps."""
-        reason = compat.why_not_compiled()
+        reason = compat.dynamo.why_not_compiled()
         if reason is not None:
             raise StepError(
                 f"{reason}, so torch would run this function eagerly, on shards and without "
@@ -118,7 +118,7 @@ class CompiledFunction:
         wrappers = WrappersMet()
         previous = self.backend.function
         if previous is None:
-            self.backend.active.recompile_limit = compat.recompile_limit()
+            self.backend.active.recompile_limit = compat.dynamo.recompile_limit()
         self.backend.active.function = self
         handled = sys.exc_info()[1]  # by who calls, if it does so
         self.backend.active.has_run = False
@@ -126,7 +126,7 @@ class CompiledFunction:
             REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
         try:
-            with compat.whole_step_tracing(self.backend, substitutes.SUBSTITUTES, wrappers):
+            with compat.tracing.whole_step_tracing(self.backend, substitutes.SUBSTITUTES, wrappers):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
             if not self.backend.active.has_run and sys.exc_info()[1] is handled:
@@ -134,7 +134,7 @@ class CompiledFunction:
         finally:
             REGISTRY.exit_call()
             self.backend.active.function = previous
-            compat.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
+            compat.dynamo.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
@@ -145,7 +145,7 @@ class CompiledFunction:
             assert self.options is not None, "read at the first compilation"
             refuse_reads_of_states(gm, inputs, self.options.stage)
             capture = StepCapture(gm, inputs, communicator.rank, communicator.world_size)
-            code = compat.code_being_compiled()
+            code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             compiled = capture.lower(self._run_passes)
             self.programs[-1].given(code, compiled)
@@ -229,13 +229,13 @@ class CompiledFunction:
         if group is None:
             group = default_group(environment())
         self.communicator = Communicator.of(group)
-        self.code = compat.code_being_compiled()
+        self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group
         if group is not None and not self.options.peer_memory:
             PeerMemory.decline(group)
         self.agreement = Agreement(
-            compat.agreement_store(group) if group is not None else None,
+            compat.tensors.agreement_store(group) if group is not None else None,
             self.communicator.rank,
             self.communicator.world_size,
             f"function {self.number}",
@@ -250,7 +250,7 @@ class ZeroBackend:
     __name__ = "zero"
 
     def __init__(self) -> None:
-        compat.forward_call_context()
+        compat.tracing.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
         self.dump_folders: dict[str, DumpFolder] = {}  # by what options call them
@@ -281,7 +281,7 @@ class ZeroBackend:
         It would keep an entry of each program, which it would look at in vain.
         """
         while self.dropped:
-            compat.forget_unless_in_use(self.dropped.pop())
+            compat.dynamo.forget_unless_in_use(self.dropped.pop())
 
     @property
     def function(self) -> CompiledFunction | None:
@@ -301,7 +301,7 @@ class ZeroBackend:
         try:
             return self.function.compile(gm, list(inputs))
         except Exception as error:
-            raise compat.pass_through_dynamo(error) from error.__cause__
+            raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
 
 
 zero = ZeroBackend()

@@ -98,7 +98,7 @@ def refuse_for_scaler(optimizer: Any) -> None:
     """Raise StepError, past Dynamo, for a wrapper that a GradScaler is given."""
     if is_wrapper(optimizer):
         name = type(optimizer).__name__
-        raise compat.pass_through_dynamo(
+        raise compat.dynamo.pass_through_dynamo(
             StepError(
                 f"a GradScaler is given {name}, which wraps an optimizer: it would call the "
                 "wrapper's step() if gradients are finite, which is known when the compiled step "

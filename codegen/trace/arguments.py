@@ -155,10 +155,10 @@ _IMMUTABLE = (numbers.Number, str, torch.dtype, torch.device, torch.Size, type(N
 
 def _is_carried(value: Any) -> bool:
     if isinstance(value, Tensor):  # a tensor with tensors inside is an object too
-        return compat.is_fake(value) or (
+        return compat.tensors.is_fake(value) or (
             type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
-    return isinstance(value, (*_IMMUTABLE, *compat.SYMBOLIC_SCALARS, torch.SymBool))
+    return isinstance(value, (*_IMMUTABLE, *compat.scalars.SYMBOLIC_SCALARS, torch.SymBool))
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:

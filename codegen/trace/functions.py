@@ -24,7 +24,7 @@ def trace_call(node: fx.Node) -> fx.Graph:
         return node.target(*args, **kwargs)
 
     examples = [operand.meta["val"] for operand in node.all_input_nodes]
-    return compat.trace_operations(call, examples).graph
+    return compat.scalars.trace_operations(call, examples).graph
 
 
 def note_of(function: Callable) -> str:

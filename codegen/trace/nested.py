@@ -63,7 +63,7 @@ def store(value: Any, results: list[Any]) -> Any:
     def stored(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymBool):
             return bool(leaf)  # guarded: another outcome is another trace
-        if not isinstance(leaf, (Tensor, *compat.SYMBOLIC_SCALARS)):
+        if not isinstance(leaf, (Tensor, *compat.scalars.SYMBOLIC_SCALARS)):
             return leaf
         results.append(leaf)
         return Slot(len(results) - 1)

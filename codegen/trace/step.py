@@ -31,7 +31,7 @@ class TracedStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        env: compat.ScalarEnvironment,
+        env: compat.scalars.ScalarEnvironment,
         group: Arguments,
         state: Arguments,
     ) -> None:
@@ -48,13 +48,13 @@ class TracedStep:
     def __call__(self, parameter: Tensor, gradient: Tensor, *inputs: Any) -> list[Any]:
         num_tensors = len(self.group.tensors) + len(self.state.tensors)
         # Now: a branch `x == 0` replaces the symbol of x by the number.
-        symbols = {id(number): compat.expression(number) for number in inputs[num_tensors:]}
+        symbols = {id(number): compat.scalars.expression(number) for number in inputs[num_tensors:]}
         tensors, scalars = iter(inputs[:num_tensors]), iter(inputs[num_tensors:])
         group = self.group.rebuild(tensors, scalars, self.follower.know)
         state = self.state.rebuild(tensors, scalars, self.follower.know)
         given = {name: copied(value) for name, value in group.items()}
         numbers = dict(self.follower.values)
-        keys = (compat.storage_key(parameter), compat.storage_key(gradient))
+        keys = (compat.tensors.storage_key(parameter), compat.tensors.storage_key(gradient))
         parameter.grad = gradient
         self._check_carried(dict(self.state.values))
 
@@ -64,7 +64,7 @@ class TracedStep:
         with TensorsOfNumbers() as numbers_mode, self.follower:
             type(shadow).step(shadow)
         self.asks_for_shapes = numbers_mode.asks_for_shapes
-        if compat.storage_key(parameter) != keys[0]:
+        if compat.tensors.storage_key(parameter) != keys[0]:
             raise self._error("assigns `p.data`", "write into it: `p.data.copy_(value)`")
         self._check_attributes(shadow, attributes, contents, parameter)
 
@@ -79,7 +79,7 @@ class TracedStep:
         ]
         self._check_apart(new_state, keys[0])
         self.new_state = tuple((name, store(value, results)) for name, value in new_state.items())
-        kept = {compat.storage_key(item) for item in results if isinstance(item, Tensor)}
+        kept = {compat.tensors.storage_key(item) for item in results if isinstance(item, Tensor)}
         self.writes_gradient = keys[1] in self.follower.mutated
         self.uses_up_gradient = self.writes_gradient or keys[1] in kept
         changed = {
@@ -129,7 +129,7 @@ class TracedStep:
         for name, value in shadow.__dict__.items():
             is_other = name not in before or before[name] is not value
             written = isinstance(value, Tensor) and (
-                compat.storage_key(value) in self.follower.mutated
+                compat.tensors.storage_key(value) in self.follower.mutated
             )
             inside = name in contents and not is_same(contents[name], value)
             if is_other or written or inside:
@@ -161,7 +161,7 @@ class TracedStep:
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.dim():
                 continue
-            other = names.setdefault(compat.storage_key(value), name)
+            other = names.setdefault(compat.tensors.storage_key(value), name)
             if other != name:
                 raise self._error(
                     f"keeps one memory as state `{name}` and as `{other}`",
@@ -170,7 +170,7 @@ class TracedStep:
 
     def _check_group(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
         tensors = [item for item in leaves(list(group.values())) if isinstance(item, Tensor)]
-        tensors = [t for t in tensors if compat.storage_key(t) in self.follower.mutated]
+        tensors = [t for t in tensors if compat.tensors.storage_key(t) in self.follower.mutated]
         if tensors or any(isinstance(item, Tensor) for item in leaves(list(changed.values()))):
             raise self._error(
                 "changes a tensor of its parameter group, which every parameter would repeat",

@@ -23,7 +23,7 @@ from zerofx import compat
 aten = torch.ops.aten
 
 
-class Follower(compat.DispatchMode):
+class Follower(compat.scalars.DispatchMode):
     """Knows the values of 0-dim tensors during a trace, which source line runs, and its names.
 
     ``step += 1`` on such a tensor is followed exactly, and ``.item()`` then gives a number that
@@ -42,19 +42,19 @@ class Follower(compat.DispatchMode):
     def know(self, tensor: Tensor, value: Any, *, counts: bool) -> None:
         """Take ``value`` for the tensor's; ``counts``: adding integers to it does not round."""
         self._alive.append(tensor)
-        self.values[compat.storage_key(tensor)] = value, counts
+        self.values[compat.tensors.storage_key(tensor)] = value, counts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         frame = _optimizer_frame(inspect.currentframe())
-        compat.set_source_line(_traceback_line(frame))
+        compat.scalars.set_source_line(_traceback_line(frame))
         self._note_names(frame)
-        one_by_one = compat.list_operators().get(func)
+        one_by_one = compat.aot.list_operators().get(func)
         if one_by_one is not None:
             with self:
                 return one_by_one(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            key = compat.storage_key(args[0])
+            key = compat.tensors.storage_key(args[0])
             if key in self.values:
                 return self.values[key][0]
             self.last_read = self._makers.get(key, "item")
@@ -71,22 +71,22 @@ class Follower(compat.DispatchMode):
         known = self._known_result(func, args, kwargs)
         result = func(*args, **kwargs)
         for written in _written(func, args, kwargs):
-            self.mutated.add(compat.storage_key(written))
-            self.values.pop(compat.storage_key(written), None)
+            self.mutated.add(compat.tensors.storage_key(written))
+            self.values.pop(compat.tensors.storage_key(written), None)
         if isinstance(result, Tensor) and result.numel() == 1:
             self._alive.append(result)
             if func is not aten.detach.default:
-                self._makers[compat.storage_key(result)] = str(func)
+                self._makers[compat.tensors.storage_key(result)] = str(func)
             if known is not None:
                 self.know(result, known[0], counts=known[1])
         return result
 
     def _note_names(self, frame: types.FrameType | None) -> None:
         for name, value in frame.f_locals.items() if frame is not None else ():
-            if isinstance(value, compat.SYMBOLIC_SCALARS):
-                self.number_names.setdefault(compat.expression(value), name)
+            if isinstance(value, compat.scalars.SYMBOLIC_SCALARS):
+                self.number_names.setdefault(compat.scalars.expression(value), name)
             elif isinstance(value, Tensor):
-                node = compat.traced_node(value)
+                node = compat.scalars.traced_node(value)
                 if node is not None:
                     node.meta.setdefault("source_name", name)
 
@@ -102,7 +102,7 @@ class Follower(compat.DispatchMode):
             return None
         if not args or not isinstance(args[0], Tensor):
             return None
-        known = self.values.get(compat.storage_key(args[0]))
+        known = self.values.get(compat.tensors.storage_key(args[0]))
         if known is None or func is aten.clone.default:
             return known
         value, counts = known
@@ -142,7 +142,7 @@ class TensorsOfNumbers(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor, torch.scalar_tensor):
-            if args and isinstance(args[0], compat.SYMBOLIC_SCALARS):
+            if args and isinstance(args[0], compat.scalars.SYMBOLIC_SCALARS):
                 default = torch.get_default_dtype()
                 is_float = isinstance(args[0], torch.SymFloat)
                 dtype = kwargs.get("dtype") or (default if is_float else torch.int64)
@@ -177,7 +177,7 @@ _GETTERS_OF_ALL_SIZES = {"device", "dtype", "grad", "is_sparse", "layout", "requ
 _PREDICATES_OF_ALL_SIZES = {"is_complex", "is_floating_point"}
 
 
-def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironment) -> type:
+def class_with_symbolic_math(optimizer_class: type, env: compat.scalars.ScalarEnvironment) -> type:
     """A subclass whose methods may call ``math.sqrt`` and ``float`` on symbolic numbers.
 
     Their functions are copied with other globals; the optimizer's own module stays as it is.
@@ -191,8 +191,8 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
         on_symbols.function = function  # type: ignore[attr-defined]
 
         def call(*arguments: Any) -> Any:
-            if any(isinstance(argument, compat.SYMBOLIC_SCALARS) for argument in arguments):
-                return compat.record_scalar_call(on_symbols, arguments)
+            if any(isinstance(argument, compat.scalars.SYMBOLIC_SCALARS) for argument in arguments):
+                return compat.scalars.record_scalar_call(on_symbols, arguments)
             return function(*arguments)
 
         return call
@@ -202,7 +202,7 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.ScalarEnvironmen
             return isinstance(value, (builtins.float, torch.SymFloat))
 
         def __call__(cls, value: Any = 0.0) -> Any:
-            known = isinstance(value, compat.SYMBOLIC_SCALARS)
+            known = isinstance(value, compat.scalars.SYMBOLIC_SCALARS)
             return torch.sym_float(value) if known else builtins.float(value)
 
     symbolic_float = KindOfFloat("float", (), {})

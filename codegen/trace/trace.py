@@ -109,7 +109,7 @@ def trace_update(
             "parameters. Keep its real and imaginary parts as a real parameter with a last "
             "dimension of 2 and use torch.view_as_complex in the forward pass."
         )
-    env = compat.ScalarEnvironment()
+    env = compat.scalars.ScalarEnvironment()
     step = TracedStep(optimizer, env, group, state)
     with env.fake_tensors():
         parameter, gradient = _empty_like(info, info), _empty_like(info, info)
@@ -119,12 +119,12 @@ def trace_update(
             for tensor, is_shard in zip(arguments.tensors, arguments.shards, strict=True)
         ]
         scalars = [env.scalar(value) for value in (*group.scalars, *state.scalars)]
-        symbols = [compat.expression(scalar) for scalar in scalars]
+        symbols = [compat.scalars.expression(scalar) for scalar in scalars]
         try:
-            gm = compat.trace_operations(
+            gm = compat.scalars.trace_operations(
                 step, [parameter.requires_grad_(), gradient, *tensors, *scalars]
             )
-        except compat.DATA_DEPENDENT_ERRORS as error:
+        except compat.scalars.DATA_DEPENDENT_ERRORS as error:
             raise UpdateError(
                 f"{name} chooses what to do by the value of a tensor, which "
                 f"`{step.follower.last_read}` "
@@ -244,14 +244,14 @@ def _name_numbers(gm: fx.GraphModule, names: Mapping[Any, str]) -> None:
     """Keep what the optimizer calls a number next to the node that computes it."""
     for node in gm.graph.nodes:
         number = node.meta.get("val")
-        if isinstance(number, compat.SYMBOLIC_SCALARS):
-            name = names.get(compat.expression(number))
+        if isinstance(number, compat.scalars.SYMBOLIC_SCALARS):
+            name = names.get(compat.scalars.expression(number))
             if name is not None:
                 node.meta.setdefault("source_name", name)
 
 
 def _refuse_changing_conversions(
-    env: compat.ScalarEnvironment, optimizer: str, changing: set[Any]
+    env: compat.scalars.ScalarEnvironment, optimizer: str, changing: set[Any]
 ) -> None:
     """Refuse a plain number made of a step count: every step would need a trace of its own."""
     for symbol, _, arguments in env.derived:
@@ -267,16 +267,16 @@ def _refuse_changing_conversions(
 
 
 def _compile_guard(
-    env: compat.ScalarEnvironment, symbols: Sequence[Any]
+    env: compat.scalars.ScalarEnvironment, symbols: Sequence[Any]
 ) -> Callable[[Sequence[float | int]], bool] | None:
     """A Python predicate over the scalar inputs: whether the branches taken hold for them."""
-    guards = compat.guard_sources(env)
+    guards = compat.scalars.guard_sources(env)
     if not guards:
         return None
     functions = {f"function_{i}": derived[1] for i, derived in enumerate(env.derived)}
     lines = ["def guard(scalars):", f"    {', '.join(s.name for s in symbols)}, = scalars"]
     for i, (symbol, _, arguments) in enumerate(env.derived):
-        sources = ", ".join(map(compat.python_source, arguments))
+        sources = ", ".join(map(compat.scalars.python_source, arguments))
         lines.append(f"    {symbol.name} = function_{i}({sources})")
     lines.append(f"    return {' and '.join(f'({guard})' for guard in guards)}")
     names = {"math": math, "torch": torch, **functions}

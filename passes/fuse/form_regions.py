@@ -101,4 +101,4 @@ def _has_branches(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return _has_branches(node.args[0])
-    return compat.is_higher_order(node.target)
+    return compat.inductor.is_higher_order(node.target)

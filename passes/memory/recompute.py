@@ -33,7 +33,7 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     backward repeats anew.  Random draws are never repeated: the second would differ.
     """
     builder = Builder(gm, "recompute")
-    checkpointed = compat.checkpointed_nodes(gm)
+    checkpointed = compat.aot.checkpointed_nodes(gm)
     num_checkpointed = 0
     for backward in backward_calls(gm.graph):
         num_checkpointed += _repeat(builder, backward, checkpointed, "checkpointed")

@@ -231,9 +231,9 @@ class _Backward:
             return "an input"
         if is_backward(node):
             return "computed in backward"
-        if compat.is_kept_by_policy(node):
+        if compat.aot.is_kept_by_policy(node):
             return "a checkpoint's policy"
-        if compat.draws_randomly(node.args[0] if node.target is operator.getitem else node):
+        if compat.aot.draws_randomly(node.args[0] if node.target is operator.getitem else node):
             return "a random draw"
         if not _is_repeatable(node):
             return "a reduction" if _is_reduction(node) else "costly to compute"
@@ -334,7 +334,7 @@ def _becomes_pointwise(node: fx.Node) -> bool:
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Return whether repeating a node costs next to nothing in a kernel that reads its result."""
-    if node.op != "call_function" or compat.draws_randomly(node):
+    if node.op != "call_function" or compat.aot.draws_randomly(node):
         return False
     if node.target is operator.getitem:
         source, index = node.args

@@ -113,7 +113,7 @@ def test_the_kernel_does_bitwise_what_is_done_before_it(name, kernels):
 
 @pytest.mark.parametrize("name", first(4, CASES))
 def test_split_it_does_so_too(name, kernels, monkeypatch):
-    monkeypatch.setattr(compat, "CompiledForAnyLength", lambda gm: gm)
+    monkeypatch.setattr(compat.inductor, "CompiledForAnyLength", lambda gm: gm)
     assert_bitwise_alike(name)
     assert kernels
 
@@ -188,7 +188,7 @@ def works_of(function, gradient_dtype, *coefficient_dtypes):
     """Whether the last operation of a function may be work."""
     examples = [torch.empty(5, dtype=gradient_dtype, device="meta")]
     examples += [torch.empty((), dtype=dtype, device="meta") for dtype in coefficient_dtypes]
-    *_, last, _ = compat.trace_operations(function, examples).graph.nodes
+    *_, last, _ = compat.scalars.trace_operations(function, examples).graph.nodes
     return may_be_work(last)
 
 

@@ -96,7 +96,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(compat, "CompiledForAnyLength", lambda gm: gm)
+    monkeypatch.setattr(compat.inductor, "CompiledForAnyLength", lambda gm: gm)
 
 
 def train(name, lengths, steps, kernels):

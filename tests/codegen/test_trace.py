@@ -117,7 +117,7 @@ def test_whole_size_factories_are_sized_by_the_shard():
 
 
 def test_tracing_allocates_no_parameter_sized_memory():
-    class Allocations(compat.DispatchMode):
+    class Allocations(compat.scalars.DispatchMode):
         largest = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

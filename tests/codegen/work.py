@@ -25,7 +25,7 @@ def traced(function, gradient_dtype, *coefficient_dtypes):
     """A function of a flat gradient and 0-dim coefficients as work of an update."""
     examples = [torch.empty(5, dtype=gradient_dtype, device="meta")]
     examples += [torch.empty((), dtype=dtype, device="meta") for dtype in coefficient_dtypes]
-    graph = compat.trace_operations(function, examples).graph
+    graph = compat.scalars.trace_operations(function, examples).graph
     code = function.__code__
     gradient, *_ = graph.nodes
     nodes = [node for node in graph.nodes if node.op == "call_function"]

@@ -30,7 +30,7 @@ class Odd(Exception):
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_keeps_its_type_its_words_and_what_it_knows(error):
-    passed = compat.pass_through_dynamo(error)
+    passed = compat.dynamo.pass_through_dynamo(error)
     assert isinstance(passed, torch._dynamo.exc.ShortenTraceback)
     assert isinstance(passed, type(error)) and type(passed).__name__ == type(error).__name__
     assert (str(passed), passed.args) == (str(error), error.args)

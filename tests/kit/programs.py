@@ -81,13 +81,13 @@ class _CapturingBackend:
     __name__ = "capturing"
 
     def __init__(self, world_size: int):
-        compat.forward_call_context()
+        compat.tracing.forward_call_context()
         self.world_size = world_size
 
     def call_context(self, _arguments) -> Callable:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
-            with compat.whole_step_tracing(self, substitutes.SUBSTITUTES):
+            with compat.tracing.whole_step_tracing(self, substitutes.SUBSTITUTES):
                 yield
 
         return context
@@ -104,7 +104,7 @@ class _CapturingBackend:
             capture = StepCapture(gm, inputs, 0, self.world_size)
             return capture.lower(stop_before_running)
         except Exception as error:
-            raise compat.pass_through_dynamo(error) from error.__cause__
+            raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
 
 
 def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:

@@ -365,8 +365,8 @@ class counting:
         self.patches = [
             mock.patch.object(kernel.UpdateKernel, "ready", counted),
             mock.patch.object(updates, "FEWEST_ELEMENTS", 0),
-            mock.patch.object(compat, "CompiledForAnyLength", lambda gm: gm),
-            mock.patch.object(compat, "compile_with_inductor", lambda gm, *_: gm),
+            mock.patch.object(compat.inductor, "CompiledForAnyLength", lambda gm: gm),
+            mock.patch.object(compat.inductor, "compile_with_inductor", lambda gm, *_: gm),
             mock.patch.object(CompiledRegion, "_known", {}),
         ]
         for patch in self.patches:

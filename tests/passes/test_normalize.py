@@ -32,7 +32,7 @@ def lowered(function, *inputs):
 
     recorded = trace(function, *inputs)
     assert any(map(is_foreach, targets(recorded)))
-    compat.trace_to_aten(recorded, list(inputs), keep)
+    compat.aot.trace_to_aten(recorded, list(inputs), keep)
     return programs[0]
 
 

@@ -133,13 +133,13 @@ def test_processes_without_a_group_are_runs_of_their_own():
 
 def test_ranks_find_their_run_through_their_store(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr("zerofx.compat.world_store", lambda: store)
+    monkeypatch.setattr("zerofx.compat.tensors.world_store", lambda: store)
     assert run_of_this_process() == run_of_this_process()
 
 
 def test_a_store_that_answers_nothing_costs_no_step(monkeypatch):
     """As that of the fake group does not."""
-    monkeypatch.setattr("zerofx.compat.world_store", torch.distributed.Store)
+    monkeypatch.setattr("zerofx.compat.tensors.world_store", torch.distributed.Store)
     assert run_of_this_process() != run_of_this_process()
 
 

@@ -232,7 +232,9 @@ def regions_compiled(count, stage):
     compiled = torch.compile(step, backend="zero", options={"stage": stage, **ACTIVATIONS})
     with (
         mock.patch.object(CompiledRegion, "_known", {}),
-        mock.patch("zerofx.compat.compile_with_inductor", lambda gm, inputs, donated: gm.forward),
+        mock.patch(
+            "zerofx.compat.inductor.compile_with_inductor", lambda gm, inputs, donated: gm.forward
+        ),
     ):
         compiled(torch.ones(8, 24))
         program = program_of(compiled)

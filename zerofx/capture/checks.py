@@ -43,7 +43,7 @@ def check_step(step: StepCapture) -> None:
                 "compiled step. Remove them, and do their work on p.grad after backward()."
             )
     _check_memory_is_own(step)
-    written = [readable(name) for name in compat.modified_sources()]
+    written = [readable(name) for name in compat.dynamo.modified_sources()]
     if any("param_groups" in name and ".params[" not in name for name in written):
         raise StepError(
             "the step sets a hyperparameter in optimizer.param_groups, but Python's writes "
@@ -118,7 +118,7 @@ def _check_memory_is_own(step: StepCapture) -> None:
         info = owners.get(_address(value)) if value.numel() else None
         if info is not None:
             raise StepError(
-                f"{readable(compat.source_name(node))!r} shares memory with parameter "
+                f"{readable(compat.dynamo.source_name(node))!r} shares memory with parameter "
                 f"{info.name!r}, which will be sharded or updated on its own. Give it memory "
                 "of its own with clone(), or use the parameter itself."
             )
@@ -186,7 +186,7 @@ def _refuse_values(inputs: Sequence[Any]) -> None:
 def _refuse_looks(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
     if all(parameter in optimizer.state for parameter in parameters):
         return
-    if any(owner is optimizer for owner in compat.owners_looked_into("state")):
+    if any(owner is optimizer for owner in compat.dynamo.owners_looked_into("state")):
         raise StepError(
             f"the step looks into the state of {type(optimizer).__name__}, which its own "
             "optimizer.step() is the first to fill: a step is traced before it runs, and has "

@@ -75,12 +75,12 @@ class StepCapture:
 
         roles = []
         for node, value in zip(self.placeholders, self.inputs, strict=True):
-            source = compat.source_name(node)
+            source = compat.dynamo.source_name(node)
             owner = None
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 owner = owners[id(value)] if id(value) in owners else _kept_for(value)
             if isinstance(value, nn.Parameter):
-                compat.guard_identity(node)
+                compat.dynamo.guard_identity(node)
                 roles.append(InputRole("parameter", index(value, source)))
             elif owner is not None:
                 roles.append(InputRole("gradient", index(owner, source)))
@@ -122,7 +122,7 @@ class StepCapture:
     def _find_gradient_outputs(self) -> dict[int, int]:
         """Return the results that Dynamo stores as a parameter's ``.grad``, by position."""
         index_of = {node.name: index for node, index in self.index_of_input.items()}
-        slots = compat.gradient_assignments()
+        slots = compat.dynamo.gradient_assignments()
         (results,) = self.gm.graph.output_node().args
         owners = {p: slots.get(r.name) for p, r in enumerate(results) if isinstance(r, fx.Node)}
         return {
@@ -150,14 +150,14 @@ class StepCapture:
                 set_input_role(node, role)
                 if role.parameter >= 0:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
-            compat.tag_backward_nodes(gm)
+            compat.aot.tag_backward_nodes(gm)
             recorded(gm.graph).gradients = self.gradient_outputs
             recorded(gm.graph).updates = updates(gm.graph)
             return compiler(
                 CapturedStep(gm, self.table, self.tensors, self.buffers, self.num_backwards)
             )
 
-        return compat.trace_to_aten(self.gm, self.inputs, on_aten)
+        return compat.aot.trace_to_aten(self.gm, self.inputs, on_aten)
 
 
 def _kept_for(tensor: torch.Tensor) -> nn.Parameter | None:
@@ -177,7 +177,7 @@ def _names_in_scope(inputs: set[int]) -> dict[int, tuple[str, nn.Parameter]]:
     """
     used: dict[str, dict[str, nn.Parameter]] = {}
     seen: set[int] = set()
-    for variable, value in _with_items(compat.locals_being_compiled()):
+    for variable, value in _with_items(compat.dynamo.locals_being_compiled()):
         if not isinstance(value, nn.Module) or id(value) in seen:
             continue
         seen.add(id(value))

@@ -86,7 +86,7 @@ class Ranks:
         if communicators:
             REGISTRY.barrier.wait(bounds, name)
         elif found.world_size > 1:
-            store = compat.agreement_store(found.group)
+            store = compat.tensors.agreement_store(found.group)
             rendezvous(store, name, found.rank, found.world_size, REGISTRY.barrier.join_timeout_s)
         if found.world_size == 1:
             return cls(None, 0, 1)
@@ -193,7 +193,7 @@ def _connected(communicator: Communicator) -> dist.Backend:
     store any more.  So a checkpoint that is being written then is completed.
     """
     assert communicator.group is not None
-    store = compat.agreement_store(communicator.group)
+    store = compat.tensors.agreement_store(communicator.group)
     number = store.add(f"checkpoints/{communicator.rank}", 1)
     return dist.ProcessGroupGloo(
         dist.PrefixStore(f"checkpoints/{number}", store),

@@ -164,7 +164,7 @@ def write_items(
                 torch.save(values.detach().to("cpu", copy=True), stream)
             del values  # before the next is read
         nbytes = stream.tell() - start
-        place = compat.place_in_file(name, start, nbytes)
+        place = compat.tensors.place_in_file(name, start, nbytes)
         results.append(WriteResult(item.index, nbytes, place))
     os.fsync(stream.fileno())
     return results

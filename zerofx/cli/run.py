@@ -132,7 +132,7 @@ def of_rank(program: DumpedProgram, rank: int) -> DumpedProgram:
 def run_fake(program: DumpedProgram) -> Any:
     """Run the program on tensors without elements: each operator checks and gives shapes."""
     names = program.namespace()
-    with compat.fake_tensors():
+    with compat.tensors.fake_tensors():
         inputs = [
             torch.empty_strided(
                 of["shape"], of["stride"], dtype=getattr(torch, of["dtype"]), device=of["device"]
@@ -150,7 +150,7 @@ def _table(named: Mapping[str, Any]) -> str:
     rows = []
     for name, value in named.items():
         row = [name, value_text(value) or "None"]
-        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+        if isinstance(value, torch.Tensor) and not compat.tensors.is_fake(value):
             row += [checksum(value), f"{value.detach().double().norm().item():.6g}"]
         rows.append(row)
     return tabulate(rows, headers=("", "", "checksum", "norm"), disable_numparse=True)

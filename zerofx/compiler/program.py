@@ -135,7 +135,7 @@ class Program:
     def _new_dump(self, ctx: PassContext) -> ProgramDump | None:
         """Return the writer of programs: to a folder, torch's structured trace, or both."""
         folder = self.function.backend.dump_folder(ctx.options.dump)
-        if folder is None and not compat.is_traced():
+        if folder is None and not compat.aot.is_traced():
             return None
         (step,) = self.captured
         function = f"{self.function.name}_{self.number}"
@@ -209,7 +209,8 @@ class Program:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
             return self._run(self.runtime, inputs)
-        with compat.without_dispatch_modes():  # updates are traced as they will be in later calls
+        # Updates are traced as they will be in later calls.
+        with compat.tensors.without_dispatch_modes():
             self.runtime = self._make_ready()
         return_freed_memory()
         with progress(self.runtime.program, self.function.name, self.function.communicator.rank):

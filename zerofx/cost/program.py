@@ -214,9 +214,9 @@ def flops(node: fx.Node) -> int:
 
     def sized(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # of known sizes, lest counting adds guards
-            sizes = [compat.size_hint(size) for size in value.shape]
+            sizes = [compat.aot.size_hint(size) for size in value.shape]
             return torch.empty(sizes, dtype=value.dtype, device="meta")
-        return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+        return compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value
 
     def value_of(operand: fx.Node) -> Any:
         return sized(operand.meta.get("val"))

@@ -60,7 +60,7 @@ def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """``parameter.copy_(source)``, as ``load_state_dict`` calls it: recorded, as in a block."""
     if not isinstance(args[0], _Deferred) or LEDGER.memory_of(args[0]) is None:
         return NotImplemented
-    with compat.without_torch_function(), Recorder(exact=False):
+    with compat.tensors.without_torch_function(), Recorder(exact=False):
         return torch.Tensor.copy_(*args, **kwargs)
 
 
@@ -68,7 +68,7 @@ def _like(
     name: str, _frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """A tensor of the same shape: an optimizer may make its states when it is made."""
-    with compat.without_torch_function():
+    with compat.tensors.without_torch_function():
         return getattr(torch, name)(*args, **kwargs)
 
 

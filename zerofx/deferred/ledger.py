@@ -39,8 +39,8 @@ class Ledger:
         if not self._memories or tensor.layout is not torch.strided:
             return None
         try:
-            with compat.without_function_modes():
-                found = self._memories.get(compat.storage_key(tensor))
+            with compat.tensors.without_function_modes():
+                found = self._memories.get(compat.tensors.storage_key(tensor))
         except (NotImplementedError, RuntimeError):  # it has no storage of its own: a functorch one
             return None
         return found[1] if found is not None else None
@@ -50,7 +50,7 @@ class Ledger:
         storage = tensor.untyped_storage()
         memory = Memory(storage.nbytes(), tensor.device)
         storage.resize_(0)
-        key = compat.storage_key(tensor)
+        key = compat.tensors.storage_key(tensor)
 
         def forget(reference: Any) -> None:
             if key in self._memories and self._memories[key][0] is reference:
@@ -80,7 +80,7 @@ class Ledger:
             return None
         (operand,) = memory.last.operands()
         is_it = (operand.size, operand.stride) == (tuple(tensor.shape), tuple(tensor.stride()))
-        is_alone = operand.fills_memory and not compat.is_memory_shared(tensor)
+        is_alone = operand.fills_memory and not compat.tensors.is_memory_shared(tensor)
         return memory.last.source if is_it and is_alone else None
 
     def value_of(self, tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Ledger:
                     except BaseException:
                         storage.resize_(0)
                         raise
-            del self._memories[compat.storage_key(tensor)]
+            del self._memories[compat.tensors.storage_key(tensor)]
             memory.last = None
 
     @contextlib.contextmanager
@@ -181,7 +181,11 @@ class Ledger:
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
     """Do what is done here, inside of a block that records too."""
-    with compat.without_dispatch_modes(), compat.without_function_modes(), ordinary_tensors():
+    with (
+        compat.tensors.without_dispatch_modes(),
+        compat.tensors.without_function_modes(),
+        ordinary_tensors(),
+    ):
         yield
 
 

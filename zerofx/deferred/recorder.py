@@ -27,7 +27,7 @@ from zerofx.runtime.memory.flat import ordinary_tensors
 aten = torch.ops.aten
 
 
-class Recorder(compat.DispatchMode):
+class Recorder(compat.scalars.DispatchMode):
     """While it is active, new tensors have no memory, and operations on such are recorded.
 
     What has to be known at once (``item()``, a shape that depends on values) is made at once, and
@@ -45,7 +45,7 @@ class Recorder(compat.DispatchMode):
         kwargs = kwargs or {}
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return func(*args, **kwargs)  # its own operations come here again
-        with compat.without_function_modes():
+        with compat.tensors.without_function_modes():
             return self._record(_Call(func, args, kwargs))
 
     def _record(self, call: _Call) -> Any:
@@ -155,13 +155,15 @@ class Recorder(compat.DispatchMode):
     def _constant(self, tensor: Tensor) -> Constant:
         constant = Constant(tensor)
         if not constant.is_copy:
-            self._constants.setdefault(compat.storage_key(tensor), []).append(weakref.ref(constant))
+            self._constants.setdefault(compat.tensors.storage_key(tensor), []).append(
+                weakref.ref(constant)
+            )
         return constant
 
     def _keep_constants(self, written: Iterable[Tensor]) -> None:
         """Copy what recorded operations read of the memory of these, before it is written to."""
         for tensor in written if self._constants else ():
-            for reference in self._constants.pop(compat.storage_key(tensor), ()):
+            for reference in self._constants.pop(compat.tensors.storage_key(tensor), ()):
                 constant = reference()
                 if constant is not None:
                     constant.keep()
@@ -276,7 +278,7 @@ def _like(shape: Tensor, device: torch.device) -> Tensor:
         return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
 
 
-_NO_SHAPE = (NotImplementedError, *compat.DATA_DEPENDENT_ERRORS)
+_NO_SHAPE = (NotImplementedError, *compat.scalars.DATA_DEPENDENT_ERRORS)
 
 _REFUSED = frozenset("set_ resize_ resize_as_ swap_".split())
 _OF_METADATA = frozenset("is_same_size is_pinned is_set_to detach alias lift_fresh".split())

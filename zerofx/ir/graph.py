@@ -58,7 +58,7 @@ class Builder:
     def fake_mode(self):
         for node in self.graph.nodes:
             value = node.meta.get("val")
-            if compat.is_fake(value):
+            if compat.tensors.is_fake(value):
                 return value.fake_mode
         raise ValueError("the program has no tensor")
 
@@ -190,7 +190,7 @@ def copied(graph: fx.Graph, copies: Copies | None = None) -> fx.Graph:
 
 def copied_module(gm: fx.GraphModule, copies: Copies | None = None) -> fx.GraphModule:
     """The same of a module, whose attributes both have then."""
-    return compat.graph_module(gm, copied(gm.graph, copies))
+    return compat.aot.graph_module(gm, copied(gm.graph, copies))
 
 
 def erase_unused(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:

@@ -23,7 +23,7 @@ def hinted_tensor_bytes(value: Any) -> int:
     """Bytes of a tensor as it was when captured: no guard is made of a symbolic size."""
     if not isinstance(value, torch.Tensor):
         return 0
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
+    return math.prod(map(compat.aot.size_hint, value.shape)) * value.dtype.itemsize
 
 
 def value_bytes(node: fx.Node) -> int:

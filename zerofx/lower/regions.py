@@ -67,7 +67,7 @@ def _call_region(
     body = fx.Graph()
     local = {}
     values = body.placeholder("values")
-    compat.mark_emptied(values)
+    compat.inductor.mark_emptied(values)
     number = region_of(nodes[0])
     assert number is not None
     donated = [at for at, source in enumerate(inputs) if _dies_in(number, source)]
@@ -80,7 +80,7 @@ def _call_region(
         local[node] = body.node_copy(node, local.__getitem__)
         if node.target in _VIEWS:
             local[node].target = aten.reshape.default
-        compat.forget_checkpoints(local[node])
+        compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
     is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
@@ -164,7 +164,7 @@ class CompiledRegion(nn.Module):
 
     def _compile(self, values: list[Any]) -> tuple[tuple[Callable, list[int]], tuple[Any, ...]]:
         """Compile for these inputs and run for the first time; return both."""
-        run = compat.compile_with_inductor(self.gm, [values], self.donated)
+        run = compat.inductor.compile_with_inductor(self.gm, [values], self.donated)
         # Held, so that no result takes the place of one that is freed meanwhile.
         held = [None if at in self.donated else v for at, v in enumerate(values)]
         results = run(values)

@@ -127,7 +127,7 @@ class Validator:
 
         Raises: ValidationError with the pass and the first node that computes something else.
         """
-        with compat.real_tensors():  # whoever compiles has everything made fake
+        with compat.tensors.real_tensors():  # whoever compiles has everything made fake
             mine = ObservedProgram.of(gm, self.ctx, self.optimizers)
             programs = [
                 self._program_of(rank, name) if rank != self.ctx.rank else mine

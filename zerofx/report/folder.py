@@ -100,7 +100,7 @@ def run_of_this_process() -> str:
     answer, as that of torch's fake group, is a run of its own.
     """
     mine = uuid.uuid4().hex
-    store = compat.world_store()
+    store = compat.tensors.world_store()
     if store is None:
         return mine
     try:

@@ -110,9 +110,9 @@ def _value(described: Any) -> Any:
 def _literal(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not compat.is_fake(value):
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not compat.tensors.is_fake(value):
         dtype = str(value.dtype).removeprefix("torch.")
-        with compat.real_tensors():
+        with compat.tensors.real_tensors():
             return {_TENSOR: value.item(), "dtype": dtype, "device": str(value.device)}
     if isinstance(value, tuple | list):
         return type(value)([_literal(item) for item in value])

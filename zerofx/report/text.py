@@ -128,12 +128,12 @@ class ProgramText:
         flags = ("sharded", "unreduced", "on_host")
         described |= {flag: True for flag in flags if getattr(role, flag)}
         if isinstance(value, torch.Tensor):
-            described["shape"] = tuple(map(compat.size_hint, value.shape))
-            described["stride"] = tuple(map(compat.size_hint, value.stride()))
+            described["shape"] = tuple(map(compat.aot.size_hint, value.shape))
+            described["stride"] = tuple(map(compat.aot.size_hint, value.stride()))
             described["dtype"] = str(value.dtype).removeprefix("torch.")
             described["device"] = str(value.device)
             return described
-        value = compat.scalar_hint(value)
+        value = compat.aot.scalar_hint(value)
         if value is not None and not isinstance(value, int | float | str):
             self.obstacles.append(f"its input {node.name} is a {type(value).__name__}")
             value = None
@@ -222,9 +222,9 @@ class ProgramText:
     def _constant(self, node: fx.Node) -> str:
         name = str(node.target)
         value = operator.attrgetter(name)(self.gm)
-        if not isinstance(value, torch.Tensor) or compat.is_fake(value):
+        if not isinstance(value, torch.Tensor) or compat.tensors.is_fake(value):
             return self._unknown(node, f"{name} is a {type(value).__name__}")
-        with compat.real_tensors():
+        with compat.tensors.real_tensors():
             if value.numel() <= _IN_TEXT and value.dtype in EXACT and value.is_contiguous():
                 text = f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
                 if value.device.type != "cpu":
@@ -245,7 +245,7 @@ class ProgramText:
         """Write what an argument's lists, tuples, dicts and slices hold."""
         if isinstance(value, fx.Node):
             return AsItIs(value.name)
-        value = compat.scalar_hint(value)
+        value = compat.aot.scalar_hint(value)
         if value is None or type(value) in (bool, int, float, complex, str):
             return AsItIs(repr(value))
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):

@@ -104,7 +104,7 @@ class ProgramDump:
         if len(self.constants) > self._num_saved:
             self.write_file(CONSTANTS_FILE, _saved(self.constants))
             self._num_saved = len(self.constants)
-        compat.trace_program(f"zerofx_{stem}", lambda: content)
+        compat.aot.trace_program(f"zerofx_{stem}", lambda: content)
         return path
 
     def write_timeline(self, gm: fx.GraphModule, state_bytes: StateBytes) -> None:
@@ -150,7 +150,7 @@ class ProgramDump:
         lines += [f"predicted: {predicted}"] if predicted else []
         text = "\n".join(lines) + "\n"
         self.write_file("summary.txt", text)
-        compat.trace_program("zerofx_summary", lambda: text)
+        compat.aot.trace_program("zerofx_summary", lambda: text)
 
     def _costs_of(self, gm: fx.GraphModule) -> Costs:
         wire, moved = wire_bytes(gm, self.ctx.world_size), moved_bytes(gm)
@@ -211,6 +211,6 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _saved(constants: Mapping[str, torch.Tensor]) -> bytes:
     buffer = io.BytesIO()
-    with compat.real_tensors():
+    with compat.tensors.real_tensors():
         torch.save({name: tensor.cpu() for name, tensor in constants.items()}, buffer)
     return buffer.getvalue()

@@ -200,7 +200,7 @@ def test_rendezvous_without_a_rank_fails_on_all_who_came():
 
 
 def agree_over_tcp():
-    store = compat.agreement_store(dist.group.WORLD)
+    store = compat.tensors.agreement_store(dist.group.WORLD)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     agreement = Agreement(store, rank, world_size, "step")
     agreement.check(LINES, 30)

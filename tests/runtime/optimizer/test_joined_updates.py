@@ -75,7 +75,7 @@ def join_whatever_the_size(monkeypatch):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """The kernel's graph as it is: what is compiled is tested apart."""
-    monkeypatch.setattr(compat, "CompiledForAnyLength", lambda gm: gm)
+    monkeypatch.setattr(compat.inductor, "CompiledForAnyLength", lambda gm: gm)
 
 
 @pytest.fixture

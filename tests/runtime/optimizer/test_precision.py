@@ -103,7 +103,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(compat, "CompiledForAnyLength", lambda gm: gm)
+    monkeypatch.setattr(compat.inductor, "CompiledForAnyLength", lambda gm: gm)
 
 
 def bf16_gradients(lengths, step):

@@ -55,7 +55,7 @@ class GlooWork(Work):
         self._forget_if_released()
 
     def _forget_if_released(self) -> bool:
-        released = not any(map(compat.is_held_elsewhere, self.buffers))
+        released = not any(map(compat.tensors.is_held_elsewhere, self.buffers))
         if released:
             self._known.discard(self)
         return released

@@ -51,7 +51,7 @@ def measured(
         return None
     known = _known.setdefault(group, {})
     if device.type not in known:
-        store = compat.agreement_store(group)
+        store = compat.tensors.agreement_store(group)
         try:
             rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)
         except RuntimeError as error:
@@ -59,7 +59,7 @@ def measured(
                 f"{error}. All ranks measure the link there, unless all are given its figures: "
                 "options={'hardware': ...} or ZEROFX_HARDWARE"
             ) from None
-        with torch.no_grad(), compat.real_tensors():
+        with torch.no_grad(), compat.tensors.real_tensors():
             known[device.type] = _measure(group, device)
     return known[device.type]
 

@@ -128,7 +128,7 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self.timeout_s = compat.timeout_s(group)
+        self.timeout_s = compat.tensors.timeout_s(group)
         self.board = _Board(nonce=secrets.randbits(62))
         self.count = 0
         self.program = 0  # of the step that this rank is in

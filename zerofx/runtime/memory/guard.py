@@ -86,7 +86,7 @@ class Guarded:
         kwargs = kwargs or {}
         touched, is_metadata = read_or_write(func)
         if is_metadata or (touched == "type" and len(args) == 1 and not kwargs):
-            with compat.without_torch_function():
+            with compat.tensors.without_torch_function():
                 return func(*args, **kwargs)
         special = cls._special.get(touched)
         if special is not None and args:

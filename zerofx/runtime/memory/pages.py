@@ -157,4 +157,4 @@ class BufferPool:
         self._ranges.append((start, nbytes))
 
     def _is_held(self, index: int) -> bool:
-        return compat.is_storage_held(self._storages[index])
+        return compat.tensors.is_storage_held(self._storages[index])

@@ -49,7 +49,7 @@ class LazyState(GuardedState):
     ) -> Any:
         kwargs = kwargs or {}
         if read_or_write(func)[1]:
-            with compat.without_torch_function():
+            with compat.tensors.without_torch_function():
                 return func(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             raise StepError(
@@ -64,7 +64,11 @@ class LazyState(GuardedState):
 
     def read(self) -> Tensor:
         """Its values, in memory of their own.  Raises: what the source does."""
-        with ordinary_tensors(), compat.real_tensors(), compat.without_dispatch_modes():
+        with (
+            ordinary_tensors(),
+            compat.tensors.real_tensors(),
+            compat.tensors.without_dispatch_modes(),
+        ):
             flat = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
             self.source.read(self.order, self.start, self.stop, flat[: self.stop - self.start])
             return flat.as_strided(self.shape, self.stride())
@@ -75,7 +79,11 @@ class LazyState(GuardedState):
     def arrive(self) -> None:
         """Be an ordinary tensor, with its values.  Nothing changes if they cannot be read."""
         values = self.read()
-        with ordinary_tensors(), compat.real_tensors(), compat.without_dispatch_modes():
+        with (
+            ordinary_tensors(),
+            compat.tensors.real_tensors(),
+            compat.tensors.without_dispatch_modes(),
+        ):
             self.__class__ = Tensor
             self.set_(values)
         del self.source

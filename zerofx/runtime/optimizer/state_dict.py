@@ -44,7 +44,7 @@ def attach_optimizer(optimizer: Optimizer, keeps_loaded_dtypes: bool = False) ->
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether the user has hooks on this optimizer's ``step``, or on every optimizer's."""
-    if compat.has_global_optimizer_hooks():
+    if compat.tensors.has_global_optimizer_hooks():
         return True
     ours = REGISTRY.attached.get(optimizer)
     before = optimizer._optimizer_step_pre_hooks.values()

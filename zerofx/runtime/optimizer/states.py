@@ -347,7 +347,7 @@ def states_after_a_step(
 ) -> Mapping[str, Any] | None:
     """Return the states that a copy's step makes of a small parameter; None if it fails."""
     with (
-        compat.real_tensors(),
+        compat.tensors.real_tensors(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -80,5 +80,5 @@ class Barrier:
 
 def _meet(communicator: Any, name: str, timeout_s: float) -> None:
     if communicator.world_size > 1:
-        store = compat.agreement_store(communicator.group)
+        store = compat.tensors.agreement_store(communicator.group)
         rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)

@@ -87,7 +87,7 @@ class BucketMemory:
 def _is_shared(parameter: nn.Parameter) -> bool:
     """Return whether another tensor, or another process, has this parameter's memory too."""
     between_processes = parameter.device.type == "cpu" and parameter.is_shared()
-    return between_processes or compat.is_memory_shared(parameter)
+    return between_processes or compat.tensors.is_memory_shared(parameter)
 
 
 def _over(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:

@@ -42,7 +42,7 @@ def make(parameter: nn.Parameter, communicator: Any) -> None:
 
     That is rank 0, and all ranks for memory that something else looks into as well.
     """
-    is_overwritten = communicator.rank != 0 and not compat.is_memory_shared(parameter)
+    is_overwritten = communicator.rank != 0 and not compat.tensors.is_memory_shared(parameter)
     LEDGER.make(parameter, with_values=not is_overwritten)
 
 
