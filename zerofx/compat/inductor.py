@@ -102,9 +102,8 @@ def _donating(donated: Sequence[int]) -> dict[str, Any]:
 
 def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
     """Return a function that runs such inputs without compiling, in any thread."""
-    if isinstance(function, CompiledForAnyLength):
-        return function.ready(*inputs)
-    return function
+    ready = getattr(function, "ready", None)
+    return function if ready is None else ready(*inputs)
 
 
 class CompiledForAnyLength:
