@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,6 +20,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.models import features
 from zerofx import backend
+from zerofx.codegen.trace.trace import Update
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -40,6 +42,16 @@ class Tower(nn.Module):
     def forward(self, x):
         x = self.twice(torch.tanh(self.body(x)))
         return self.head(self.frozen(torch.tanh(self.twice(x))))
+
+
+def running(call):
+    """What ``Update.ready`` may be replaced by: updates run as ``call(run)`` does."""
+    original = Update.ready
+
+    def ready(update, *arguments):
+        return partial(call, original(update, *arguments))
+
+    return ready
 
 
 def built(dtype=torch.float32, make=torch.optim.AdamW):

@@ -33,6 +33,7 @@ from tests.kit.trainings import (
     program_of,
     read_after,
     run,
+    running,
     save_and_resume,
     stepped_twice,
     tensors_of,
@@ -377,15 +378,13 @@ class Watched:
         self.fails_at, self.error = fails_at, error
 
     def __enter__(self):
-        original = Update.run
-
-        def call(update, *arguments):
+        def call(run):
             self.threads.append(threading.current_thread().name)
             if len(self.threads) == self.fails_at:
                 raise self.error
-            return original(update, *arguments)
+            return run()
 
-        self.patch = mock.patch.object(Update, "run", call)
+        self.patch = mock.patch.object(Update, "ready", running(call))
         self.patch.start()
         return self
 
@@ -430,16 +429,15 @@ def test_a_step_that_fails_elsewhere_waits_for_what_is_under_way():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
     copies = program_of(compiled).function.copies
-    original = Update.run
     ended = []
 
-    def slow(update, *arguments):
+    def slow(run):
         time.sleep(0.1)
-        original(update, *arguments)
-        ended.append(update)
-        return original(update, *arguments)
+        results = run()
+        ended.append(run)
+        return results
 
-    with mock.patch.object(Update, "run", slow):
+    with mock.patch.object(Update, "ready", running(slow)):
         with mock.patch.object(Copies, "to_device_start", side_effect=Broken("no")):
             with mock.patch.object(HostUpdates, "wait_update", lambda self, started: started):
                 with pytest.raises(Broken, match="no"):

@@ -27,6 +27,7 @@ from tests.kit.trainings import (
     clipped,
     program_of,
     run,
+    running,
     zero,
 )
 from tests.training.test_offload_nvme import SMALL_BUCKETS, TWO_BUCKETS, Deep, files, flush
@@ -224,17 +225,17 @@ def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, m
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     run(compiled, pair, range(2))
     copies = program_of(compiled).function.copies
-    compute, failed, under_way = Update.run, FileTier.failed, []
+    failed, under_way = FileTier.failed, []
 
-    def slow(update, *arguments):
+    def slow(run):
         time.sleep(0.1)
-        return compute(update, *arguments)
+        return run()
 
     def watched(tier, error, *optimizers):
         under_way.append(copies.updates._process != -1)
         failed(tier, error, *optimizers)
 
-    monkeypatch.setattr(Update, "run", slow)
+    monkeypatch.setattr(Update, "ready", running(slow))
     monkeypatch.setattr(FileTier, "failed", watched)
     with monkeypatch.context() as patch:
         patch.setattr(HostUpdates, "wait_update", _interrupted)

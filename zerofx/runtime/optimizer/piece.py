@@ -44,7 +44,7 @@ class UpdatedParameter:
     ``on_host`` its update runs on CPU tensors, which its layout then is of.  ``is_sharded``: its
     update is traced for shards.  One that is divided later is whole until then.
     ``layouts`` are what traces of it are known by: what it shares with shards of any size, if there
-    may be such traces, and last its own layout.  ``group`` is None if it is in none any more.
+    may be such traces, and last its own layout.
     ``first_element`` is the number of this rank's first element among all of the optimizer's, by
     which random numbers are drawn: the same on any number of ranks.
     """
@@ -55,7 +55,6 @@ class UpdatedParameter:
     on_host: bool
     is_sharded: bool
     layouts: list[tuple]
-    group: GroupOfStep | None = None
     first_element: int = 0
 
 

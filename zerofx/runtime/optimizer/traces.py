@@ -67,7 +67,7 @@ class TracedOptimizer:
             for index, (parameter, info) in parameters.items()
         }
         self.trace_count = 0
-        self._groups: list[GroupOfStep] | None = None
+        self._groups: dict[int, GroupOfStep] | None = None  # of the step under way
         self._known: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
         self._shared_keys: dict[Hashable, int] = {}
@@ -98,18 +98,15 @@ class TracedOptimizer:
         """Start one optimizer step: look up every parameter's group as it is now."""
         optimizer = self.live_optimizer()
         self._attributes = constant_attributes(optimizer)
-        self._groups = []
+        self._groups = {}
         known = {id(parameter.user()): parameter for parameter in self.parameters.values()}
-        for parameter in self.parameters.values():
-            parameter.group = None
         number = 0
         for values in optimizer.param_groups:
             groups = [GroupOfStep(values, on_host) for on_host in (False, True)]
-            self._groups += groups
             for user in values["params"]:
                 if id(user) in known:
                     parameter = known[id(user)]
-                    parameter.group = groups[parameter.on_host]
+                    self._groups[parameter.index] = groups[parameter.on_host]
                     start, _ = parameter.info.owned_by(self.settings.rank)
                     parameter.first_element = number + (start if self.settings.sharded else 0)
                 number += user.numel() if self.settings.precision.draws else 0
@@ -119,11 +116,15 @@ class TracedOptimizer:
 
         Returns the groups of updates on the host, which may finish and change entries later.
         """
-        groups, self._groups = self._groups or [], None
+        groups, self._groups = dict.fromkeys((self._groups or {}).values()), None
         for group in groups:
             group.keep_changes()
         self.live_optimizer()._opt_called = True
         return [group for group in groups if group.on_host]
+
+    def _group_of(self, index: int) -> GroupOfStep | None:
+        """The group of a parameter in the step under way; None if it is in none any more."""
+        return (self._groups or {}).get(index)
 
     def piece(self, members: Sequence[Member]) -> Piece:
         """Put together what the update of a parameter changes, or of neighbours of one group.
@@ -141,7 +142,7 @@ class TracedOptimizer:
         shards, grads, indices = zip(*members, strict=True)
         parameters = [self.parameters[index] for index in indices]
         users = [user for one in parameters if (user := one.user()) is not None]
-        first, group = parameters[0].info, parameters[0].group
+        first, group = parameters[0].info, self._group_of(parameters[0].index)
         if group is None or len(users) < len(parameters):
             raise UpdateError(
                 f"{self.name} no longer has parameter '{first.name}' in any parameter group, but "

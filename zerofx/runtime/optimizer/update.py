@@ -110,8 +110,9 @@ class OptimizerRunner(TracedOptimizer):
             self.storage.check(parameter.info)
             if is_owned:
                 self.owned.check_precision(parameter.info)
-            if parameter.group is not None and not optimizer.state.get(parameter.user()):
-                traced = self.find(parameter, parameter.group, nothing)
+            group = self._group_of(parameter.index)
+            if group is not None and not optimizer.state.get(parameter.user()):
+                traced = self.find(parameter, group, nothing)
                 if is_owned:
                     self.owned.divide(traced.update, parameter.info)
         self._groups = None
@@ -191,7 +192,7 @@ class OptimizerRunner(TracedOptimizer):
         found: list[tuple[Any, list[Member]]] = []
         for member in sorted(members, key=lambda one: (not one[0].numel(), one[0].data_ptr())):
             data, grad, index = member
-            info, group = self.parameters[index].info, self.parameters[index].group
+            info, group = self.parameters[index].info, self._group_of(index)
             is_coded = precision.moment_storage(info.dtype, info.numel) is torch.int8
             kind = (id(group), data.dtype, grad.dtype, is_coded)
             near = found[-1:] if data.numel() else found
