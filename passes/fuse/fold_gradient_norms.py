@@ -63,7 +63,7 @@ def _totals(start: fx.Node) -> list[list[fx.Node]]:
 
     Only those of which nothing else is made.
     """
-    stacked, reduction = start.args
+    stacked, reduction = start.args[:2]
     wait = _only_user(start, ops.wait)
     if stacked.target is not aten.stack.default or reduction != "sum" or wait is None:
         return []
