@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.compatibility import why_another_kind
 from zerofx.checkpoint.contents import parameter_names, plain_name
-from zerofx.checkpoint.metadata import Keys, Saved
+from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
 from zerofx.errors import CheckpointError
