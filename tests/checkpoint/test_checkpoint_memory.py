@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import zerofx
 from tests.kit.checkpoints import built, train, zero
 from zerofx.checkpoint.reading import Reader
+from zerofx.checkpoint.targets import into_state
 
 
 @pytest.fixture
@@ -55,3 +57,20 @@ def test_an_old_state_is_gone_when_the_new_one_is_read(tmp_path):
     with mock.patch.object(Reader, "read", watched):
         zerofx.load(tmp_path / "a", *pair)
     assert alive == list(reversed(range(len(old))))
+
+
+def test_a_shard_of_a_state_is_read_where_the_whole_has_no_room():
+    whole, owned = torch.empty(2**48, device="meta"), (8, 10)
+    info = SimpleNamespace(
+        shape=whole.shape, storage_order=(0,), shard_numel=3, owned_by=lambda rank: owned
+    )
+    bound = SimpleNamespace(info=info, communicator=SimpleNamespace(rank=4))
+    kept = []
+    target = into_state(
+        "state", whole, torch.device("cpu"), kept.append, bound=bound, is_late=False
+    )
+    files = SimpleNamespace(
+        name="a", check=lambda entry: None, read=lambda entry, part, into: into.fill_(part.start)
+    )
+    target.fill(files)
+    assert kept[0].tolist() == [8, 8, 0]

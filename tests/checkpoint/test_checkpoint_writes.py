@@ -23,6 +23,7 @@ import zerofx
 from tests.kit.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
 from tests.kit.covering import exhaustive, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx.checkpoint import folders
 from zerofx.checkpoint import saving as writing
 from zerofx.checkpoint.folders import Draft
 from zerofx.errors import CheckpointError
@@ -246,6 +247,18 @@ def test_a_link_to_a_checkpoint_is_not_another(tmp_path):
     zerofx.load(tmp_path / "current", *pair_of(1))
     with pytest.raises(FileExistsError):
         zerofx.save(tmp_path / "current", *pair)
+
+
+def test_a_file_is_closed_once_if_there_is_no_second_one(tmp_path):
+    (tmp_path / ".a.saving" / "left").mkdir(parents=True)
+    draft, lock = Draft(tmp_path / "a"), folders._locked
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(folders, "remove_leftovers"))
+        refused = [lock(tmp_path / ".a.saving" / folders.NOTES, os.O_CREAT), PermissionError()]
+        stack.enter_context(mock.patch.object(folders, "_locked", side_effect=refused))
+        stack.enter_context(pytest.raises(CheckpointError, match="PermissionError"))
+        with draft.written():
+            draft.begin()
 
 
 def test_who_is_being_written_is_left_alone(tmp_path):

@@ -166,8 +166,7 @@ class Draft:
                 continue
             if os.listdir(self.folder) == [NOTES]:
                 return
-            _remove(self.folder)  # a killed process has left it
-            os.close(self._lock)
+            self.discard()  # a killed process has left it
         raise FileExistsError(
             f"another process is writing {self.target} (it holds {self.folder}). Let each training "
             "save to a folder of its own."

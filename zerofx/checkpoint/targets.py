@@ -91,12 +91,13 @@ def into_state(
     of the sharded parameter ``bound``, this rank's shard of it is read.  If ``is_late``, ``keep``
     gets what stands for it, and it is read when its values are needed.
     """
-    part = Range.whole(tuple(like.shape)) if bound is None else _owned(bound)
+    part, held = Range.whole(tuple(like.shape)), None
+    if bound is not None:
+        part, like = _owned(bound), like.new_empty(bound.info.shard_numel)
+        held = (part.order, part.start, part.stop)
 
     def take(source: Source) -> None:
-        state = standing_for(source, like, device)
-        if bound is not None:
-            state = state.shard(bound.info, bound.communicator.rank)
+        state = standing_for(source, like, device, held)
         keep(state)
         if not is_late:
             state.arrive()  # in the memory of the state that ``keep`` has dropped

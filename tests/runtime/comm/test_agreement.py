@@ -1,8 +1,11 @@
 """Ranks agree on schedules through the store; threads stand for ranks where they can."""
 
+import itertools
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -54,6 +57,12 @@ def test_equal_schedules_agree_again_and_again(world_size):
     ranks = agreements(world_size)
     for turn in range(5):
         assert check_all(ranks, (*LINES, f"turn {turn}")) == [False] * world_size
+
+
+def test_ranks_agree_whichever_zlib_compresses_their_schedules():
+    levels, compress = itertools.count(1), zlib.compress
+    with mock.patch.object(zlib, "compress", lambda text: compress(text, next(levels))):
+        assert check_all(agreements(3), LINES) == [False] * 3
 
 
 def test_a_repeated_check_asks_nobody():

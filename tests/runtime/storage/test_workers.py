@@ -9,8 +9,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from zerofx.runtime.storage.copies import Worker
+from zerofx.runtime.storage.memory import HostMemory
+
+
+def test_threads_take_host_memory_at_once():
+    memory, interval = HostMemory(), sys.getswitchinterval()
+    kept = [memory.empty(1, torch.float32) for _ in range(500)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: memory.empty(1, torch.float32), range(2000)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert memory.nbytes == 4 * len(kept) and memory.num_allocations == 2500
 
 
 def test_it_does_one_thing_after_another_in_one_thread():

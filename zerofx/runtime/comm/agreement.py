@@ -212,9 +212,9 @@ class Agreement:
 
     def _verdict(self, meeting: _Round) -> str:
         """Compare every rank's schedule with rank 0's.  Only the last to arrive reads them all."""
-        expected = meeting.posted("text", 0)
+        expected = _lines_of(meeting.posted("text", 0))
         for rank in range(1, self.world_size):
-            if meeting.posted("text", rank) != expected:
+            if _lines_of(meeting.posted("text", rank)) != expected:
                 return f"differs {rank}"
         return "complete"
 

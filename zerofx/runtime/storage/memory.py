@@ -113,7 +113,7 @@ class HostMemory(Memory):
 
     @property
     def nbytes(self) -> int:
-        return sum(self._storages.values())
+        return sum(self._storages.data.values())  # in one go: other threads take memory too
 
     @property
     def is_empty(self) -> bool:
