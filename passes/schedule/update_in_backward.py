@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import is_owned, is_random
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist
@@ -30,6 +33,7 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Source: LOMO, Lv et al. 2023.
     """
     moved = 0
+    wholes = {input_role(node).parameter: node for node in placeholders(gm.graph, "parameter")}
     for update in [node for node in gm.graph.nodes if node.target is ops.update]:
         if is_owned(update):
             continue  # it follows what all ranks compute together
@@ -40,7 +44,13 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         before = {operand for operand in operands if operand not in cuts}
         before |= {value for cut in cuts for value in cut.all_input_nodes}  # what a step decays
         before = {node for node in before if node.op != "placeholder"}
-        anchor = max(before | _readers(update), default=None)  # now that these have moved
+        values, info = [update.args[0], *cuts], ctx.table[update.args[3]]
+        if cuts:  # whose memory it may turn out to be: passes/fuse/write_back.py
+            values += cuts[0].all_input_nodes
+        if ctx.options.stage == 3 and info.shares_bucket:  # what is gathered is all of the bucket
+            values += [wholes[mate.index] for mate in ctx.table.bucket(info.place.bucket)]
+        # Now that these have moved:
+        anchor = max(before | _readers(values, {update, *cuts}), default=None)
         if anchor is None or not anchor < update:
             continue
         if anchor.next not in (update, *cuts):
@@ -62,27 +72,29 @@ def _comes_along(node: fx.Node) -> bool:
     return not (stays or mutated_inputs(node) or is_random(node))
 
 
-def _readers(update: fx.Node) -> set[fx.Node]:
-    """The nodes that read the value before the update, whole or as a shard.
+def _readers(values: Iterable[fx.Node], besides: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that read these values before the update, whole or as a shard.
 
     In a world of one, what has been gathered is the shard's own memory.
     """
-    value = cut = update.args[0]
-    if cut.target is ops.take_shard:
-        value = cut.args[0]  # whose memory it may turn out to be: passes/fuse/write_back.py
     readers: set[fx.Node] = set()
-    pending = [value]
+    pending = list(values)
     while pending:
         node = pending.pop()
         for user in node.users:
-            if user in (update, cut) or user in readers or user.op == "output":
+            if user in besides or user in readers or user.op == "output":
                 continue
-            if mutated_inputs(user):
-                continue  # a write, which follows the update
+            if mutated_inputs(user) or _is_updated(user):
+                continue  # a write, which follows the update, or what another one updates
             readers.add(user)
             if _holds(user, node):
                 pending.append(user)
     return readers
+
+
+def _is_updated(cut: fx.Node) -> bool:
+    """Return whether a range of a parameter is taken for its update alone."""
+    return cut.target is ops.take_shard and all(one.target is ops.update for one in cut.users)
 
 
 def _holds(user: fx.Node, node: fx.Node) -> bool:
