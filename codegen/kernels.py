@@ -76,12 +76,15 @@ class Kernels:
             self._keep(f"kernel_{update.optimizer.lower()}_{text}.py", kernel.source)
         return kernel
 
-    def without(self, update: Update) -> Kernel:
+    def without(self, update: Update, is_coded: bool) -> Kernel:
         """Return what runs an update without compiling it.
 
-        Raises: UpdateError if its moments are in eight bits, and no program can be made of it.
+        Where moments are kept in eight bits (``is_coded``) that is its program, which rounds alike
+        whether they have been coded yet or have just been loaded.
+
+        Raises: UpdateError if no program can be made of it then.
         """
-        if not update.scales:
+        if not (is_coded and update.state):
             return update
         key = (update.computation, None)
         if key not in self._known:

@@ -14,7 +14,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
-from zerofx.compiler.auto_offload import attempts, first_that_fits
+from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
 from zerofx.compiler.progress import progress
 from zerofx.compiler.rewrite import described_optimizers, rewrite

@@ -188,12 +188,11 @@ class OptimizerRunner(TracedOptimizer):
 
         What has no elements on this rank lies nowhere, and goes with the first of its group.
         """
-        precision = self.settings.precision
         found: list[tuple[Any, list[Member]]] = []
         for member in sorted(members, key=lambda one: (not one[0].numel(), one[0].data_ptr())):
             data, grad, index = member
             info, group = self.parameters[index].info, self._group_of(index)
-            is_coded = precision.moment_storage(info.dtype, info.numel) is torch.int8
+            is_coded = self._is_coded(info)
             kind = (id(group), data.dtype, grad.dtype, is_coded)
             near = found[-1:] if data.numel() else found
             alike = [piece for known, piece in near if known == kind]
@@ -202,6 +201,10 @@ class OptimizerRunner(TracedOptimizer):
             else:
                 found.append((kind, [member]))
         return [piece for _, piece in found]
+
+    def _is_coded(self, info: ParameterInfo) -> bool:
+        """Return whether a parameter's moments are kept in eight bits."""
+        return self.settings.precision.moment_storage(info.dtype, info.numel) is torch.int8
 
     def _goes_on(self, piece: Sequence[Member], member: Member, is_coded: bool) -> bool:
         """Return whether a piece ends where a member begins, and so do its numbers and blocks."""
@@ -239,7 +242,7 @@ class OptimizerRunner(TracedOptimizer):
         kernels = self.host_kernels if piece.group.on_host else self.kernels
         kernel: Kernel | None
         if fused is None:
-            kernel = kernels.without(update)
+            kernel = kernels.without(update, self._is_coded(info))
         else:
             kernel = kernels.find(update, data, grad, fused.work, fused.gives_squares)
             inputs += fused.coefficients
