@@ -115,6 +115,12 @@ def test_every_precision_goes_on_bitwise(
     ranks(2).run(resume_of, tmp_path / "a", *arguments, model)
 
 
+@pytest.mark.slow(reason="two trainings and a resume, of a parameter long enough for eight bits")
+def test_moments_in_eight_bits_go_on_bitwise(tmp_path):
+    options = PRECISIONS["masters, int8 moments"]
+    resume(tmp_path / "a", momentum, 3, options, True, dtype=torch.bfloat16, width=1500)
+
+
 def resume_of(path, make, stage, options, is_bound, new_options, model):
     resume(path, make, stage, options, is_bound, new_options, **model)
 

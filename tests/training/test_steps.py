@@ -85,6 +85,7 @@ OF_EACH_KIND = (
     "batches_whose_shape_changes",
     "several_parameter_groups",
     "parameter_group_added_after_the_first_step",
+    "gradients_times_an_element_of_a_parameter",
     "optimizer_AdamW",
     "optimizer_RMSprop_centered",
     "tensor_lr",

@@ -1,4 +1,4 @@
-"""Options that suit each other: conflicts, steps cut short by ``stop_after``, ``offload="auto"``."""
+"""Options that suit each other: conflicts, steps that ``stop_after`` cuts, ``offload="auto"``."""
 
 from __future__ import annotations
 
