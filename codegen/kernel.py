@@ -117,7 +117,7 @@ class UpdateKernel:
         return self._runs[near_weights]
 
     def _pieces(self, tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """What one call each is given of the streams, and the number of its first element.
+        """Yield the parts of the streams that each call takes, and its first element's number.
 
         Where blocks have a scale each, flat tensors are cut into rows that are blocks, some rows
         at a time.  The kernel takes two turns over them, to find the scales and to use them:

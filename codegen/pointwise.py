@@ -383,7 +383,7 @@ class Builder:
 
 
 def _read_again(graph: fx.Graph) -> fx.Node | None:
-    """What has to be rounded, as the update reads what it has written to a narrow parameter.
+    """Return the value to round, because the update reads what it stored in a narrow parameter.
 
     Kernels compute in float32 and round what they store.  An update that looks at its own
     rounding, to make up for it at the next step (Kahan summation), has to find it: in what it

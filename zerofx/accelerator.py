@@ -17,10 +17,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """Return ``torch.cuda``, or what is in its place for this device.
-
-    Raises: RuntimeError if this torch has none.
-    """
+    """Return ``torch.cuda``, or what this torch has in its place; RuntimeError if nothing."""
     return torch.get_device_module(device)
 
 

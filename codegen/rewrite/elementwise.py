@@ -73,7 +73,7 @@ def fit_to_shards(gm: fx.GraphModule, *, shape: Sequence[int], whole: set[fx.Nod
 
 
 def _positions(node: fx.Node, name: str) -> list[int]:
-    """Where an operator is given the argument of a name, if by position."""
+    """Return the position of an operator's argument of this name, if it is passed by position."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return [place for place in range(len(node.args)) if names[place : place + 1] == [name]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LOW = (torch.bfloat16, torch.float16)
-"""What kernels compute in float32."""
+"""The dtypes that kernels compute in float32."""
 
 BLOCK = 256
 """Elements that share a scale."""

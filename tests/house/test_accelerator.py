@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofx.checkpoint.contents as contents
 import zerofx.runtime.comm.communication as communication
+import zerofx.runtime.storage.memory as memory
 from zerofx.accelerator import is_accelerator, kind, module_of
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
 
@@ -38,3 +40,11 @@ def test_a_machine_without_one_has_no_kind(monkeypatch):
     assert kind() is None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     assert kind() == "xpu"
+
+
+def test_an_accelerator_that_is_not_cuda_needs_nothing_of_cuda(monkeypatch):
+    for module in (contents, memory):
+        monkeypatch.setattr(module, "kind", lambda: "mps")
+    assert "mps" not in contents.rng_state()
+    values = memory.HostMemory().empty(4096, torch.float32, pinned=True)
+    assert not values.is_pinned()

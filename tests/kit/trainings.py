@@ -45,7 +45,7 @@ class Tower(nn.Module):
 
 
 def running(call):
-    """What ``Update.ready`` may be replaced by: updates run as ``call(run)`` does."""
+    """Return a stand-in for ``Update.ready``, with which updates run as ``call(run)``."""
     original = Update.ready
 
     def ready(update, *arguments):

@@ -340,11 +340,12 @@ class Contents:
 def rng_state() -> dict[str, Any]:
     """Return the states of the global generators of torch, Python and numpy, as plain data.
 
-    Of accelerators the current one's, if this process uses any; numpy's if it is imported.
+    Of accelerators the current one's, if its module says that it is in use (MPS's says nothing);
+    numpy's if it is imported.
     """
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     device = kind()
-    if device is not None and module_of(torch.device(device)).is_initialized():
+    if device is not None and getattr(module_of(torch.device(device)), "is_initialized", bool)():
         state[device] = module_of(torch.device(device)).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -38,7 +38,7 @@ LEVELS = (
     *(turned_off(SWITCHED, name) for name in ("data_parallel", *NEEDED[:-1])),
     *(turned_off(SWITCHED[n:]) for n in range(len(SWITCHED) + 1)),
 )
-"""What turns off all passes behind each of ``PASSES``, up to the last, which has none behind it."""
+"""The environment that turns off all passes behind each of ``PASSES``."""
 
 LEAST, REFERENCE, ALL = 0, len(NEEDED), len(LEVELS) - 1
 """The levels with data parallelism alone, with every optional pass off, and with everything."""

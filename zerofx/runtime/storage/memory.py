@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zerofx.accelerator import kind
 from zerofx.errors import StepError
 from zerofx.runtime.memory.flat import ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import aligned_empty, prefer_huge_pages
@@ -105,7 +106,7 @@ class HostMemory(Memory):
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> Tensor:
         nbytes = max(numel * dtype.itemsize, 1)
         with ordinary_tensors():
-            memory = aligned_empty(nbytes, pinned=pinned)
+            memory = aligned_empty(nbytes, pinned=pinned and kind() == "cuda")
             self._storages[memory.untyped_storage()] = nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
             self.num_allocations += 1
