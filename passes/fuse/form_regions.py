@@ -78,11 +78,9 @@ def _take_views_where_they_are_read(graph: fx.Graph) -> None:
 
 def _is_view(node: fx.Node) -> bool:
     """Return whether all that a node does is to look at one tensor's memory in another way."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and aliased_inputs(node) == node.all_input_nodes
-        and isinstance(node.meta.get("val"), torch.Tensor)
-    )
+    is_call = isinstance(node.target, torch._ops.OpOverload)
+    is_one = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_call and is_one and aliased_inputs(node) == node.all_input_nodes
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,21 +96,27 @@ def is_view(node: fx.Node) -> bool:
     return is_compute(node) and len(aliased_inputs(node)) == 1
 
 
-def aliases(node: fx.Node, through_gathers: bool = False) -> set[fx.Node]:
-    """``node`` and every later node that may share its memory.
+Heirs = Mapping[fx.Node, Sequence[fx.Node]]
+"""The nodes whose memory is that of a node, itself and not through others."""
 
-    ``through_gathers`` takes what is gathered from a shard for the shard's memory too.
-    """
+
+def heirs_in(graph: fx.Graph) -> Heirs:
+    """Find the heirs of all nodes; what is gathered from a shard counts as the shard's memory."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes if ops.rules(node).gathers else aliased_inputs(node):
+            found.setdefault(source, []).append(node)
+    return found
+
+
+def aliases(node: fx.Node, heirs: Heirs | None = None) -> set[fx.Node]:
+    """``node`` and every later node that may share its memory; by these ``heirs``, if given."""
     found = {node}
     pending = [node]
     while pending:
-        for user in pending.pop().users:
-            if user in found:
-                continue
-            sources = aliased_inputs(user)
-            if through_gathers and ops.rules(user).gathers:
-                sources = user.all_input_nodes
-            if any(source in found for source in sources):
+        source = pending.pop()
+        for user in source.users if heirs is None else heirs.get(source, ()):
+            if user not in found and (heirs is not None or source in aliased_inputs(user)):
                 found.add(user)
                 pending.append(user)
     return found

@@ -23,7 +23,7 @@ from zerofx.ir.offload import (
 )
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, role
-from zerofx.ir.rules import FILES, UPDATES
+from zerofx.ir.rules import FILES, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.verify.broken import broken
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 def _goes_on(node: fx.Node) -> bool:
     """Return whether a node starts a copy, or an update in host memory."""
-    return ops.is_move(node) or ops.updates_on_host(node)
+    return ops.starts(node) and ops.lane(node) in (TO_HOST, TO_DEVICE, UPDATES)
 
 
 def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]) -> None:
@@ -117,30 +117,10 @@ def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None
 
 
 def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
-    """A bucket's pieces in its order; each is updated once, with its gradient, and comes back."""
+    """Each part is updated once, with its gradient, and comes back."""
     for node in graph.nodes:
         if _goes_on(node) and not copies_activation(node):
-            indices = ops.argument(node, "parameters")
-            infos = [table[index] for index in indices]
-            offsets = [info.place.offset for info in infos]
-            if len({info.place.bucket for info in infos}) > 1:
-                raise broken(node, "is not of parts of one bucket.")
-            if offsets != sorted(offsets) or len(set(indices)) != len(indices):
-                raise broken(node, "does not take a bucket's parts in the order of the bucket.")
-            if is_staged(node):
-                if len(node.args[0]) != len(indices):
-                    raise broken(node, "does not move one part for each parameter.")
-                _host_memory_is_for_updates(node)
-        if copies_to_device(node) and not copies_activation(node):
-            _pieces_are_read_where_they_lie(node, infos)
-            if any(map(is_kept_on_host, node.args[0])):
-                _brings_what_it_says(node, table)
-            else:
-                _is_return_of_an_update(node, table)
-        if node.target is ops.copy_start_shards:
-            _stores_what_it_says(node, infos)
-        if ops.updates_on_host(node):
-            _is_update_of_what_has_arrived(node, table)
+            _takes_parts_of_a_bucket(node, table)
         if (index := updated_parameter(node)) is not None:
             is_alone = node.target is ops.update
             value = node.args[0] if is_alone else node.args[0].args[0][node.args[1]]
@@ -151,6 +131,31 @@ def _moves_carry_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
         is_store = node.target is aten.copy_.default and role(node) == Role.STORE
         if is_store and shard_of(node.args[0]) != parameter_of(node.args[1]):
             raise broken(node, f"stores {node.args[1].name}, which is of another parameter.")
+
+
+def _takes_parts_of_a_bucket(start: fx.Node, table: ParameterTable) -> None:
+    """Check a copy or update of a bucket's parts: in its order, from and to where they belong."""
+    indices = ops.argument(start, "parameters")
+    infos = [table[index] for index in indices]
+    offsets = [info.place.offset for info in infos]
+    if len({info.place.bucket for info in infos}) > 1:
+        raise broken(start, "is not of parts of one bucket.")
+    if offsets != sorted(offsets) or len(set(indices)) != len(indices):
+        raise broken(start, "does not take a bucket's parts in the order of the bucket.")
+    if is_staged(start):
+        if len(start.args[0]) != len(indices):
+            raise broken(start, "does not move one part for each parameter.")
+        _host_memory_is_for_updates(start)
+    if copies_to_device(start):
+        _pieces_are_read_where_they_lie(start, infos)
+        if any(map(is_kept_on_host, start.args[0])):
+            _brings_what_it_says(start, table)
+        else:
+            _is_return_of_an_update(start, table)
+    if start.target is ops.copy_start_shards:
+        _stores_what_it_says(start, infos)
+    if ops.updates_on_host(start):
+        _is_update_of_what_has_arrived(start, table)
 
 
 def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, mutated_inputs, readers, shard_of, uses
+from zerofx.ir.aliases import Heirs, aliases, heirs_in, mutated_inputs, readers, shard_of, uses
 from zerofx.ir.graph import program_order, updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
 from zerofx.ir.offload import copies_activation, is_staged
@@ -125,13 +125,13 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 
     A gathered buffer counts as the shard's memory, which it is in a world of one.
     """
-    output = graph.output_node()
+    output, heirs = graph.output_node(), heirs_in(graph)
     for writer in graph.nodes:
         for target in mutated_inputs(writer):
-            renewed = _renewed_by(writer)
+            renewed = _renewed_by(writer, heirs)
             late = [
-                (order[reader], reader, alias)
-                for alias in aliases(target, through_gathers=True) - renewed
+                (reader, alias)
+                for alias in aliases(target, heirs) - renewed
                 for reader in alias.users
                 if order[reader] > order[writer]
                 and reader is not output
@@ -141,20 +141,16 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
                 and not _only_overwrites(reader, alias)
             ]
             if late:
-                _, reader, alias = min(late, key=lambda found: found[0])
+                reader, alias = min(late)
                 raise broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
 
 
-def _renewed_by(writer: fx.Node) -> set[fx.Node]:
+def _renewed_by(writer: fx.Node, heirs: Heirs) -> set[fx.Node]:
     """Return the nodes with the new value: the writer's result, or those of its wait."""
-    renewed = aliases(writer, through_gathers=True)
-    if writer.target is ops.update_together:
-        for part in writer.users:
-            renewed |= aliases(part, through_gathers=True)
-    for wait in [user for user in writer.users if user.target is ops.wait_shards]:
-        for stored in wait.users:
-            renewed |= aliases(stored, through_gathers=True)
-    return renewed
+    first = [writer, *(writer.users if writer.target is ops.update_together else ())]
+    waits = (user for user in writer.users if user.target is ops.wait_shards)
+    first += [stored for wait in waits for stored in wait.users]
+    return set().union(*(aliases(node, heirs) for node in first))
 
 
 def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
@@ -168,15 +164,17 @@ def _only_overwrites(node: fx.Node, target: fx.Node) -> bool:
 def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
     """Shapes and dtypes of inserted nodes, and of who reads one, are what operators compute."""
     for node in graph.nodes:
-        is_touched = any(map(provenance, (node, *node.all_input_nodes)))
-        if node.op != "call_function" or not is_touched:
+        sources = node.all_input_nodes
+        if node.op != "call_function" or not any(map(provenance, (node, *sources))):
             continue
         recorded = node.meta["val"]
-        made_from = (id(recorded), *(id(source.meta["val"]) for source in node.all_input_nodes))
+        made_from = (id(recorded), *(id(source.meta["val"]) for source in sources))
         if checked.made_from.get(node) == made_from:
             continue
         checked.made_from[node] = made_from
-        if getattr(recorded, "fake_mode", None) is None or _is_symbolic(recorded):
+        if getattr(recorded, "fake_mode", None) is None or any(
+            isinstance(size, torch.SymInt) for size in recorded.shape
+        ):  # comparing symbolic sizes would make guards of the comparison
             continue
         call = call_text(node, lambda source: layout_text(source.meta["val"]))
         if call not in checked.computed:
@@ -195,11 +193,6 @@ def _run_fake(node: fx.Node) -> torch.Tensor:
             return node.target(*args, **kwargs)
     except Exception as error:
         raise broken(node, f"refuses its operands: {error}") from error
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    """Comparing symbolic sizes would make guards of the comparison."""
-    return any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
