@@ -41,6 +41,7 @@ def busy(seconds):
 def is_watched(monkeypatch):
     monkeypatch.delenv("COVERAGE_RUN", raising=False)
     monkeypatch.setattr(tiers, "_is_watched", lambda: False)
+    monkeypatch.setattr(tiers, "slowness", lambda: 1.0)
 
 
 @pytest.fixture
@@ -154,6 +155,13 @@ def test_time_of_child_processes_counts_and_sleep_does_not(run, tmp_path):
 def test_what_is_marked_may_take_longer(run, mark):
     source = f"@pytest.mark.{mark}\ndef test_busy(): busy(0.2)\n"
     run(BUSY + source, "--cpu-limit", "0.1").assertoutcome(passed=1)
+
+
+def test_on_a_machine_that_is_slow_now_a_test_may_take_as_much_longer(run, monkeypatch):
+    monkeypatch.setattr(tiers, "slowness", lambda: 3.0)
+    source = CALLS.format(0.2, 0.2) + "    assert len(calls) == 1\n"
+    run(BUSY + source, "--cpu-limit", "0.1").assertoutcome(passed=1)
+    run(BUSY + CALLS.format(0.4, 0.4), "--cpu-limit", "0.1").assertoutcome(failed=1)
 
 
 def test_what_fails_is_not_run_again(run):

@@ -101,9 +101,7 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
-    for free in graph.nodes:
-        if free.target is not ops.free:
-            continue
+    for free in [node for node in graph.nodes if node.target is ops.free]:
         for reader, alias in uses(free.args[0]):
             if order[reader] > order[free]:
                 what = f"reads {alias.name}, whose memory {free.name} has freed before."
@@ -148,8 +146,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
 def _renewed_by(writer: fx.Node, heirs: Heirs) -> set[fx.Node]:
     """Return the nodes with the new value: the writer's result, or those of its wait."""
     first = [writer, *(writer.users if writer.target is ops.update_together else ())]
-    waits = (user for user in writer.users if user.target is ops.wait_shards)
-    first += [stored for wait in waits for stored in wait.users]
+    first += [new for user in writer.users if user.target is ops.wait_shards for new in user.users]
     return set().union(*(aliases(node, heirs) for node in first))
 
 

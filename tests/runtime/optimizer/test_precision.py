@@ -312,6 +312,7 @@ def test_updates_too_small_for_bfloat16_move_a_parameter_on_average(uncompiled):
     assert abs(moved[ROUNDED] - steps * lr) < 5 * sigma
 
 
+@pytest.mark.slow(reason="four trainings, each on other ranks and traced by itself")
 @pytest.mark.parametrize("precision", [ROUNDED, Precision(moment_dtype=torch.bfloat16)])
 def test_any_number_of_ranks_rounds_alike(precision, uncompiled):
     wholes = randoms(127, 1024, 640, dtype=torch.bfloat16)

@@ -100,16 +100,17 @@ class TracedOptimizer:
         self._attributes = constant_attributes(optimizer)
         self._groups = {}
         known = {id(parameter.user()): parameter for parameter in self.parameters.values()}
-        number = 0
+        number, draws = 0, self.settings.precision.draws
         for values in optimizer.param_groups:
             groups = [GroupOfStep(values, on_host) for on_host in (False, True)]
             for user in values["params"]:
                 if id(user) in known:
                     parameter = known[id(user)]
                     self._groups[parameter.index] = groups[parameter.on_host]
-                    start, _ = parameter.info.owned_by(self.settings.rank)
-                    parameter.first_element = number + (start if self.settings.sharded else 0)
-                number += user.numel() if self.settings.precision.draws else 0
+                    if draws:
+                        start, _ = parameter.info.owned_by(self.settings.rank)
+                        parameter.first_element = number + (start if self.settings.sharded else 0)
+                number += user.numel() if draws else 0
 
     def end(self) -> list[GroupOfStep]:
         """Finish the step: write changed group entries back, and let LR schedulers know.

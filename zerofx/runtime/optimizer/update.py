@@ -204,7 +204,8 @@ class OptimizerRunner(TracedOptimizer):
 
     def _is_coded(self, info: ParameterInfo) -> bool:
         """Return whether a parameter's moments are kept in eight bits."""
-        return self.settings.precision.moment_storage(info.dtype, info.numel) is torch.int8
+        precision = self.settings.precision
+        return precision.draws and precision.moment_storage(info.dtype, info.numel) is torch.int8
 
     def _goes_on(self, piece: Sequence[Member], member: Member, is_coded: bool) -> bool:
         """Return whether a piece ends where a member begins, and so do its numbers and blocks."""
