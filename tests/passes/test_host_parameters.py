@@ -35,7 +35,7 @@ from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import moved_bytes
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, is_kept_on_host
+from zerofx.ir.aliases import aliased_inputs, aliases, heirs_in, is_kept_on_host
 from zerofx.ir.graph import program_order
 from zerofx.ir.interface import placeholders
 from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters
@@ -291,6 +291,14 @@ def placed_fixture():
 
 def test_the_program_is_as_it_should_be(program):
     verify(program.gm, program.table, frozenset({"averaged_gradients"}))
+
+
+def test_who_takes_a_shard_s_memory_is_among_its_aliases(program):
+    """A part of what a wait returns too, whose memory is the start's operand, not the wait's."""
+    pairs = [(node, source) for node in program.graph.nodes for source in aliased_inputs(node)]
+    assert any(source not in node.all_input_nodes for node, source in pairs)
+    for heirs in (None, heirs_in(program.graph)):
+        assert all(node in aliases(source, heirs) for node, source in pairs)
 
 
 def test_a_deleted_wait_is_found(program):

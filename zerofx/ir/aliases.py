@@ -116,7 +116,8 @@ def aliases(node: fx.Node, heirs: Heirs | None = None) -> set[fx.Node]:
     while pending:
         source = pending.pop()
         for user in source.users if heirs is None else heirs.get(source, ()):
-            if user not in found and (heirs is not None or source in aliased_inputs(user)):
+            # Not of its own operand alone: a part of a wait's result is what the start was given.
+            if user not in found and (heirs or not found.isdisjoint(aliased_inputs(user))):
                 found.add(user)
                 pending.append(user)
     return found
