@@ -41,13 +41,13 @@ def built():
 def meetings():
     """Every time that this rank waits for the others to agree."""
     met = []
-    original = Agreement._meet
+    original = Agreement.exchange
 
     def meet(self, lines, *rest):
         met.append(tuple(lines))
         return original(self, lines, *rest)
 
-    with mock.patch.object(Agreement, "_meet", meet):
+    with mock.patch.object(Agreement, "exchange", meet):
         yield met
 
 
