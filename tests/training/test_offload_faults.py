@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -327,7 +328,7 @@ def start_training(directory, steps):
         [sys.executable, "-c", textwrap.dedent(TRAIN), str(directory), str(steps)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        cwd=Path(__file__).parents[2],
     )
 
 
