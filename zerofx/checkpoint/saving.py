@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,9 +127,10 @@ def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | Non
 
     def publish(written: list[tuple[list[WriteResult], set[Path]]]) -> list[None]:
         (metadata,) = described
+        results = [its for its, _ in written]
         with without_collections():
-            writer.finish(metadata, [results for results, _ in written])
-        _check_files(draft.folder, metadata)
+            writer.finish(metadata, results)
+        _check_files(draft.folder, sum(results, []))
         parent = draft.target.parent
         crc = zlib.crc32((draft.folder / METADATA).read_bytes())
         draft.publish(Notes(next_serial(parent), keep, crc))
@@ -170,12 +171,11 @@ def write_items(
     return results
 
 
-def _check_files(folder: Path, metadata: Metadata) -> None:
+def _check_files(folder: Path, written: Iterable[WriteResult]) -> None:
     """Raise CheckpointError unless the files of all ranks are here, in full length."""
     ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        path, end = info.relative_path, info.offset + info.length
-        ends[path] = max(ends.get(path, 0), end)
+    for info in (result.storage_data for result in written):
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     absent = [
         path
         for path, end in sorted(ends.items())
