@@ -28,6 +28,7 @@ from zerofx.capture.step import CapturedStep, StepCapture
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.program import Program
 from zerofx.errors import GraphError, StepError
+from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options, environment, refuse_mode
@@ -136,6 +137,7 @@ class CompiledFunction:
             self.backend.active.function = previous
             compat.dynamo.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
 
+    @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
         self._first_compilation()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -286,23 +285,6 @@ def _yield_to_others() -> None:
     if sys.platform == "linux":  # elsewhere the call is about all threads
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Stop Python's garbage collection for the moment in which many objects are made.
-
-    A plan has an object for every part of every tensor, on rank 0 for those of all ranks.  They
-    would make Python look through all objects there are, which stops the training (0.3 s in a
-    process that has compiled two models) and finds nothing.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def meet(model: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, name: str) -> Ranks:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from zerofx import compat
-from zerofx.checkpoint.barrier import Ranks, Saving, meet, without_collections
+from zerofx.checkpoint.barrier import Ranks, Saving, meet
 from zerofx.checkpoint.contents import Contents, as_list, check_extra, check_model
 from zerofx.checkpoint.folders import (
     METADATA,
@@ -30,6 +30,7 @@ from zerofx.checkpoint.folders import (
 from zerofx.checkpoint.pieces import Piece
 from zerofx.checkpoint.reading import in_use
 from zerofx.errors import CheckpointError
+from zerofx.garbage import without_collections
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.parameters.snapshots import Snapshot
 

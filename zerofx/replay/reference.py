@@ -267,25 +267,11 @@ class Reference:
             self.updates.step(optimizer, [index], [value], [grad], found_inf)
         return values
 
-    def fetch_start(
-        self,
-        evicted: Tensor | None,
-        what: str,
-        parameters: Sequence[int] = (),
-        optimizer: int | None = None,
-        nbytes: int = 0,
-    ) -> Tensor:
+    def fetch_start(self, evicted: Tensor | None, **_what: Any) -> Tensor:
         """Nothing: states stay with the optimizer, shards where they are, values as they are."""
         return torch.empty(0, dtype=torch.uint8) if evicted is None else evicted
 
-    def evict(
-        self,
-        there: Tensor,
-        what: str,
-        parameters: Sequence[int] = (),
-        optimizer: int | None = None,
-        changed: bool = True,
-    ) -> Tensor:
+    def evict(self, there: Tensor, what: str, changed: bool = True, **_whose: Any) -> Tensor:
         """What stands for it: a value's copy, and poison in the memory that it was in."""
         if what != "value":
             return there

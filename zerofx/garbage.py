@@ -1,0 +1,24 @@
+"""Python's garbage collection, and when it only costs time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Stop Python's garbage collection while many objects are made that stay.
+
+    They make Python look through all objects there are, and it finds little.  A compilation makes
+    nodes (of 24 layers it takes a sixth less time without, and 20 MB more); the plan of a save has
+    an object for every part of every tensor, on rank 0 for those of all ranks (0.3 s).
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
