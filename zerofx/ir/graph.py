@@ -19,6 +19,7 @@ from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.interface import input_role, recorded, set_recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Provenance, Role
+from zerofx.ir.rules import rules
 
 aten = torch.ops.aten
 
@@ -119,10 +120,10 @@ class Builder:
         return duplicate
 
     def refresh(self, node: fx.Node) -> None:
-        """Recompute ``meta["val"]`` from the arguments'."""
+        """Recompute ``meta["val"]`` from the arguments'; past torch's dispatch where it is ours."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         with self.fake_mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = (rules(node).fake or node.target)(*args, **kwargs)
         node.meta.pop("tensor_meta", None)
 
 

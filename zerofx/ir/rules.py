@@ -41,7 +41,8 @@ class Rules:
 
     ``gathers``: it puts shards together.  ``reduces``: it combines what ranks have.  ``uniform``:
     what is made of its result does not differ between ranks.  ``updates`` gives the optimizer and
-    the parameters that it updates.  ``holds`` is the kind of memory that its result is.
+    the parameters that it updates.  ``holds`` is the kind of memory that its result is, and
+    ``fake`` makes one without values.
     """
 
     lane: str | Callable[[fx.Node], str] = ""
@@ -56,6 +57,7 @@ class Rules:
     traffic: Callable[[fx.Node], str] = lambda node: ""
     memory_bytes: Callable[[fx.Node, ParameterTable], float] = _no_bytes
     flops: Callable[[fx.Node], int] = lambda node: 0
+    fake: Callable[..., Any] | None = None
     gathers: bool = False
     reduces: bool = False
     uniform: bool = False
@@ -87,7 +89,7 @@ def define(schema: str, **rules: Any):
         name, _, overload = qualified.partition(".")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         defined = getattr(packet, overload or "default")
-        _RULES[defined] = _BY_ID[id(defined)] = Rules(**rules)
+        _RULES[defined] = _BY_ID[id(defined)] = Rules(fake=fake, **rules)
         return defined
 
     return register
