@@ -268,11 +268,10 @@ def remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f".*{_SAVING}"):
         with contextlib.suppress(OSError):
             os.rmdir(path)  # killed before it had notes; refused if there is anything in it
-        with contextlib.suppress(OSError):
-            lock = _locked(path / NOTES)
-            if lock is not None:
-                with os.fdopen(lock):
-                    _remove(path)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as unlocked:
+            if (lock := _locked(path / NOTES)) is not None:
+                unlocked.callback(os.close, lock)
+                _remove(path)
 
 
 def _remove(folder: Path) -> None:

@@ -50,8 +50,9 @@ def updated_parameter(node: fx.Node) -> int | None:
     """The parameter whose updated shard a node is; None for what no update on the device made."""
     if node.target is ops.update:
         return node.args[3]
-    if node.target is operator.getitem and node.args[0].target is ops.update_together:
-        parameters = node.args[0].args[3]
+    together = node.args[0] if node.target is operator.getitem else None
+    if isinstance(together, fx.Node) and together.target is ops.update_together:
+        parameters = together.args[3]
         return parameters[node.args[1]] if node.args[1] < len(parameters) else None
     return None
 

@@ -236,8 +236,8 @@ def _writes_back_what_was_gathered(node: fx.Node, order: dict[fx.Node, int]) -> 
     gathered, wholes, indices = node.args
     sent = gathered.args[0].args[0]
     packed, held = ([sent], indices) if sent.target is not ops.pack else sent.args[:2]
-    updated = dict(zip(held, packed, strict=True))
-    if sorted(held) != sorted(indices):
+    updated = dict(zip(held, packed, strict=False))
+    if sorted(updated) != sorted(indices):
         raise broken(node, f"does not write back the parameters that {gathered.name} has.")
     if [input_role(whole).parameter for whole in wholes] != list(indices):
         raise broken(node, "does not write to the parameters that it names.")

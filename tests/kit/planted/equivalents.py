@@ -67,7 +67,17 @@ def _why_unneeded(node: fx.Node, table: ParameterTable) -> str | None:
         info = table[node.args[1]]
         if all(info.extent_of(rank) == info.owned_by(rank) for rank in range(info.world_size)):
             return "there is no padding to mask"
+        if _pads_with(node.args[2], node.args[0]):
+            return "the sum of the ranks' padding is that already"
     return None
+
+
+def _pads_with(identity: float, gradient: fx.Node) -> bool:
+    """Whether all ranks pad a gradient with a zero before they sum it, and that is ``identity``."""
+    if not ops.is_wait(gradient) or gradient.args[0].target is not ops.reduce_scatter_start:
+        return False
+    flat = gradient.args[0].args[0]
+    return flat.target is aten.constant_pad_nd.default and flat.args[2] == identity == 0.0
 
 
 def _is_same_view(node: fx.Node, source: Any) -> bool:
