@@ -33,7 +33,7 @@ def why_equivalent(bug: Bug, graph: fx.Graph, table: ParameterTable) -> str | No
     if bug.kind in ("move up", "move down"):
         return _why_it_commutes(node, other, list(graph.nodes))
     if bug.kind == "swap":
-        return _why_symmetric(node, other)
+        return _why_symmetric(node, other, list(graph.nodes))
     if bug.kind == "constant":
         return _why_free(node, bug)
     return None
@@ -127,10 +127,14 @@ def _changes(node: fx.Node) -> set[fx.Node]:
     return {root for one in changed for root in memory_of(one)}
 
 
-def _why_symmetric(node: fx.Node, other: fx.Node) -> str | None:
+def _why_symmetric(node: fx.Node, other: fx.Node, order: list[fx.Node]) -> str | None:
     """Two parts of a norm may change places: how it rounds is all that differs."""
-    if _waits_for_copy(node) and not (node.users or other.users):
-        return "both only wait, and nobody reads what for"
+    if not (node.users or other.users):
+        if _waits_for_copy(node):
+            return "both only wait, and nobody reads what for"
+        pairs = ((node, other), (other, node))
+        if all(_why_it_commutes(*pair, order) for pair in pairs):
+            return "they change places, and neither changes what the other looks at"
     ends = [_end_of_chain(one) for one in (node, other)]
     if ends[0] is ends[1] and ends[0].target is aten.stack.default:
         if {user.target for user in ends[0].users} <= {aten.linalg_vector_norm.default}:
