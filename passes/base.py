@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zerofx.hardware import NOMINAL, Hardware
-from zerofx.ir.parameters import KeptGathered, ParameterTable
+from zerofx.ir.parameters import Decisions, KeptGathered, ParameterTable
 from zerofx.options import Options
 
 Counts = Mapping[str, int]
@@ -25,7 +25,7 @@ class PassContext:
     as (optimizer, parameter), and the floating point operations of each; ``state_bytes`` is what
     updates keep per element, where that is known and needed.  ``host_parameters`` are the
     parameters, by index, whose shards are kept in host memory, ``filed_parameters`` those of them
-    that are in files while nothing is done with them there.
+    that are in files while nothing is done with them there.  What is ``decided`` passes apply.
     """
 
     options: Options
@@ -40,6 +40,7 @@ class PassContext:
     state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
     host_parameters: frozenset[int] = frozenset()
     filed_parameters: frozenset[int] = frozenset()
+    decided: Decisions = field(default_factory=Decisions)
 
     @property
     def bucket_bytes(self) -> int:

@@ -45,105 +45,54 @@ def _buffers_count(ctx: PassContext) -> str:
     return "" if ctx.options.memory_budget is None else "memory_budget counts buckets' buffers"
 
 
-# What fuses updates into kernels: together they are the option ``fuse_optimizer``.
-_fusing = partial(
-    Pass,
-    requires=frozenset({"sharded_updates"}),
-    optional=True,
-    switch="fuse_optimizer",
-    smallest_stage=1,
-    lowers=True,
-    why_not=_eager,
-)
+# What reads the averages that ``data_parallel`` makes, what moves sharded updates, and of that what
+# fuses them into kernels: together these are the option ``fuse_optimizer``.
+_of_averages = partial(Pass, requires=frozenset({"averaged_gradients"}))
+_of_updates = partial(Pass, requires=frozenset({"sharded_updates"}), smallest_stage=1)
+_fusing = partial(_of_updates, optional=True, switch="fuse_optimizer", lowers=True, why_not=_eager)
 
 PIPELINE = (
     Pass(normalize),
     Pass(recompute, optional=True),
-    Pass(
-        data_parallel,
-        provides=frozenset({"averaged_gradients"}),
-        preserves_numerics=False,
-    ),
-    Pass(
-        hoist_casts,
-        requires=frozenset({"averaged_gradients"}),
-        optional=True,
-        smallest_stage=3,
-    ),
-    Pass(
-        bucket,
-        requires=frozenset({"averaged_gradients"}),
-        optional=True,
-        smallest_stage=1,
-    ),
-    Pass(
+    Pass(data_parallel, provides=frozenset({"averaged_gradients"}), preserves_numerics=False),
+    _of_averages(hoist_casts, optional=True, smallest_stage=3),
+    _of_averages(bucket, optional=True, smallest_stage=1),
+    _of_averages(
         shard_optimizer,
-        requires=frozenset({"averaged_gradients"}),
         provides=frozenset({"sharded_updates"}),
         preserves_numerics=False,  # norms are summed shard by shard
         smallest_stage=1,
         conflicts=PRECISION_CONFLICTS,
     ),
-    Pass(
+    _of_updates(
         shard_gradients,
-        requires=frozenset({"sharded_updates"}),
         provides=frozenset({"sharded_gradients"}),
         preserves_numerics=False,  # so are norms of gradients that cross calls
         smallest_stage=2,
     ),
-    Pass(
-        update_in_backward,
-        requires=frozenset({"averaged_gradients"}),
-        optional=True,
-    ),
+    _of_averages(update_in_backward, optional=True),
     Pass(
         shard_parameters,
         requires=frozenset({"sharded_gradients"}),
         provides=frozenset({"sharded_parameters"}),
         smallest_stage=3,
     ),
-    Pass(
-        place_offload,
-        requires=frozenset({"sharded_updates"}),
-        smallest_stage=1,
-        offloads=frozenset({"optimizer", "params"}),
-        conflicts=OFFLOAD_CONFLICTS,
+    _of_updates(
+        place_offload, offloads=frozenset({"optimizer", "params"}), conflicts=OFFLOAD_CONFLICTS
     ),
-    Pass(
-        offload_activations,
-        requires=frozenset({"averaged_gradients"}),
-        offloads=frozenset({"activations"}),
-    ),
-    Pass(
-        prefetch,
-        requires=frozenset({"sharded_updates"}),
-        optional=True,
-        smallest_stage=1,
-    ),
-    Pass(
+    _of_averages(offload_activations, offloads=frozenset({"activations"})),
+    _of_updates(prefetch, optional=True),
+    _of_averages(
         place_files,
-        requires=frozenset({"averaged_gradients"}),
         offloads=frozenset({"optimizer", "params", "activations"}),
         tiers=frozenset({"nvme"}),
         conflicts=FILES_CONFLICTS,
     ),
-    Pass(
-        write_back,
-        requires=frozenset({"sharded_updates"}),
-        smallest_stage=1,
-        lowers=True,
-        why_not=_no_whole_buckets,
-    ),
+    _of_updates(write_back, lowers=True, why_not=_no_whole_buckets),
     _fusing(fold_gradient_norms, preserves_numerics=False),  # kernels sum in another order
     _fusing(fold_gradient_work),
     _fusing(merge_updates),
-    Pass(
-        reduce_unflattened,
-        requires=frozenset({"averaged_gradients"}),
-        smallest_stage=1,
-        lowers=True,
-        why_not=_buffers_count,
-    ),
+    _of_averages(reduce_unflattened, smallest_stage=1, lowers=True, why_not=_buffers_count),
     Pass(form_regions, lowers=True, why_not=_eager),
 )
 

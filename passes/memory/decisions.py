@@ -22,7 +22,7 @@ from zerofx.cost.program import live_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order
-from zerofx.ir.parameters import Decisions, KeptGathered
+from zerofx.ir.parameters import KeptGathered, Residency
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
@@ -44,7 +44,7 @@ def bytes_alive(graph: fx.Graph, ctx: PassContext, ignored: Collection[fx.Node] 
 
 def decide(
     graph: fx.Graph, ctx: PassContext, planned: Planned, ignored: Collection[fx.Node] = ()
-) -> Decisions:
+) -> Residency:
     """Decide what stays on the device of what could leave it, then what stays gathered.
 
     ``planned`` are the gathers that there are with nothing kept; ``ignored`` nodes go with them.
@@ -55,7 +55,7 @@ def decide(
     """
     budget = ctx.options.memory_budget
     if budget is None:
-        return Decisions()
+        return Residency()
     alive = _with_moves(graph, bytes_alive(graph, ctx, ignored), ctx)
     least = _peak(planned, alive, False)
     if least > budget and "activations" not in ctx.options.offload:
@@ -66,7 +66,7 @@ def decide(
         )
     states, nbytes = _stay_on_device(graph, ctx, budget - least)
     if not planned:
-        return Decisions(None, states, nbytes)
+        return Residency(None, states, nbytes)
     room = budget - nbytes
     ahead = ctx.options.prefetch and ctx.figures.overlaps
     gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items())
@@ -79,7 +79,7 @@ def decide(
         cuts = keep_gathered(planned, alive, room, ahead, transfer_s)
     else:  # as little as can be is kept: for the rest activations make room, or are refused
         cuts = _all_cuts(planned)
-    return Decisions(KeptGathered(gathers, cuts), states, nbytes)
+    return Residency(KeptGathered(gathers, cuts), states, nbytes)
 
 
 def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
 from zerofx import compat
 from zerofx.ir.graph import Builder, erase_unused
-from zerofx.ir.interface import mark_kept
+from zerofx.ir.interface import mark_kept, note_decisions
 from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.memory.saved_values import SavedValues, backward_calls
+from zerofx.passes.memory.saved_values import Choice, SavedValues, backward_calls
 
 
 def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -42,21 +42,26 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         "recomputed": num_checkpointed,
     }
     if ctx.options.lowering == "inductor":
-        counts |= _repeat_what_is_cheap(gm, builder)
+        counts |= _repeat_what_is_cheap(gm, builder, ctx.decided.saved)
     return counts
 
 
-def _repeat_what_is_cheap(gm: fx.GraphModule, builder: Builder) -> dict[str, int]:
+def _repeat_what_is_cheap(
+    gm: fx.GraphModule, builder: Builder, decided: Sequence[Choice] | None
+) -> dict[str, int]:
     calls = backward_calls(gm.graph)
     values = SavedValues(gm.graph)
-    choices = [values.choose(backward) for backward in calls]
+    choices = decided or [values.choose(backward) for backward in calls]
+    note_decisions(gm.graph, saved=choices)
+    nodes = {node.name: node for node in gm.graph.nodes}
     num_repeated = 0
     kept: dict[fx.Node, str] = {}
     dropped: dict[fx.Node, None] = {}
-    for backward, (repeated, reasons) in zip(calls, choices, strict=True):
+    for backward, (again, reasons) in zip(calls, choices, strict=True):
+        repeated = {nodes[name] for name in again}
         read = dict.fromkeys(s for node in backward for s in node.all_input_nodes)
         dropped |= dict.fromkeys(node for node in read if node in repeated)
-        kept |= reasons
+        kept |= {nodes[name]: reason for name, reason in reasons.items()}
         num_repeated += _repeat(builder, backward, repeated, "{} is not kept")
     equals = values.equals(kept)
     for node, same in equals.items():

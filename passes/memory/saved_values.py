@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -66,8 +66,8 @@ def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
     return calls
 
 
-Choice = tuple[set[fx.Node], dict[fx.Node, str]]
-"""The values that one backward computes again, and the reason for each that it keeps."""
+Choice = tuple[Collection[str], Mapping[str, str]]
+"""The values that one backward computes again, and the reason for each that it keeps: names."""
 
 
 class SavedValues:
@@ -198,7 +198,7 @@ class _Backward:
             if node in self.free or node in beyond:
                 if not is_view(node) or not repeated.isdisjoint(node.all_input_nodes):
                     repeated.add(node)
-        return repeated, kept
+        return frozenset(n.name for n in repeated), {n.name: reason for n, reason in kept.items()}
 
     def _cone(self) -> list[fx.Node]:
         """Return the wanted values and all that they may be computed from, in program order."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -12,7 +13,7 @@ from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases
 from zerofx.ir.graph import Builder, erase_unused, program_order
-from zerofx.ir.interface import mark_kept, recorded, why_kept
+from zerofx.ir.interface import mark_kept, note_decisions, recorded, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged
 from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes
@@ -58,10 +59,15 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     device = ctx.table.parameters[0].device if len(ctx.table) else None
     activations = [] if device is None else saved_activations(gm.graph, device)
     budget = ctx.options.memory_budget
-    if budget is not None:
-        budget -= recorded(gm.graph).decisions.state_bytes
+    if budget is not None and (residency := recorded(gm.graph).decisions.residency):
+        budget -= residency.state_bytes
     nodes = list(gm.graph.nodes)
-    trips = _planned(gm.graph, nodes, activations, budget, ctx) if activations else []
+    if ctx.decided.away is not None:
+        trips = list(_decided(ctx.decided.away, nodes, activations))
+    else:
+        trips = _planned(gm.graph, nodes, activations, budget, ctx) if activations else []
+    stops = [(trip.activation.value.name, [nodes[at].name for at in trip.stops]) for trip in trips]
+    note_decisions(gm.graph, away=dict(stops))
     _place(gm, ctx, nodes, trips)
     if budget is not None:
         alive, _ = bytes_with_gathers(gm.graph, ctx)
@@ -75,6 +81,16 @@ def offload_activations(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         "bytes": sum(trip.nbytes for trip in trips),
         "staging buffers": num_slots,
     }
+
+
+def _decided(
+    away: Mapping[str, Sequence[str]], nodes: Sequence[fx.Node], activations: Sequence[Activation]
+) -> Iterator[Trip]:
+    by_name = {activation.value.name: activation for activation in activations}
+    order = {node.name: position for position, node in enumerate(nodes)}
+    for name, stops in away.items():
+        leaves, gone, back, returns = map(order.__getitem__, stops)
+        yield Trip(replace(by_name[name], leaves=leaves, returns=returns), gone, back)
 
 
 def _planned(
@@ -137,9 +153,7 @@ def _place(
     builder = Builder(gm, "offload_activations", ctx.table)
     legs: list[tuple[int, int, int]] = []
     for number, trip in enumerate(trips):
-        activation = trip.activation
-        stops = (activation.leaves, trip.gone, trip.back, activation.returns)
-        legs += [(position, leg, number) for leg, position in enumerate(stops)]
+        legs += [(position, leg, number) for leg, position in enumerate(trip.stops)]
     moved: dict[int, fx.Node] = {}
     for position, leg, number in sorted(legs):
         activation = trips[number].activation

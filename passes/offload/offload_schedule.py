@@ -28,6 +28,10 @@ class Trip:
     def nbytes(self) -> int:
         return self.activation.nbytes
 
+    @property
+    def stops(self) -> tuple[int, int, int, int]:
+        return self.activation.leaves, self.gone, self.back, self.activation.returns
+
 
 class Lanes:
     """The program's clock, the positions where moves may stand, and the two lanes of copies.

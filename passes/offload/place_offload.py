@@ -16,7 +16,7 @@ from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
 from zerofx.ir.graph import Builder, is_owned, program_order
-from zerofx.ir.interface import recorded
+from zerofx.ir.interface import note_decisions, recorded
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.roles import Role
 from zerofx.passes.base import Conflict, Counts, PassContext
@@ -89,16 +89,16 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Raises: StepError for updates that need whole tensors.
     """
     keep_on_host(gm, ctx)
-    decided = recorded(gm.graph).decisions
-    if decided.kept_gathered is None:  # nothing is gathered that could be kept
-        decided = decide(gm.graph, ctx, {})
-        recorded(gm.graph).decisions = decided
+    residency = recorded(gm.graph).decisions.residency or ctx.decided.residency
+    if residency is None:  # nothing is gathered that could be kept
+        residency = decide(gm.graph, ctx, {})
+    note_decisions(gm.graph, residency=residency)
     updates = [
         node
         for node in gm.graph.nodes
         if "optimizer" in ctx.options.offload
         and node.target is ops.update
-        and node.args[2:4] not in decided.states
+        and node.args[2:4] not in residency.states
     ]
     for update in updates:
         if is_owned(update):

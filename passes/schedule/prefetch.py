@@ -9,13 +9,14 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, readers
-from zerofx.ir.interface import written_input
+from zerofx.ir.interface import note_decisions, written_input
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.start_times import (
     chain_of,
     explain_transfers,
+    start_behind,
     start_moves_ahead,
-    start_within_budget,
+    starts_within_budget,
 )
 
 aten = torch.ops.aten
@@ -58,38 +59,46 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     if all(map(_is_only_written, waits)):
         moved = _start_behind_updates(waits)
         why = dict.fromkeys(waits, "as soon as it can be")
-    elif budget is None:
-        moved = _start_one_ahead(waits, ctx.world_size)
-        why = {wait: "one gather ahead" for wait in waits[1:]}
-    elif ctx.figures.overlaps:
-        why = start_within_budget(gm.graph, ctx, waits, budget)
-        moved = sum(wait.prev is not wait.args[0] for wait in waits)
     else:
-        moved, why = 0, dict.fromkeys(waits, "where it is waited for, as it is read only then")
+        starts = ctx.decided.starts
+        if starts is None:
+            starts = _starts(gm.graph, ctx, waits, budget)
+        note_decisions(gm.graph, starts=starts)
+        nodes = {node.name: node for node in gm.graph.nodes}
+        ahead = [(nodes[name], behind) for name, (behind, _) in starts.items() if behind]
+        start_behind((chain_of(wait), nodes[behind]) for wait, behind in ahead)
+        moved = sum(budget is None or wait.prev is not wait.args[0] for wait, _ in ahead)
+        why = {nodes[name]: reason for name, (_, reason) in starts.items()}
     if waits and ctx.host_parameters:
         start_moves_ahead(gm.graph, ctx, waits)
     explain_transfers(gm.graph, ctx, {wait.args[0]: reason for wait, reason in why.items()})
     return {"prefetched": moved}
 
 
-def _start_one_ahead(waits: list[fx.Node], world_size: int) -> int:
-    """Start each gather behind the arrival of the one before; return how many.
+def _starts(
+    graph: fx.Graph, ctx: PassContext, waits: list[fx.Node], budget: int | None
+) -> dict[str, tuple[str, str]]:
+    """Return behind which node each gather starts, none if it stays, and why: all by name."""
+    if budget is None:
+        return _one_ahead(waits, ctx.world_size)
+    if ctx.figures.overlaps:
+        return starts_within_budget(graph, ctx, waits, budget)
+    return {w.name: ("", "where it is waited for, as it is read only then") for w in waits}
+
+
+def _one_ahead(waits: list[fx.Node], world_size: int) -> dict[str, tuple[str, str]]:
+    """Return behind which node each gather starts, the arrival of the one before, if it can.
 
     In a world of one nothing is gathered, and what comes from the host is waited for where it
     is used.
     """
-    moved = 0
+    starts = {}
     for previous, wait in itertools.pairwise(waits):
-        chain = chain_of(wait)
-        if world_size == 1 and ops.is_move(chain[-1]):
-            continue
-        anchor = max(previous, *chain[-1].all_input_nodes)
-        if not anchor < chain[-1]:
-            continue
-        for node in chain:
-            anchor.append(node)
-        moved += 1
-    return moved
+        first = chain_of(wait)[-1]
+        anchor = max(previous, *first.all_input_nodes)
+        stays = (world_size == 1 and ops.is_move(first)) or not anchor < first
+        starts[wait.name] = "" if stays else anchor.name, "one gather ahead"
+    return starts
 
 
 def _is_only_written(wait: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -59,7 +59,6 @@ class _Fixed:
         self.seconds = [seconds(node, ctx.figures, ctx.table) for node in self.nodes]
         inputs = [at for node, at in self.position.items() if node.op == "placeholder"]
         self.last_input = max(inputs, default=0)
-        self.last_behind = list(self.nodes)
 
     def in_time(
         self, stop: int, lowest: int, needed_s: float, travels: Sequence[float] = ()
@@ -84,17 +83,20 @@ class _Fixed:
             self.alive[index] += nbytes
         return at
 
-    def place(self, moved: Sequence[fx.Node], at: int) -> None:
-        """Put nodes behind the one at a position, and what has been put there."""
-        for node in moved:
-            self.last_behind[at].append(node)
-            self.last_behind[at] = node
+
+def start_behind(anchors: Iterable[tuple[Sequence[fx.Node], fx.Node]]) -> None:
+    """Move nodes, of each list the last first, behind a node and what has been moved there."""
+    last_behind: dict[fx.Node, fx.Node] = {}
+    for chain, anchor in anchors:
+        for node in reversed(chain):
+            last_behind.get(anchor, anchor).append(node)
+            last_behind[anchor] = node
 
 
-def start_within_budget(
+def starts_within_budget(
     graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node], budget: int
-) -> dict[fx.Node, str]:
-    """Move each gather's start up from its wait; return why each stands where it does, by wait.
+) -> dict[str, tuple[str, str]]:
+    """Return behind which node each gather is to start, and why, by its wait: all by name.
 
     A gather starts when the compute until its wait takes ``MARGIN`` times as long as what the link
     has to carry until then, or where ``budget`` bytes, the collective before it or its input allow.
@@ -105,21 +107,20 @@ def start_within_budget(
     fixed = _Fixed(graph, ctx, set(itertools.chain.from_iterable(chains.values())))
     earliest = {wait: _earliest(wait, chains, waits, fixed) for wait in waits}
     wanted = _wanted(ctx, waits, earliest, fixed)
-    why: dict[fx.Node, str] = {}
+    starts: dict[str, tuple[str, str]] = {}
     at = -1
     for wait in waits:
         new = [node for node in chains[wait] if role(node) not in _VIEWING]
         lowest = max(wanted[wait], at)
         at = fixed.fit(fixed.position[wait] - 1, lowest, sum(map(value_bytes, new)), budget)
         if at > lowest:
-            why[wait] = "as early as memory_budget allows"
+            why = "as early as memory_budget allows"
         elif at == wanted[wait]:
-            ready = earliest[wait] == wanted[wait]
-            why[wait] = "as soon as it can be" if ready else ENOUGH
+            why = "as soon as it can be" if earliest[wait] == wanted[wait] else ENOUGH
         else:
-            why[wait] = "behind the start before it"
-        fixed.place(chains[wait][::-1], at)
-    return why
+            why = "behind the start before it"
+        starts[wait.name] = fixed.nodes[at].name, why
+    return starts
 
 
 # Nodes of a chain whose memory exists anyway: shards, and what has arrived.
@@ -198,7 +199,7 @@ def start_moves_ahead(graph: fx.Graph, ctx: PassContext, waits: Sequence[fx.Node
 def _start_moves_within(
     budget: int, fixed: _Fixed, ctx: PassContext, moves: Sequence[fx.Node]
 ) -> None:
-    at = fixed.last_input
+    at, anchors = fixed.last_input, []
     for move in moves:
         (wait,) = move.users
         stop = fixed.position[wait] - 1
@@ -206,7 +207,8 @@ def _start_moves_within(
         copy_s = ops.rules(move).carries(move, ctx.table) / ctx.figures.copy_bytes_per_s
         lowest = fixed.in_time(stop, lowest, MARGIN * copy_s)
         at = fixed.fit(stop, lowest, value_bytes(move), budget)
-        fixed.place([move], at)
+        anchors.append(([move], fixed.nodes[at]))
+    start_behind(anchors)
 
 
 def explain_transfers(

@@ -6,7 +6,7 @@ from torch import fx
 
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.graph import is_backward
-from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.interface import input_role, note_decisions, placeholders
 from zerofx.ir.parameters import ParameterInfo, Place, shard_numel
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS
@@ -34,7 +34,19 @@ def bucket(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     and device that are used in the same dtypes, all trained or all frozen.  A larger parameter
     has a bucket of its own, and one that a model has been bound with keeps its place.
     """
-    used = [node for node in placeholders(gm.graph, "parameter") if node.users]
+    places = ctx.decided.layout
+    if places is None:
+        places = _by_layer(gm.graph, ctx)
+    note_decisions(gm.graph, layout=places)
+    ctx.table.assign(places)
+    return {
+        "buckets": len({info.place.bucket for info in ctx.table if info.shares_bucket}),
+        "parameters in them": sum(info.shares_bucket for info in ctx.table),
+    }
+
+
+def _by_layer(graph: fx.Graph, ctx: PassContext) -> dict[int, Place]:
+    used = [node for node in placeholders(graph, "parameter") if node.users]
     members: dict[tuple, list[ParameterInfo]] = {}
     forward_only: set[int] = set()
     for node in sorted(used, key=lambda node: min(node.users)):
@@ -53,11 +65,7 @@ def bucket(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         for group in _of_one_lifetime(layer, forward_only):
             for full in _filled(group, ctx.bucket_bytes):
                 places |= lay_out(full)
-    ctx.table.assign(places)
-    return {
-        "buckets": len({info.place.bucket for info in ctx.table if info.shares_bucket}),
-        "parameters in them": sum(info.shares_bucket for info in ctx.table),
-    }
+    return places
 
 
 def _is_read_in_backward(parameter: fx.Node) -> bool:

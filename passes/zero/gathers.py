@@ -13,7 +13,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
-from zerofx.ir.interface import recorded
+from zerofx.ir.interface import note_decisions
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
 from zerofx.passes.base import PassContext
@@ -200,12 +200,13 @@ def insert_gathers(
     units = group_sources(wanted, order)
     spans = plan_spans(units, order, ctx.num_backwards)
     planned = sum(map(len, spans.values()))
-    if ctx.options.memory_budget is not None and any(unit.regather for unit in units):
+    decides = ctx.options.memory_budget is not None or ctx.decided.residency
+    if decides and any(unit.regather for unit in units):
         rebuilt = {node for source in wanted for node in (source.node, *source.chain)}
-        decided = decide(builder.graph, ctx, spans, rebuilt)
-        recorded(builder.graph).decisions = decided
-        assert decided.kept_gathered is not None
-        spans = with_cuts(spans, decided.kept_gathered.cuts)
+        residency = ctx.decided.residency or decide(builder.graph, ctx, spans, rebuilt)
+        note_decisions(builder.graph, residency=residency)
+        if residency.kept_gathered is not None:
+            spans = with_cuts(spans, residency.kept_gathered.cuts)
     gathered = []
     for unit in units:
         for number, span in enumerate(spans[unit]):

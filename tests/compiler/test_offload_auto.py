@@ -74,7 +74,8 @@ def on_device(program):
     kept = shards if program.options.stage == 3 else whole
     if "params" in program.options.offload:
         kept = 0
-    there = recorded(program.gm.graph).decisions.state_bytes
+    residency = recorded(program.gm.graph).decisions.residency
+    there = residency.state_bytes if residency else 0
     alive = live_bytes(program.gm.graph, program.function.communicator.world_size)
     return kept + there + max(alive)
 

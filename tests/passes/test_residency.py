@@ -95,7 +95,7 @@ def test_what_is_allocated_and_what_stays_is_within_the_budget(stage, clip):
 def test_states_go_before_gathered_layers():
     least = smallest_budget(3)
     _, program = planned(least + 4 * LAYER)
-    there = recorded(program.graph).decisions
+    there = recorded(program.graph).decisions.residency
     assert there.state_bytes == 4 * LAYER and len(there.states) == 4
     gathers = [n for n in program.graph.nodes if n.target is ops.all_gather_start]
     _, more = planned(least + 9 * LAYER)
@@ -136,5 +136,5 @@ def test_ranks_choose_alike_where_their_shards_differ():
     captured = layers_step(3)
     options = {"stage": 3, "bucket_bytes": LAYER, "memory_budget": 20 * LAYER}
     programs = rewritten_by_rank(captured, **OFFLOADED, **options)
-    assert len({recorded(program.graph).decisions.states for program in programs}) == 1
+    assert len({recorded(program.graph).decisions.residency.states for program in programs}) == 1
     assert updated_on_device(programs[0].graph)

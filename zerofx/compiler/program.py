@@ -72,8 +72,8 @@ class Program:
         ctx = self._context(step)
         self.dump = self._new_dump(ctx)
         self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
-        kept = recorded(self.gm.graph).decisions.kept_gathered
-        if ctx.world_size > 1 and function.agree_on_kept(kept):
+        residency = recorded(self.gm.graph).decisions.residency
+        if ctx.world_size > 1 and residency and function.agree_on_kept(residency.kept_gathered):
             self.dump = self._new_dump(ctx)  # once more, without what another rank cannot keep
             self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
         self.runtime: StepRuntime | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,12 @@ def recorded(graph: fx.Graph) -> Recorded:
 
 def set_recorded(graph: fx.Graph, of_program: Recorded) -> None:
     graph.output_node().meta["zerofx_program"] = of_program
+
+
+def note_decisions(graph: fx.Graph, **fields: Any) -> None:
+    """Record what has been decided of a program, by fields of ``Decisions``."""
+    of_program = recorded(graph)
+    of_program.decisions = replace(of_program.decisions, **fields)
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:

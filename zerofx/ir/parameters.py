@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -192,17 +192,37 @@ class KeptGathered:
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """What a program keeps within its budget, decided once when it has been rewritten.
+class Residency:
+    """What stays on the device within the budget, although others of its kind leave.
 
     ``kept_gathered`` is None if nothing could be kept.  ``states`` are the updates, as (optimizer,
-    parameter), whose states stay on the device although others leave; they take ``state_bytes``
-    there on the rank whose shard is largest.
+    parameter), whose states stay; they take ``state_bytes`` on the rank whose shard is largest.
     """
 
     kept_gathered: KeptGathered | None = None
     states: frozenset[tuple[int, int]] = frozenset()
     state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is decided of a program: the pass in brackets applies what it is given, or decides.
+
+    It decides what is None, and leaves it None if there is nothing to decide.  Nodes go by the
+    names that they have then.  Stage and offload targets are options.
+
+    ``layout`` (bucket): places of parameters, by index.  ``saved`` (recompute): for each backward
+    what it computes again because that is cheap, and why it keeps other values.  ``residency``
+    (shard_parameters, place_offload).  ``away`` (offload_activations): values in host memory, and
+    the nodes before which each leaves, is gone, starts back and is read.  ``starts`` (prefetch):
+    waits of gathers, the node behind which each of these starts, and why.
+    """
+
+    layout: Mapping[int, Place] | None = None
+    saved: Sequence[tuple[Collection[str], Mapping[str, str]]] | None = None
+    residency: Residency | None = None
+    away: Mapping[str, Sequence[str]] | None = None
+    starts: Mapping[str, tuple[str, str]] | None = None
 
 
 @dataclass

@@ -139,7 +139,8 @@ def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
         ("parameters in host memory", size_text(0 if in_files else on_host_bytes(program))),
         ("optimizer states in host memory", size_text(states)),
     ]
-    if stays := recorded(graph).decisions.state_bytes:
+    residency = recorded(graph).decisions.residency
+    if residency and (stays := residency.state_bytes):
         rows.append(("optimizer states on the device", size_text(stays)))
     rows += [
         ("staging buffers in host memory", size_text(moved.staging)),

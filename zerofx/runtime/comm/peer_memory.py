@@ -57,11 +57,7 @@ class _Progress(ctypes.Structure):
 class _Board(ctypes.Structure):
     """The memory that a rank lets others read; after a failure steps use other entries."""
 
-    _fields_ = (
-        ("nonce", c_int64),
-        ("progress", _Progress),
-        ("entries", _Entry * (2 * SLOTS)),
-    )
+    _fields_ = (("nonce", c_int64), ("progress", _Progress), ("entries", _Entry * (2 * SLOTS)))
 
 
 class _Range(ctypes.Structure):

@@ -56,9 +56,7 @@ class HostUpdates:
         }
 
     def begin_call(
-        self,
-        bounds: Collection[ParameterState],
-        optimizers: Collection[torch.optim.Optimizer],
+        self, bounds: Collection[ParameterState], optimizers: Collection[torch.optim.Optimizer]
     ) -> None:
         """Settle any function's delayed updates of these, except those that this call stores."""
         for delayed in list(REGISTRY.delayed):

@@ -338,9 +338,7 @@ class ParameterRegistry:
             self.barrier.note_write(bound, how)
 
     def settle(
-        self,
-        bounds: Collection[ParameterState],
-        optimizers: Collection[torch.optim.Optimizer] = (),
+        self, bounds: Collection[ParameterState], optimizers: Collection[torch.optim.Optimizer] = ()
     ) -> None:
         """Wait for delayed updates of these and what they were left with, and store them.
 

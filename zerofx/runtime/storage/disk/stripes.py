@@ -39,10 +39,7 @@ class Stripes:
     """
 
     def __init__(
-        self,
-        directories: Sequence[str | os.PathLike[str]],
-        block_bytes: int,
-        system: SystemCalls,
+        self, directories: Sequence[str | os.PathLike[str]], block_bytes: int, system: SystemCalls
     ) -> None:
         self.block_bytes = block_bytes
         self._system = system
@@ -202,5 +199,5 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = {
     errno.EMFILE: "Too many files are open in this process: raise the limit (ulimit -n), name"
-    " fewer directories or make larger buckets",
+    " fewer directories or make larger buckets"
 }

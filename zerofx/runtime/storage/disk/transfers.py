@@ -267,9 +267,5 @@ def _failure(operation: Operation, piece: Piece, error: OSError) -> FileTierErro
     else:
         message += " What was read into is of no use"
     return FileTierError(
-        message,
-        path=directory,
-        bucket=operation.bucket,
-        offset=piece.offset,
-        errno=error.errno,
+        message, path=directory, bucket=operation.bucket, offset=piece.offset, errno=error.errno
     )
