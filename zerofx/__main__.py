@@ -25,9 +25,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 1, and a line on stderr, if it cannot be done."""
     chosen = parser().parse_args(arguments)
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # names of parameters and files are in any alphabet
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names are in any alphabet
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return chosen.run(chosen)

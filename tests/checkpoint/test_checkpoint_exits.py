@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import faulthandler
 import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import socket
@@ -21,6 +23,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +31,9 @@ import torch.distributed as dist
 
 import zerofx
 from tests.kit import ranks
+from zerofx.checkpoint.barrier import Ranks
 from zerofx.checkpoint.folders import Draft
+from zerofx.errors import RankError
 
 END_S = 60.0  # until a rank that is still there counts as one that hangs
 CODES = {
@@ -83,6 +88,7 @@ def leave(rank: int, root: str, *arguments) -> None:
     """Be the script ``save_and_end``."""
     gc.freeze()  # what was imported: to collect it at exit takes a second
     os.dup2(os.open(f"{root}/{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.dump_traceback_later(END_S * 0.9)  # where a rank that hangs is
     code = 0
     try:
         save_and_end(rank, root, *arguments)
@@ -134,6 +140,30 @@ def check(root: Path, ways: Sequence[str], delay_s: float = 0.05) -> None:
         assert code != 1 or way == "raise" or "last was not written: " in log, said
     if last is not None:
         zerofx.load(last, torch.nn.Linear(3, 5))
+
+
+class Lost:
+    """A connection whose other end receives nothing any more; gloo forgets what it was sent."""
+
+    def __init__(self, *arrived):
+        self.arrived = list(arrived)  # tensors that it has sent before
+
+    def send(self, tensors, rank, tag):
+        return mock.Mock(wait=mock.Mock(side_effect=AssertionError("waits for what is forgotten")))
+
+    def recv(self, tensors, rank, tag):
+        if not self.arrived:
+            return mock.Mock(wait=mock.Mock(side_effect=RuntimeError("closed by peer")))
+        tensors[0].copy_(self.arrived.pop(0))
+        return mock.Mock()
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_rank_that_ends_before_it_has_what_was_sent_is_missed_at_once(rank):
+    report = torch.tensor(bytearray(pickle.dumps((None, "its"))), dtype=torch.uint8)
+    connection = Lost(torch.tensor([len(report)]), report) if rank == 0 else Lost()
+    with pytest.raises(RankError, match="lost the other ranks.*closed by peer"):
+        Ranks(connection, rank, 2).together(lambda: "ours")
 
 
 @pytest.mark.slow(reason="processes of its own end")

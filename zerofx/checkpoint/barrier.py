@@ -112,10 +112,13 @@ class Ranks:
             return decide([work()])[0]
         result, failure = _outcome(work)
         others = range(1, self.world_size)
+        sent: list[dist.Work] = []  # kept until they are complete
         try:
             if self.rank > 0:
-                self._send((_told(failure), result), 0)
+                sent = self._send((_told(failure), result), 0)
                 failed, told, answer = self._receive(0)
+                with contextlib.suppress(RuntimeError):  # rank 0 has ended, but has answered
+                    sent.append(self._connection.send([torch.ones(1)], 0, 0))
             else:
                 reports: list[Any] = [(_told(failure), result)]
                 reports += [self._receive(rank) for rank in others]
@@ -124,9 +127,14 @@ class Ranks:
                 if told is None:
                     answers, failure = _outcome(lambda: decide([its for _, its in reports]))
                     told = _told(failure)
+                thanks = [self._connection.recv([torch.empty(1)], rank, 0) for rank in others]
                 for rank in others:
-                    self._send((failed, told, answers and answers[rank]), rank)
+                    sent += self._send((failed, told, answers and answers[rank]), rank)
+                for received in thanks:
+                    received.wait()
                 answer = answers and answers[0]
+            for complete in sent:
+                complete.wait()
         except BaseException as error:
             self._group = None  # closes its connections: no rank waits for this one
             if not isinstance(error, RuntimeError):
@@ -142,10 +150,13 @@ class Ranks:
             raise kind(f"on rank {failed}: {words}")
         return answer
 
-    def _send(self, value: object, rank: int) -> None:
+    def _send(self, value: object, rank: int) -> list[dist.Work]:
+        """Begin to send.  Wait when the other has answered: gloo forgets a send whose receiver ends
+        after it has asked for it (2.11 to 2.15), and to wait for that takes the whole timeout.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data):
-            self._connection.send([tensor], rank, 0).wait()
+        size = torch.tensor([data.numel()])
+        return [self._connection.send([tensor], rank, 0) for tensor in (size, data)]
 
     def _receive(self, rank: int) -> Any:
         size = torch.empty(1, dtype=torch.int64)

@@ -62,11 +62,7 @@ def add_to(subparsers: Any) -> None:
         "is bad if they differ from those with every optional pass off",
     )
     parser.add_argument(
-        "--tolerance",
-        type=_number,
-        default=1e-6,
-        metavar="T",
-        help="by how much they may, relative (default 1e-6)",
+        "--tolerance", type=_number, default=1e-6, metavar="T", help="relative (default 1e-6)"
     )
     parser.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="a run that takes longer has failed"

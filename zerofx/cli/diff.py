@@ -99,9 +99,7 @@ def _paths(chosen: argparse.Namespace) -> tuple[Path, Path]:
 def _program(folder: Path, wanted: str) -> Path:
     for path in _programs(folder):
         number, name = path.stem.removesuffix(REJECTED).split("_", 1)
-        if wanted in (name, path.name, path.stem) or (
-            wanted.isdigit() and int(wanted) == int(number)
-        ):
+        if wanted in (name, path.name, path.stem, number, str(int(number))):
             return path
     known = ", ".join(path.stem for path in _programs(folder))
     raise CommandError(f"{folder} has no program {wanted!r}; it has {known}")
