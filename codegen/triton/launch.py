@@ -51,7 +51,7 @@ class TritonKernel:
         (self.gradient_dtype,) = (s.dtype for s in program.streams if s.kind == "gradient")
         self.source = triton_source(program)
         self.function = load_kernel(self.source, kernel_name(program))
-        self._tuned: dict[torch.device, Callable[..., int]] = {}
+        self._chosen: dict[torch.device, tuple[int, int]] = {}  # elements and warps of a block
         self._partials: dict[torch.device, Tensor] = {}
 
     def ready(self, *values: Any, launches: Launches | None = None) -> Callable[[], list[Any]]:
@@ -99,9 +99,10 @@ class TritonKernel:
         return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
     def _launch(
-        self, segments: Sequence[Bound], alignment: int, run: Callable[..., int] | None = None
+        self, segments: Sequence[Bound], alignment: int, tuner: Any = None
     ) -> Tensor | None:
         device = segments[0].tensors[0].device
+        block, warps = (0, 0) if tuner else self._configuration(device)
         chunk = CHUNK if _on_gpu(device) else _INTERPRETED_BLOCK
         lengths = [segment.tensors[0].numel() for segment in segments]
         chunks = [-(-length // chunk) for length in lengths]
@@ -110,7 +111,14 @@ class TritonKernel:
         partials = self._room_for_partials(elements, device)
         on_device = (segments[0].numbers[number] for number in self.program.device_numbers)
         places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials, *on_device)
-        blocks = (run or self._run(device))(places, elements, alignment)
+        with torch.cuda.device(device if _on_gpu(device) else -1):
+            if tuner:  # it tries blocks of several sizes, and warps
+                grid = lambda meta: (-(-elements // meta["BLOCK"]),)  # noqa: E731
+                tuner[grid](*places, CHUNK=chunk, ALIGNMENT=alignment)
+                return None
+            blocks = -(-elements // block)
+            constants = {"BLOCK": block, "CHUNK": chunk, "ALIGNMENT": alignment}
+            self.function[(blocks,)](*places, **constants, num_warps=warps)
         return partials[0][:blocks].sum() if partials else None
 
     def _room_for_partials(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -160,22 +168,17 @@ class TritonKernel:
                     f"{tensor.device}. Give every stream of a segment as one flat piece of memory."
                 )
 
-    def _run(self, device: torch.device) -> Callable[..., int]:
-        """Return a function that launches the kernel, and returns its number of blocks."""
-        if device not in self._tuned:
-            self._tuned[device] = self._tune(device) if _on_gpu(device) else self._interpret
-        return self._tuned[device]
+    def _configuration(self, device: torch.device) -> tuple[int, int]:
+        if device not in self._chosen:
+            interpreted = (_INTERPRETED_BLOCK, 4)
+            self._chosen[device] = self._tuned(device) if _on_gpu(device) else interpreted
+        return self._chosen[device]
 
-    def _interpret(self, arguments: tuple, elements: int, alignment: int) -> int:
-        block = _INTERPRETED_BLOCK
-        blocks = -(-elements // block)
-        self.function[(blocks,)](*arguments, BLOCK=block, CHUNK=block, ALIGNMENT=alignment)
-        return blocks
-
-    def _tune(self, device: torch.device) -> Callable[..., int]:
+    def _tuned(self, device: torch.device) -> tuple[int, int]:
         """Time the configurations on scratch memory, or read from disk which was the fastest.
 
-        On scratch: the kernel writes in place, and a step must not be done many times.
+        Only there: the kernel writes in place, and Triton's tuner runs it many times for whatever
+        dtypes it has not met.  What is launched on a step's memory is the plain kernel.
         """
         import triton
 
@@ -183,27 +186,15 @@ class TritonKernel:
             triton.Config({"BLOCK": block}, num_warps=warps)
             for block, warps in configurations_of(self.program)
         ]
-        tuned = triton.autotune(configurations, key=[], cache_results=True)(self.function)
-
-        def run(arguments: tuple, elements: int, alignment: int) -> int:
-            grids = []  # of each configuration that is timed, and last of the one that is chosen
-
-            def grid(meta: dict[str, Any]) -> tuple[int]:
-                grids.append(triton.cdiv(elements, meta["BLOCK"]))
-                return (grids[-1],)
-
-            with torch.cuda.device(device):
-                tuned[grid](*arguments, CHUNK=CHUNK, ALIGNMENT=alignment)
-            return grids[-1]
-
+        tuner = triton.autotune(configurations, key=[], cache_results=True)(self.function)
         streams = [
             torch.zeros(stream.length(_TUNED_ON_ELEMENTS), dtype=stream.dtype, device=device)
             for stream in self.program.streams
         ]
         numbers: dict[Number, Any] = dict.fromkeys(self.program.numbers, 0.5)
         numbers |= {n: torch.zeros((), device=device) for n in self.program.device_numbers}
-        self._launch([Bound(streams, numbers)], ALIGNMENT, run)
-        return run
+        self._launch([Bound(streams, numbers)], ALIGNMENT, tuner)
+        return tuner.best_config.kwargs["BLOCK"], tuner.best_config.num_warps
 
 
 class Launches:

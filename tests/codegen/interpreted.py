@@ -609,3 +609,45 @@ def check_functions_in_a_rewritten_graph():
         update.graph_module(expected, gradient, *numbers)
         run(own, gradient, *numbers)
         assert torch.equal(own, expected) and not torch.equal(own, start)
+
+
+class _Tuner:
+    """Runs a kernel many times whenever it meets other dtypes, as Triton's own tuner does."""
+
+    def __init__(self, configurations, function):
+        self.configurations, self.function, self.known = configurations, function, set()
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.best_config = self.configurations[-1]
+            kinds = tuple(str(value.dtype) for value in arguments if hasattr(value, "dtype"))
+            for _ in range(1 if kinds in self.known else 4):
+                self.function[grid](*arguments, **constants, **self.best_config.kwargs)
+            self.known.add(kinds)
+
+        return run
+
+
+def check_a_steps_memory_is_not_tuned_on():
+    """Tuned as on a GPU with float32 numbers, then given a coefficient in bfloat16: one update."""
+    from unittest import mock
+
+    import triton
+
+    from zerofx.codegen.triton import launch
+
+    empty = torch.empty
+    tuners = []
+
+    def autotune(configurations, **settings):
+        return lambda function: tuners.append(_Tuner(configurations, function)) or tuners[-1]
+
+    with (
+        mock.patch.object(launch, "_on_gpu", lambda device: True),
+        mock.patch.object(launch, "_TUNED_ON_ELEMENTS", 16),
+        mock.patch.object(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k)),
+        mock.patch.object(torch.cuda, "device", lambda device: mock.MagicMock()),
+        mock.patch.object(triton, "autotune", autotune),
+    ):
+        check_work_on_the_gradient(work.clip, BF16, torch.tensor(0.3, dtype=BF16))
+    assert tuners and all(len(tuner.known) == 1 for tuner in tuners)

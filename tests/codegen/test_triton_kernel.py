@@ -120,6 +120,10 @@ def test_a_gradient_is_worked_on_in_the_kernel(name, run):
     run(interpreted.check_work_on_the_gradient, *WORKS[name])
 
 
+def test_tuning_never_sees_a_steps_memory(run):
+    run(interpreted.check_a_steps_memory_is_not_tuned_on)
+
+
 @pytest.mark.parametrize(
     "name, dtype", each_value(("adamw", "sgd_nesterov", "rmsprop"), (torch.float32, BF16, FP16))
 )
