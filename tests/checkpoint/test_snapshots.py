@@ -14,7 +14,7 @@ from tests.kit.checkpoints import assert_same, built, states, step, train, zero
 from tests.kit.covering import first
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.parameters import snapshots
-from zerofx.runtime.parameters.snapshots import Snapshot
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS, Snapshot
 
 
 class Behind:
@@ -202,3 +202,30 @@ def test_a_copy_may_end_while_a_step_looks_for_it():
     copies.before_change([])
     ending.join()
     assert set(copies.active) == {second}
+
+
+def test_a_stream_that_copies_is_waited_for_before_anything_is_forgotten(monkeypatch):
+    """On an accelerator ``begin`` only queues the copies: until they are made, updates wait."""
+    device, made = mock.MagicMock(), threading.Event()
+    event = device.Stream.return_value.record_event.return_value
+    event.synchronize = lambda: made.wait(60)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(snapshots, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(snapshots, "module_of", lambda of: device)
+    monkeypatch.setattr(snapshots, "_streams", {})
+    parameter, source = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
+    alive, snapshot = weakref.ref(source), Snapshot()
+    copy = snapshot.add(parameter, [source], source.clone, "a state")
+    snapshot.begin()
+    del source
+    running = threading.Thread(target=snapshot.run)
+    running.start()
+    running.join(0.2)
+    assert running.is_alive() and snapshot in SNAPSHOTS.active and alive() is not None
+    SNAPSHOTS.before_change([parameter])
+    assert event.wait.called
+    made.set()
+    running.join(60)
+    assert snapshot not in SNAPSHOTS.active and alive() is None
+    assert torch.equal(copy(), torch.ones(3))

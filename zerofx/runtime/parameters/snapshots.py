@@ -27,8 +27,8 @@ class Snapshot:
     """Copies in host memory, each of what one parameter's update changes.
 
     ``add`` says what to copy, ``run`` copies all that has not been, in a thread of its own;
-    ``before_change`` has those of some parameters copied at once.  On a GPU copies are on a stream
-    of their own from the start.  (Not run on one.)
+    ``before_change`` has those of some parameters copied at once.  On an accelerator copies are on
+    a stream of their own from the start, and ``run`` waits for them.  (Not run on one.)
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class Snapshot:
             for copies in reversed(self._copies.values()):
                 for copy in copies:
                     copy.make()
+                    copy.settle()
         finally:
             SNAPSHOTS.discard(self)
 
@@ -125,7 +126,8 @@ class _Copy:
         self._read: Callable[[], Tensor] | None = read
         self._values: Tensor | None = None
         self._error: Exception | None = None
-        self._event: Any = None
+        self._event: Any = None  # when a stream has made it, of what is held until then
+        self._held: Sequence[Any] = ()
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -133,7 +135,7 @@ class _Copy:
         device = self._sources[0][0].device
         if not is_accelerator(device):
             return
-        stream = _stream(device)
+        stream, self._held = _stream(device), self._sources
         stream.wait_stream(module_of(device).current_stream(device))
         with module_of(device).stream(stream):
             self.make()
@@ -167,13 +169,18 @@ class _Copy:
                 "it was being saved. Write to it before the save, or wait() for it first."
             )
 
+    def settle(self) -> None:
+        """Return when a stream has made it, if one does: what it is made of may be freed then."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._held = ()
+
     def result(self) -> Tensor:
         """The copy, on the CPU.  Raises: what has gone wrong."""
         self.make()
+        self.settle()
         if self._error is not None:
             raise self._error
-        if self._event is not None:
-            self._event.synchronize()
         assert self._values is not None
         return self._values
 
