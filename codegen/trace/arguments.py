@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx import compat
-from zerofx.codegen.trace.nested import map_leaves, named_leaves
+from zerofx.codegen.trace.nested import contents, map_leaves, named_leaves
 
 # What tells the single-tensor form of torch's optimizers from the others.
 _SINGLE_TENSOR = {"foreach": False, "fused": False, "differentiable": False}
@@ -158,7 +158,9 @@ def _is_carried(value: Any) -> bool:
         return compat.tensors.is_fake(value) or (
             type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
-    return isinstance(value, (*_IMMUTABLE, *compat.scalars.SYMBOLIC_SCALARS, torch.SymBool))
+    if isinstance(value, (*compat.scalars.SYMBOLIC_SCALARS, torch.SymBool)):
+        return True
+    return isinstance(value, _IMMUTABLE) and not hasattr(value, "__dict__")  # no enumeration's
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,15 +171,17 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
-    """The numbers and strings that a step can read off the optimizer itself: part of the key.
-
-    Those in lists, tuples and dictionaries among its attributes too.
-    """
+    """What a step can read off the optimizer itself: part of the key."""
     attributes = {**own_attributes(optimizer), "defaults": getattr(optimizer, "defaults", {})}
-    return tuple(
-        (path, _Constant(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf))
-        for path, leaf in named_leaves(attributes)
-    )
+    for base in type(optimizer).__mro__:
+        if base in torch.optim.Optimizer.__mro__:
+            break
+        kept = (item for item in vars(base).items() if type(item[1]) in _KEPT_BY_CLASSES)
+        attributes = {**dict(kept), **attributes}
+    return tuple((path, _Constant(leaf)) for path, leaf in named_leaves(attributes))
+
+
+_KEPT_BY_CLASSES = (bool, int, float, str, list, tuple, dict)
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -207,9 +211,8 @@ class _Constant:
 
     def __init__(self, value: Any) -> None:
         self.value = value  # kept alive: the token may be its id
-        plain = value is None or isinstance(value, (bool, int, str, torch.dtype, torch.device))
         # repr: NaN is not equal to itself, and would be traced again at every step.
-        self.token = value if plain else repr(value) if type(value) is float else id(value)
+        self.token = repr(value) if type(value) is float else contents(value)
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+import pickle
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +44,42 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def copied(value: Any) -> Any:
     """A copy that later changes of lists and dictionaries do not reach."""
     return map_leaves(lambda leaf: leaf, value)
+
+
+class _Contents(pickle.Pickler):
+    """Writes all that a value holds; what is not to be looked into, or cannot be, as its id."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return (type(value).__name__, id(value)) if isinstance(value, _AS_THEY_ARE) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        try:
+            return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        except Exception:  # a lock, a generator
+            return int, (id(value),)
+
+
+def contents(value: Any) -> Hashable:
+    """Return what tells a value from what it, or another, holds later; tensors by their identity.
+
+    Objects may change inside: a trace has what they held for constants.
+    """
+    if isinstance(value, _AS_THEY_ARE):
+        return type(value), id(value)
+    if type(value) in (bool, int, str, type(None), torch.dtype, torch.device):
+        return type(value), value
+    file = io.BytesIO()
+    try:
+        _Contents(file).dump(value)
+    except Exception:
+        return type(value), id(value)
+    return file.getvalue()
+
+
+_AS_THEY_ARE = (
+    *(Tensor, torch.nn.Module, torch.optim.Optimizer, *compat.scalars.SYMBOLIC_SCALARS),
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+)
 
 
 def is_same(before: Any, after: Any) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from zerofx.codegen.trace.arguments import group_values
+from zerofx.codegen.trace.nested import map_leaves
 
 Place = tuple[int, int]
 """A parameter group's number, and a place in it."""
@@ -20,8 +22,8 @@ def shadow_of(
 ) -> Any:
     """A copy with these parameters and no states, of only the groups that have members.
 
-    Numbers of a group that are its own are kept; learning rates that are floats are made to
-    differ, so that a step which reads another group's shows itself.
+    A group's floats are made to differ from another's, so that a step which reads that group's
+    shows itself.
     """
     shadow = copy_of(optimizer, type(optimizer), lambda _name, value: own_copy(value))
     shadow.param_groups = []
@@ -29,10 +31,14 @@ def shadow_of(
         members = [p for (owner, _), p in parameters.items() if owner == number]
         if members:
             values = {name: own_copy(value) for name, value in group_values(group).items()}
-            if isinstance(values.get("lr"), float):
-                values["lr"] *= 1 + number / 8
+            apart = partial(_divided, by=1 + number / 8)
+            values = {name: map_leaves(apart, value) for name, value in values.items()}
             shadow.param_groups.append({"params": members, **values})
     return shadow
+
+
+def _divided(leaf: Any, by: float) -> Any:
+    return leaf / by if type(leaf) is float else leaf
 
 
 def copy_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import Arguments, not_carried, own_attributes
-from zerofx.codegen.trace.nested import copied, is_same, leaves, store
+from zerofx.codegen.trace.nested import contents, copied, is_same, leaves, store
 from zerofx.codegen.trace.shadow import copy_of
 from zerofx.codegen.trace.symbolic import Follower, TensorsOfNumbers, class_with_symbolic_math
 
@@ -34,9 +34,10 @@ class TracedStep:
         env: compat.scalars.ScalarEnvironment,
         group: Arguments,
         state: Arguments,
+        attributes: Mapping[str, Any],
     ) -> None:
         self.optimizer, self.env = optimizer, env
-        self.group, self.state = group, state
+        self.group, self.state, self.attributes = group, state, attributes
         self.follower = Follower()
         self.new_state: tuple[tuple[str, Any], ...] = ()
         self.new_group: tuple[tuple[str, Any], ...] = ()
@@ -53,20 +54,28 @@ class TracedStep:
         group = self.group.rebuild(tensors, scalars, self.follower.know)
         state = self.state.rebuild(tensors, scalars, self.follower.know)
         given = {name: copied(value) for name, value in group.items()}
+        objects = {name: contents(value) for name, value in group.items()}
         numbers = dict(self.follower.values)
         keys = (compat.tensors.storage_key(parameter), compat.tensors.storage_key(gradient))
         parameter.grad = gradient
+        others = set(vars(parameter))  # a stand-in's own
+        vars(parameter).update(self.attributes)
+        users = {name: contents(value) for name, value in self.attributes.items()}
         self._check_carried(dict(self.state.values))
+        self._check_own(dict(self.state.values))
 
         shadow = self._shadow(parameter, {"params": [parameter], **group}, state)
-        attributes = dict(shadow.__dict__)
-        contents = {name: copied(value) for name, value in own_attributes(shadow).items()}
+        attributes, looked_at = dict(shadow.__dict__), {*own_attributes(shadow), "defaults"}
+        inside = {name: contents(value) for name, value in attributes.items() if name in looked_at}
         with TensorsOfNumbers() as numbers_mode, self.follower:
             type(shadow).step(shadow)
         self.asks_for_shapes = numbers_mode.asks_for_shapes
         if compat.tensors.storage_key(parameter) != keys[0]:
             raise self._error("assigns `p.data`", "write into it: `p.data.copy_(value)`")
-        self._check_attributes(shadow, attributes, contents, parameter)
+        self._check_attributes(shadow, attributes, inside, parameter)
+        for name in vars(parameter).keys() - others:
+            if users.get(name) != contents(vars(parameter)[name]):
+                raise self._error(f"changes `p.{name}`", "keep it in `self.state[p]`")
 
         results: list[Any] = []
         new_state = shadow.state.get(parameter, {})
@@ -88,6 +97,12 @@ class TracedStep:
             if name != "params" and not (name in given and is_same(given[name], value))
         }
         self._check_group(group, changed)
+        for name in objects.keys() - changed.keys():
+            if objects[name] != contents(group[name]):
+                raise self._error(
+                    f"changes the {type(group[name]).__name__} in its parameter group's `{name}`",
+                    "keep what it changes as numbers of the group, or in `self.state[p]`",
+                )
         self.new_group = tuple((name, store(value, results)) for name, value in changed.items())
 
         unchanged = {id(item) for item in results} | {
@@ -123,7 +138,7 @@ class TracedStep:
         self,
         shadow: Any,
         before: dict[str, Any],
-        contents: dict[str, Any],
+        inside: dict[str, Any],
         parameter: Tensor,
     ) -> None:
         for name, value in shadow.__dict__.items():
@@ -131,10 +146,9 @@ class TracedStep:
             written = isinstance(value, Tensor) and (
                 compat.tensors.storage_key(value) in self.follower.mutated
             )
-            inside = name in contents and not is_same(contents[name], value)
-            if is_other or written or inside:
+            if is_other or written or (name in inside and inside[name] != contents(value)):
                 raise self._error(
-                    f"changes its attribute `{name}`",
+                    f"changes its attribute `{name}`, a {type(value).__name__}",
                     "keep it in `self.state[p]`, or in the parameter group",
                 )
         if any(key is not parameter for key in shadow.state):
@@ -154,6 +168,22 @@ class TracedStep:
                 "keep what it holds as states of their own, `self.state[p][name] = value`, each a "
                 "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these",
             )
+
+    def _check_own(self, state: Mapping[str, Any]) -> None:
+        """Refuse states that are another parameter's too, or nobody's."""
+        entries = self.optimizer.state
+        if others := [key for key in entries if not isinstance(key, Tensor)]:
+            raise self._error(
+                f"may read `self.state[{others[0]!r}]`, which belongs to no parameter",
+                "keep it in the parameter group",
+            )
+        for name, value in state.items():
+            holders = [e for e in entries.values() if e.get(name) is value]
+            if isinstance(value, (Tensor, list)) and len(holders) > 1:
+                raise self._error(
+                    f"has one {type(value).__name__} for state `{name}` of several parameters",
+                    "give each its own",
+                )
 
     def _check_apart(self, state: dict[str, Any], parameter: Any) -> None:
         """Refuse states in each other's memory: they are kept, and loaded, one by one."""

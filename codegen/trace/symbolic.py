@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zerofx import compat
+from zerofx.codegen.rewrite.elementwise import UpdateError
 
 aten = torch.ops.aten
 
@@ -147,10 +148,19 @@ class TensorsOfNumbers(torch.overrides.TorchFunctionMode):
                 is_float = isinstance(args[0], torch.SymFloat)
                 dtype = kwargs.get("dtype") or (default if is_float else torch.int64)
                 return torch.full((), args[0], dtype=dtype, device=kwargs.get("device"))
+        if getattr(func, "__name__", "") in _READS and not compat.tensors.is_fake(args[0]):
+            raise UpdateError(
+                "the optimizer's step reads a number off a tensor that is neither in a parameter "
+                "group nor in `self.state[p]`, and a traced update would keep that number. Move it "
+                "there, or make it a Python number."
+            )
         result = func(*args, **kwargs)
         if any(map(_has_elements, (*args, *kwargs.values()))):
             self.asks_for_shapes |= not _is_blind_to_sizes(func, result)
         return result
+
+
+_READS = {"item", "tolist", "__float__", "__int__", "__index__", "__bool__"}
 
 
 def _has_elements(argument: Any) -> bool:

@@ -90,6 +90,7 @@ def trace_update(
     group: Arguments,
     state: Arguments,
     sharded: bool,
+    attributes: Mapping[str, Any] | None = None,
 ) -> Update:
     """Trace the optimizer's step for one parameter with the group and state it has now.
 
@@ -97,7 +98,7 @@ def trace_update(
     runs on flat shards of any length, of the parameter, its gradient and its moments.
 
     The step sees one parameter, so a group's number that it changes is taken to change once per
-    step, not once per parameter.
+    step, not once per parameter.  ``attributes`` are the user's of the parameter.
 
     Raises: UpdateError if the update needs a tensor's value to choose what to do, changes what
     cannot be written back, or (with ``sharded``) is not elementwise.
@@ -110,7 +111,7 @@ def trace_update(
             "dimension of 2 and use torch.view_as_complex in the forward pass."
         )
     env = compat.scalars.ScalarEnvironment()
-    step = TracedStep(optimizer, env, group, state)
+    step = TracedStep(optimizer, env, group, state, attributes or {})
     with env.fake_tensors():
         parameter, gradient = _empty_like(info, info), _empty_like(info, info)
         tensors = [

@@ -1,19 +1,24 @@
 """An update traced and run on shards is bitwise the update of torch.optim on the whole."""
 
+import collections
 import copy
 import math
+import signal
 import types
 import warnings
 import weakref
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.runtime.optimizer import traces
 from zerofx.runtime.optimizer.setup import UpdateSettings
-from zerofx.runtime.optimizer.state_dict import attach_optimizer
+from zerofx.runtime.optimizer.state_dict import attach_optimizer, unshard_states
 from zerofx.runtime.optimizer.update import OptimizerRunner
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -404,6 +409,43 @@ def test_capturable_on_a_cpu_is_refused_as_by_torch():
         ranks.step([torch.ones(5)])
 
 
+class There(torch.Tensor):
+    """A number that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def cpu(self):
+        return torch.tensor(self.item())
+
+
+def test_counts_on_an_accelerator_come_to_the_cpu_once(monkeypatch):
+    """As ``fused`` and ``capturable`` leave them: each would be read at each step."""
+    monkeypatch.setattr(traces, "is_accelerator", lambda device: True)
+    start, gradient = torch.linspace(-1, 1, 5), torch.ones(5)
+    plain, capturable = (
+        Ranks(partial(optim.AdamW, lr=0.1, **given), [nn.Parameter(start.clone())])
+        for given in ({"foreach": False}, {"capturable": True})
+    )
+    for ranks in (plain, capturable):
+        ranks.step([gradient])
+    for optimizer in capturable.optimizers:
+        for state in optimizer.state.values():
+            state["step"] = state["step"].as_subclass(There)
+    for ranks in (plain, capturable):
+        ranks.step([gradient])
+    kept = [state["step"] for o in capturable.optimizers for state in o.state.values()]
+    assert {type(step) for step in kept} == {torch.Tensor} and capturable.traces() == {2}
+    assert torch.equal(plain.whole(0), capturable.whole(0))
+
+
+def test_a_plain_fused_optimizer_counts_on_the_device_again():
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = optim.AdamW([parameter], capturable=True)
+    optimizer.state[parameter] = {"step": torch.tensor(2.0)}
+    unshard_states(optimizer, [])
+    assert optimizer.state[parameter]["step"].is_meta
+
+
 @pytest.mark.parametrize("case", ["adamw", "lion", "rprop"])
 def test_shard_of_length_zero(case):
     ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)
@@ -476,6 +518,162 @@ def test_an_attribute_that_a_step_changes_in_place_is_refused(make_count):
     with pytest.raises(UpdateError, match="changes its attribute `count`"):
         ranks.step([torch.ones(5)])
     assert [optimizer.count[0] for optimizer in ranks.optimizers] == [0] * WORLD_SIZE
+
+
+class Box:
+    """An object with a number in it, as a user may keep one on an optimizer or in a group."""
+
+    def __init__(self, *items):
+        self.items = list(items)
+
+    def __getitem__(self, place):
+        return self.items[place]
+
+    def __setitem__(self, place, value):
+        self.items[place] = value
+
+
+BOXES = {
+    "object": lambda: Box(0),
+    "counter": lambda: collections.Counter({0: 0}),
+    "deque": lambda: collections.deque([0]),
+    "array": lambda: np.zeros(1),
+    "inside": lambda: Box(types.SimpleNamespace(n=0)),
+}
+
+
+@pytest.mark.parametrize("make_count", BOXES.values(), ids=BOXES)
+def test_an_object_that_a_step_changes_inside_is_refused(make_count):
+    """On the optimizer or in a group, by its name and kind: a trace would have its first number."""
+
+    class CountsInGroup(CountsInPlace):
+        def step(self, closure=None):
+            self.count = self.param_groups[0]["count"]
+            super().step()
+            del self.count
+
+    class CountsInside(CountsInPlace):
+        def step(self, closure=None):
+            self.count[0].n += 1
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-1 / self.count[0].n)
+
+    kind = type(make_count()).__name__
+    counts = CountsInside if make_count is BOXES["inside"] else CountsInPlace
+    ranks = Ranks(lambda p: counts(p, make_count()), [nn.Parameter(torch.ones(5))])
+    with pytest.raises(UpdateError, match=f"changes its attribute `count`, a {kind},"):
+        ranks.step([torch.ones(5)])
+    if counts is CountsInPlace:
+        grouped = [{"params": [nn.Parameter(torch.ones(5))], "count": make_count()}]
+        (group,) = grouped
+        ranks = Ranks(lambda p: CountsInGroup([{**group, "params": p}], None), group["params"])
+        with pytest.raises(UpdateError, match=f"the {kind} in its parameter group's `count`"):
+            ranks.step([torch.ones(5)])
+
+
+class ReadsHidden(optim.Optimizer):
+    """Reads numbers where a trace finds constants: what changes there between steps holds."""
+
+    of_class = 1.0
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr, box=Box(1.0), array=np.ones(1)))
+        self.config = types.SimpleNamespace(factor=1.0)
+        self.tensor = torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            factor = group["box"][0] * float(group["array"][0]) * self.config.factor * self.of_class
+            for p in group["params"]:
+                factor *= getattr(p, "lr_scale", 1.0)
+                p.add_(p.grad * self.tensor, alpha=-group["lr"] * factor)
+
+
+@pytest.mark.parametrize("what", ["box", "array", "config", "of_class", "tensor", "lr_scale"])
+def test_what_changes_between_steps_is_read_again(what):
+    def change(optimizer, factor):
+        if what in ("box", "array"):
+            optimizer.param_groups[0][what][0] = factor
+        elif what == "config":
+            optimizer.config.factor = factor
+        elif what == "of_class":
+            type(optimizer).of_class = factor
+        elif what == "tensor":
+            optimizer.tensor = torch.full((), factor)
+        else:
+            optimizer.param_groups[0]["params"][0].lr_scale = factor
+
+    class Own(ReadsHidden):
+        pass
+
+    parameter, gradient = nn.Parameter(torch.ones(5)), torch.linspace(-1, 1, 5)
+    ranks = Ranks(Own, [parameter])
+    eager = Own([parameter])
+    parameter.grad = gradient.clone()
+    for factor in (1.0, 0.5, 0.25):
+        for optimizer in (eager, *ranks.optimizers):
+            change(optimizer, factor)
+        ranks.step([gradient])
+        eager.step()
+        assert torch.equal(ranks.whole(0), parameter.detach()), factor
+
+
+def sets_an_attribute(self, group, p, state):
+    p.n = getattr(p, "n", 0) + 1
+    p.add_(p.grad, alpha=-1 / p.n)
+
+
+def reads_a_tensor_of_its_own(self, group, p, state):
+    p.add_(p.grad, alpha=self.scale.item())
+
+
+def reads_state_of_nothing(self, group, p, state):
+    p.add_(p.grad, alpha=self.state["boost"])
+
+
+def adds_to_a_shared_state(self, group, p, state):
+    state["n"].add_(1)
+    p.add_(p.grad / state["n"])
+
+
+def keeps_an_enumeration(self, group, p, state):
+    state["phase"] = signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (sets_an_attribute, "changes `p.n`.*keep it in `self.state"),
+        (reads_a_tensor_of_its_own, "reads a number off a tensor that is neither in"),
+        (
+            reads_state_of_nothing,
+            r"may read `self.state\['boost'\]`, which belongs to no parameter",
+        ),
+        (adds_to_a_shared_state, "one Tensor for state `n` of several parameters"),
+        (keeps_an_enumeration, "an object of class Signals as state `phase`"),
+    ],
+)
+def test_what_a_trace_would_take_for_constant_is_refused(update, words):
+    class Custom(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+            self.scale, shared = torch.ones(()), torch.zeros(())
+            for p in self.param_groups[0]["params"]:
+                if update is adds_to_a_shared_state:
+                    self.state[p]["n"] = shared
+            if update is reads_state_of_nothing:
+                self.state["boost"] = 2.0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    update(self, group, p, self.state[p])
+
+    ranks = Ranks(Custom, [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))], sharded=False)
+    with pytest.raises(UpdateError, match=words):
+        ranks.step([torch.ones(5), torch.ones(3)])
 
 
 class ReadsTable(optim.Optimizer):

@@ -46,7 +46,8 @@ class UpdatedParameter:
     ``layouts`` are what traces of it are known by: what it shares with shards of any size, if there
     may be such traces, and last its own layout.
     ``first_element`` is the number of this rank's first element among all of the optimizer's, by
-    which random numbers are drawn: the same on any number of ranks.
+    which random numbers are drawn: the same on any number of ranks.  ``attributes`` are those
+    that the user has given to it, such as a factor for its learning rate.
     """
 
     index: int
@@ -56,6 +57,7 @@ class UpdatedParameter:
     is_sharded: bool
     layouts: list[tuple]
     first_element: int = 0
+    attributes: tuple = ()
 
 
 class Piece(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.accelerator import is_accelerator
 from zerofx.codegen.kernels import Kernels
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
@@ -21,6 +22,7 @@ from zerofx.codegen.trace.arguments import (
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.nested import contents
 from zerofx.codegen.trace.step import ChangingIntegers
 from zerofx.codegen.trace.trace import Update, is_usual, trace_update
 from zerofx.ir.parameters import ParameterInfo
@@ -107,6 +109,9 @@ class TracedOptimizer:
                 if id(user) in known:
                     parameter = known[id(user)]
                     self._groups[parameter.index] = groups[parameter.on_host]
+                    if attributes := vars(user):
+                        found = ((name, contents(value)) for name, value in attributes.items())
+                        parameter.attributes = tuple(found)
                     if draws:
                         start, _ = parameter.info.owned_by(self.settings.rank)
                         parameter.first_element = number + (start if self.settings.sharded else 0)
@@ -153,6 +158,8 @@ class TracedOptimizer:
         states = [entries.get(user) or {} for user in users]
         for state, shard in zip(states, shards, strict=True):
             self.storage.adopt(state, shard, first)
+            if first.shape and self._counts_on_cpu(first.device):
+                state.update((k, v.cpu()) for k, v in state.items() if _is_count_elsewhere(v))
         if len(members) == 1:
             ((data, grad, _),) = members
             if self.settings.sharded:
@@ -161,6 +168,15 @@ class TracedOptimizer:
             data, grad = join(shards), join(grads)
         lengths = [shard.numel() for shard in shards]
         return Piece(parameters, users, group, lengths, data, grad, states, states[0])
+
+    def _counts_on_cpu(self, device: torch.device) -> bool:
+        """Return whether numbers such as ``step`` are kept on the CPU for parameters there.
+
+        To read one on an accelerator, where ``fused`` and ``capturable`` have it, is to wait for
+        it.  An optimizer that is not torch's may compute with its own there.
+        """
+        is_torchs = type(self.live_optimizer()).__module__.startswith("torch.optim.")
+        return is_torchs and is_accelerator(device)
 
     def _check_shards(self, state: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
         """Refuse a state that is neither this rank's shard nor a number."""
@@ -200,7 +216,8 @@ class TracedOptimizer:
         """
         arguments = self._read(group)
         scalars = (*arguments.scalars, *state.scalars)
-        keys = [(layout, group.key, state.key) for layout in parameter.layouts]
+        own = (parameter.attributes, group.key, state.key)
+        keys = [(layout, *own) for layout in parameter.layouts]
         for key in keys:
             for update in self._known.get(key, ()):
                 if update.guard is None or update.guard(scalars):
@@ -215,7 +232,14 @@ class TracedOptimizer:
         compute = self.settings.precision.compute_dtype(parameter.info.dtype)
         info, is_sharded = replace(parameter.info, dtype=compute), parameter.is_sharded
         try:
-            update = trace_update(optimizer, info, group=arguments, state=state, sharded=is_sharded)
+            update = trace_update(
+                optimizer,
+                info,
+                group=arguments,
+                state=state,
+                sharded=is_sharded,
+                attributes=vars(parameter.user()),
+            )
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
@@ -237,6 +261,8 @@ class TracedOptimizer:
         """Return the arguments that a group gives to its parameters' updates in this step."""
         if group.arguments is None:
             given = group_values(group.values)
+            if "capturable" in given and self._counts_on_cpu(group.values["params"][0].device):
+                given["capturable"] = False
             if group.on_host:  # a tensor's learning rate is read once a step
                 given = {
                     k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v
@@ -259,3 +285,7 @@ class TracedOptimizer:
                 "works on a copy. Write `grad = p.grad.clone()` in the optimizer, or call "
                 "optimizer.zero_grad() right after optimizer.step()."
             )
+
+
+def _is_count_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"

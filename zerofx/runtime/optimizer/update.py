@@ -278,8 +278,8 @@ class OptimizerRunner(TracedOptimizer):
         Raises: UpdateError if it changes a gradient that is read later.
         """
         update = traced.update
-        others = {one.layouts[-1]: one for one in piece.parameters}
-        del others[piece.parameters[0].layouts[-1]]
+        others = {(one.layouts[-1], one.attributes): one for one in reversed(piece.parameters)}
+        others.popitem()  # the first itself
         for parameter in others.values():
             other = self.find(parameter, piece.group, traced.state).update
             if other.computation != update.computation:
