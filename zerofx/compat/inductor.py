@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
+from sympy import sympify
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -19,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+
+from zerofx.accelerator import current_as_here
 
 
 def is_higher_order(target: Any) -> bool:
@@ -31,7 +34,10 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
     placeholder.meta["steal_arg"] = True
 
 
-IN_ORDER = {"reorder_for_locality": False}
+WITHOUT_CUDAGRAPHS = {"triton.cudagraphs": False}
+"""Whatever the environment says: a CUDA graph would give out memory that it writes again."""
+
+IN_ORDER = {"reorder_for_locality": False, **WITHOUT_CUDAGRAPHS}
 """Settings of Inductor that keep a program's order, as in training and not as in inference.
 
 Weight gradients late, next to what communicates them, keep alive what they are made of.
@@ -70,9 +76,70 @@ def compile_with_inductor(
     return _in_thread_of_its_own(compile_region)
 
 
+def compile_for_sizes(
+    gm: torch.fx.GraphModule, values: Sequence[Any], like: Sequence[Any], donated: Sequence[int]
+) -> tuple[Callable, Callable[[Sequence[Any]], bool]] | None:
+    """Compile as above for all inputs whose sizes and strides are those of ``like``, in symbols.
+
+    Returns what runs such a list of inputs, and what tells whether others are such, and hold what
+    Inductor has assumed of ``values``.  None if a symbol is nowhere itself the size of an input, or
+    if ``values`` lie otherwise in memory.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    shapes = ShapeEnv()
+    fakes = FakeTensorMode(shape_env=shapes)
+    pairs = [pair for both in zip(like, values, strict=True) for pair in _sizes(*both)]
+    hints = {symbol: size for size, symbol in _expressions(pairs) if symbol.is_Symbol}
+    if any(expression.xreplace(hints) != size for size, expression in _expressions(pairs)):
+        return None
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    symbols = {}
+    for symbol, size in hints.items():
+        (new,) = fakes.from_tensor(torch.empty(size, device="meta"), symbolic_context=dynamic).shape
+        symbols[symbol] = new.node.expr if isinstance(new, torch.SymInt) else new  # 0 or 1
+
+    def number(symbolic: Any) -> Any:
+        if not isinstance(symbolic, torch.SymInt):
+            return symbolic
+        expression = symbolic.node.expr
+        hint = int(expression.xreplace(hints))
+        return shapes.create_symintnode(expression.xreplace(symbols), hint=hint)
+
+    def fake(symbolic: Any) -> Any:
+        if not isinstance(symbolic, torch.Tensor):
+            return number(symbolic)
+        size, stride = (list(map(number, of)) for of in (symbolic.shape, symbolic.stride()))
+        with fakes:
+            return torch.empty_strided(size, stride, dtype=symbolic.dtype, device=symbolic.device)
+
+    def compile_region() -> tuple[Callable, Any]:
+        with torch.no_grad(), tracing(TracingContext(fakes)):
+            examples = list(map(fake, like))
+            run = compile_fx(gm, [list(examples)], config_patches=IN_ORDER, **_donating(donated))
+            return run, shapes.produce_guards_expression(examples, ignore_static=False)
+
+    run, guards = _in_thread_of_its_own(compile_region)
+    return run, lambda others: not guards or shapes.evaluate_guards_expression(guards, others)
+
+
+def _sizes(symbolic: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield from zip(
+            (*symbolic.shape, *symbolic.stride()), (*value.shape, *value.stride()), strict=True
+        )
+    else:
+        yield symbolic, value
+
+
+def _expressions(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    for symbolic, size in pairs:
+        yield size, symbolic.node.expr if isinstance(symbolic, torch.SymInt) else sympify(symbolic)
+
+
 def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
-    """Call it there with this thread's settings: Inductor's are per context, in some versions."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
+    """Call it there with this thread's device and settings: Inductor's are per context, in some."""
+    with ThreadPoolExecutor(max_workers=1, initializer=current_as_here()) as thread:
         return thread.submit(contextvars.copy_context().run, function).result()
 
 
@@ -140,7 +207,8 @@ class CompiledForAnyLength:
         uncached = torch._functorch.config.patch(enable_autograd_cache=False)
         with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
             examples = [_of_any_length(tensor, in_rows, fakes) for tensor in inputs]
-            return compile_fx(self._gm, examples, inner_compile=_compile_sums_last)
+            patches = WITHOUT_CUDAGRAPHS
+            return compile_fx(self._gm, examples, _compile_sums_last, config_patches=patches)
 
 
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}

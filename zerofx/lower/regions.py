@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -83,8 +83,10 @@ def _call_region(
         compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
-    is_dynamic = any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
-    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), is_dynamic, donated))
+    like = None
+    if any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes)):
+        like = [source.meta.get("val") for source in inputs]
+    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated, like))
     # A call of its own: the program's names for the inputs are gone when the region begins.
     box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
     call = graph.call_module(name, (box,))
@@ -121,12 +123,21 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+class _Compiled(NamedTuple):
+    """What runs a region, which of its results to copy, and the inputs that it is compiled for."""
+
+    run: Callable
+    copied: list[int]
+    holds_for: Callable[[Sequence[Any]], bool]
+
+
 class CompiledRegion(nn.Module):
     """The compute between two zerofx operators, compiled by Inductor when it first runs.
 
     Compiling with the values at hand needs no tracing context of the step's own compilation.
     Equal regions, as those of equal layers, share what has been compiled, if their inputs lie in
-    memory alike.  A region with symbolic sizes or strides is compiled once for each set of them.
+    memory alike.  One whose inputs are ``like`` some metadata with symbolic sizes is compiled once
+    for all sizes, and once more for those that it does not hold for.
 
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
@@ -137,39 +148,50 @@ class CompiledRegion(nn.Module):
     looked up when the region first runs, and copied from then on.
     """
 
-    # By what a region computes: what runs it, and which of its results to copy.
-    _known: dict[str, dict[tuple, tuple[Callable, list[int]]]] = {}
+    # By what a region computes.
+    _known: dict[str, list[_Compiled]] = {}
 
-    def __init__(self, gm: fx.GraphModule, is_dynamic: bool, donated: Sequence[int]):
+    def __init__(
+        self, gm: fx.GraphModule, donated: Sequence[int], like: Sequence[Any] | None = None
+    ):
         super().__init__()
         self.gm = gm
-        self.is_dynamic = is_dynamic
+        self.like = like
         self.donated = donated  # positions of inputs
-        self.compiled = self._known.setdefault(f"{_computation(gm.graph)}\n{donated}", {})
-        self.found: tuple[Callable, list[int]] | None = None  # of those, for these inputs
+        self.compiled = self._known.setdefault(f"{_computation(gm.graph)}\n{donated}", [])
+        self.found: _Compiled | None = None  # of those, for the last inputs
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
         results, found = None, self.found
-        if found is None or self.is_dynamic:
-            layouts = tuple(map(_layout, values))
-            if layouts not in self.compiled:
-                self.compiled[layouts], results = self._compile(values)
-            self.found = found = self.compiled[layouts]
-        run, copied = found
+        if found is None or (self.like is not None and not found.holds_for(values)):
+            found = next((one for one in self.compiled if one.holds_for(values)), None)
+            if found is None:
+                found, results = self._compile(values)
+                self.compiled.append(found)
+            self.found = found
+        run, copied = found.run, found.copied
         if results is None:
             results = run(values)
         if copied:
             return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
         return results
 
-    def _compile(self, values: list[Any]) -> tuple[tuple[Callable, list[int]], tuple[Any, ...]]:
+    def _compile(self, values: list[Any]) -> tuple[_Compiled, tuple[Any, ...]]:
         """Compile for these inputs and run for the first time; return both."""
-        run = compat.inductor.compile_with_inductor(self.gm, [values], self.donated)
+        compiled = None
+        if self.like is not None:
+            compiled = compat.inductor.compile_for_sizes(self.gm, values, self.like, self.donated)
+        if compiled is None:
+            layouts = list(map(_layout, values))
+            run = compat.inductor.compile_with_inductor(self.gm, [values], self.donated)
+            compiled = run, lambda others: list(map(_layout, others)) == layouts
+        run, holds_for = compiled
         # Held, so that no result takes the place of one that is freed meanwhile.
         held = [None if at in self.donated else v for at, v in enumerate(values)]
         results = run(values)
         places = list(map(_place, held))
-        return (run, _shared_unasked(self.gm.graph, places, results)), results
+        copied = _shared_unasked(self.gm.graph, places, results)
+        return _Compiled(run, copied, holds_for), results
 
 
 def _place(value: Any) -> int | None:
