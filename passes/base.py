@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from zerofx.accelerator import is_accelerator
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.parameters import Decisions, KeptGathered, ParameterTable
 from zerofx.options import Options
@@ -43,7 +45,10 @@ class PassContext:
     decided: Decisions = field(default_factory=Decisions)
 
     @property
-    def bucket_bytes(self) -> int:
+    def bucket_bytes(self) -> float:
+        """The most that travels together; by default no limit but a layer on an accelerator."""
+        if self.options.bucket_bytes is None and any(is_accelerator(p.device) for p in self.table):
+            return math.inf
         return self.options.bucket_bytes or self.figures.bucket_bytes(self.world_size)
 
     @property

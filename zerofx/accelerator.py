@@ -6,6 +6,9 @@ Streams, events and generators are asked of the device's own module, which has t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,21 @@ def is_accelerator(device: torch.device) -> bool:
 def module_of(device: torch.device) -> Any:
     """Return ``torch.cuda``, or what this torch has in its place; RuntimeError if nothing."""
     return torch.get_device_module(device)
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Return a context in which a device is the current one of its kind; a CPU always is."""
+    return module_of(device).device(device) if is_accelerator(device) else nullcontext()
+
+
+def current_as_here() -> Callable[[], None]:
+    """Return a function that gives another thread the device that is current in this one.
+
+    To a new thread the first device is.
+    """
+    if kind() is None:
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 def kind() -> str | None:

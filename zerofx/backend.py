@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from zerofx import compat
+from zerofx.accelerator import is_accelerator
 from zerofx.capture import substitutes
 from zerofx.capture.checks import refuse_reads_of_states
 from zerofx.capture.step import CapturedStep, StepCapture
@@ -140,10 +141,12 @@ class CompiledFunction:
     @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
-        self._first_compilation()
+        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+        device = max(devices, key=is_accelerator, default=torch.device("cpu"))
+        self._first_compilation(device)
         try:
             communicator = self.communicator
-            self.figures = self._figures(inputs)
+            self.figures = self._figures(device)
             assert self.options is not None, "read at the first compilation"
             refuse_reads_of_states(gm, inputs, self.options.stage)
             capture = StepCapture(gm, inputs, communicator.rank, communicator.world_size)
@@ -159,13 +162,11 @@ class CompiledFunction:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _figures(self, inputs: list[Any]) -> Hardware:
+    def _figures(self, device: torch.device) -> Hardware:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
         assert self.options is not None
         if self.options.hardware is not None:
             return self.options.hardware
-        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-        device = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
         name = f"the first call of compiled function {self.number}"  # as all ranks count them
         try:
             return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
@@ -216,7 +217,7 @@ class CompiledFunction:
         self.kept_gathered[mine.gathers] = kept
         return kept != mine
 
-    def _first_compilation(self) -> None:
+    def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
@@ -229,7 +230,7 @@ class CompiledFunction:
             )
         group = self.options.process_group
         if group is None:
-            group = default_group(environment())
+            group = default_group(environment(), device)
         self.communicator = Communicator.of(group)
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.accelerator import current
 from zerofx.codegen.numbers import Number
 from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Bound, Program
 from zerofx.codegen.triton.source import CHUNK, kernel_name, triton_source
@@ -111,7 +112,7 @@ class TritonKernel:
         partials = self._room_for_partials(elements, device)
         on_device = (segments[0].numbers[number] for number in self.program.device_numbers)
         places = (table, _segment_of_chunk(tuple(chunks), device), numbers, *partials, *on_device)
-        with torch.cuda.device(device if _on_gpu(device) else -1):
+        with current(device):
             if tuner:  # it tries blocks of several sizes, and warps
                 grid = lambda meta: (-(-elements // meta["BLOCK"]),)  # noqa: E731
                 tuner[grid](*places, CHUNK=chunk, ALIGNMENT=alignment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from zerofx.accelerator import is_accelerator
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import input_role, note_decisions, placeholders
@@ -12,8 +13,11 @@ from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.elementwise import CASTS
 
 ALIGNMENT_BYTES = 16
-"""The alignment of parameters and shards: the widest load of a GPU's thread."""
+"""The alignment of parameters and shards on a CPU: its vectors take what is not aligned as well."""
 
+ALIGNMENT = 128
+"""That on an accelerator, in elements: 128 bytes at least of whatever travels, as NCCL, cuBLAS and
+the widest loads of a thread like it."""
 
 SPARED_BYTES, SPARED_SHARE = 64 * 2**10, 64
 """Biases join their weights, though backward does not read them, up to this size or share.
@@ -61,9 +65,12 @@ def _by_layer(graph: fx.Graph, ctx: PassContext) -> dict[int, Place]:
         key = (layer_of(info.name), info.dtype, info.device, info.requires_grad, travels_as)
         members.setdefault(key, []).append(info)
     places: dict[int, Place] = {}
-    for layer in members.values():
-        for group in _of_one_lifetime(layer, forward_only):
-            for full in _filled(group, ctx.bucket_bytes):
+    for (_, dtype, device, _, travels_as), layer in members.items():
+        limit = ctx.bucket_bytes
+        if is_accelerator(device):  # of what travels, such as bf16 under autocast
+            limit *= dtype.itemsize / max(one.itemsize for one in travels_as)
+        for group in filter(None, _of_one_lifetime(layer, forward_only)):
+            for full in _filled(group, limit):
                 places |= lay_out(full)
     return places
 
@@ -95,7 +102,7 @@ def _of_one_lifetime(
     return [rest, short]
 
 
-def _filled(group: list[ParameterInfo], limit: int) -> list[list[ParameterInfo]]:
+def _filled(group: list[ParameterInfo], limit: float) -> list[list[ParameterInfo]]:
     """Cut a list, in its order, into buckets of at most ``limit`` bytes each."""
     buckets: list[list[ParameterInfo]] = [[]]
     for info in group:
@@ -119,11 +126,16 @@ def layer_of(name: str) -> str:
 
 
 def lay_out(parameters: list[ParameterInfo]) -> dict[int, Place]:
-    """Places, by index, of parameters one after the other; none for a parameter alone."""
-    if len(parameters) < 2:
-        return {}
+    """Places, by index, of parameters one after the other.
+
+    None for one alone, but on an accelerator if its equal shares would not be aligned.
+    """
     first = parameters[0]
     alignment = max(ALIGNMENT_BYTES // first.dtype.itemsize, 1)
+    if is_accelerator(first.device):
+        alignment = ALIGNMENT
+    if len(parameters) < 2 and (alignment < ALIGNMENT or not first.share_numel % alignment):
+        return {}
     offsets = [0]
     for info in parameters:
         offsets.append(offsets[-1] + _aligned(info.numel, alignment))

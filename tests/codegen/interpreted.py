@@ -646,7 +646,6 @@ def check_a_steps_memory_is_not_tuned_on():
         mock.patch.object(launch, "_on_gpu", lambda device: True),
         mock.patch.object(launch, "_TUNED_ON_ELEMENTS", 16),
         mock.patch.object(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k)),
-        mock.patch.object(torch.cuda, "device", lambda device: mock.MagicMock()),
         mock.patch.object(triton, "autotune", autotune),
     ):
         check_work_on_the_gradient(work.clip, BF16, torch.tensor(0.3, dtype=BF16))

@@ -1,14 +1,27 @@
 """Any accelerator that torch knows: nothing but its name tells it from CUDA."""
 
+import contextlib
+import gc
+import operator
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import zerofx.checkpoint.contents as contents
 import zerofx.runtime.comm.communication as communication
+import zerofx.runtime.parameters.bucket_memory as bucket_memory
+import zerofx.runtime.storage.copies as copies
 import zerofx.runtime.storage.memory as memory
+from tests.kit.fake_cuda import Cuda
+from zerofx import accelerator, compat
 from zerofx.accelerator import is_accelerator, kind, module_of
+from zerofx.checkpoint.barrier import Saving
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
+from zerofx.runtime.storage.copies import Worker
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])
@@ -28,11 +41,114 @@ def test_the_cpu_and_meta_are_no_accelerators():
 def test_a_group_that_is_made_has_the_accelerators_own_backend(monkeypatch, name, backend):
     asked = []
     monkeypatch.setattr(communication, "kind", lambda: name)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: asked.append(backend))
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append((*a, k)))
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(asked))
     monkeypatch.setattr(communication.atexit, "register", lambda *_: None)
-    default_group(dict.fromkeys(TORCHRUN_VARIABLES, "1"))
-    assert asked == [backend]
+    device = torch.device(name or "cpu", None if name is None else 3)
+    default_group(dict.fromkeys(TORCHRUN_VARIABLES, "1"), device)
+    assert asked == [(backend, {"device_id": device} if name else {})]
+
+
+def test_ranks_on_one_device_are_told_what_to_do(monkeypatch):
+    def refuse(*_arguments, **_more):
+        raise RuntimeError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on 50000")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(RuntimeError, match="Duplicate GPU") as caught:
+        default_group(dict.fromkeys(TORCHRUN_VARIABLES, "1"))
+    assert "set_device(int(os.environ['LOCAL_RANK']))" in caught.value.__notes__[0]
+
+
+@pytest.fixture
+def third_device(monkeypatch):
+    """The device 3 is current in this thread; by thread, those that have been made current."""
+    made_current = {}
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "set_device_index",
+        lambda index: made_current.update({threading.get_ident(): index}),
+    )
+    return made_current
+
+
+def test_threads_have_the_device_of_the_one_that_starts_them(third_device, tmp_path):
+    saving = Saving(tmp_path)
+    threads = []
+    saving.start(lambda: threads.append(threading.get_ident()))
+    saving.wait()
+    threads.append(Worker("a test").start(threading.get_ident).result())
+    threads.append(compat.inductor._in_thread_of_its_own(threading.get_ident))
+    assert third_device == dict.fromkeys(threads, 3) and threading.get_ident() not in threads
+
+
+def test_dlpack_is_asked_on_the_memorys_own_device(monkeypatch):
+    """It refuses the memory of another device than the current one."""
+    current = []
+
+    @contextlib.contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def from_dlpack(tensor):
+        assert current == [tensor.device]
+        return tensor
+
+    monkeypatch.setattr(bucket_memory, "current", on)
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    info = SimpleNamespace(shape=(2,), stride=(1,))
+    assert bucket_memory._over(torch.ones(2), info).equal(torch.ones(2))
+
+
+def test_a_copy_to_a_device_leaves_its_memory_to_one_stream(monkeypatch):
+    """What waits for it orders the rest; noted for both streams, memory would come back late."""
+    cuda = Cuda()
+    monkeypatch.setattr(copies, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(copies, "module_of", lambda device: cuda)
+    moves = copies.Copies(memory.HostMemory())
+    started = moves.to_device_start([torch.ones(4)], torch.device("meta"))  # has no record_stream
+    assert moves.wait(started) is started and "current after event of stream0" in cuda.asked
+
+
+def test_pinned_memory_goes_when_nothing_copies_it_any_more(monkeypatch):
+    calls = []
+    cudart = mock.MagicMock()
+    cudart.cudaHostRegister.return_value = 0
+    cudart.cudaHostUnregister = lambda address: calls.append("unregistered")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(memory, "kind", lambda: "cuda")
+    host = memory.HostMemory()
+    values = host.empty(4096, torch.float32, pinned=True)
+    event = mock.MagicMock(synchronize=lambda: calls.append("copied"))
+    host.is_copied_until(event, values)
+    del values
+    gc.collect()
+    assert calls == ["copied", "unregistered"]
+
+
+def test_regions_have_no_cuda_graphs_whatever_torch_is_told(monkeypatch):
+    """TORCHINDUCTOR_CUDAGRAPHS=1 is for a whole program, of which regions are parts."""
+    import torch._inductor.compile_fx as inductor
+
+    seen, compile_inner = [], inductor.compile_fx_inner
+
+    def inner(*arguments, **options):
+        seen.append(torch._inductor.config.triton.cudagraphs)
+        return compile_inner(*arguments, **options)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", inner)
+    monkeypatch.setattr(torch._inductor.config.triton, "cudagraphs", True)
+    graph = torch.fx.Graph()
+    values = graph.placeholder("values")
+    compat.inductor.mark_emptied(values)
+    ones = graph.call_function(operator.getitem, (values, 0))
+    graph.output((graph.call_function(torch.ops.aten.exp.default, (ones,)),))
+    gm = torch.fx.GraphModule({}, graph)
+    run = compat.inductor.compile_with_inductor(gm, [[torch.ones(3)]], donated=[0])
+    assert run([torch.zeros(3)])[0].equal(torch.ones(3)) and seen == [False]
 
 
 def test_a_machine_without_one_has_no_kind(monkeypatch):

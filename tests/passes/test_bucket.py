@@ -293,6 +293,35 @@ def test_every_element_has_exactly_one_owner(world_size, dtype):
             assert_every_element_has_one_owner(list(table))
 
 
+def on_an_accelerator(*parameters):
+    cuda = torch.device("cuda", 0)
+    return [dataclasses.replace(p, index=i, device=cuda) for i, p in enumerate(parameters)]
+
+
+def test_parameters_and_shards_on_an_accelerator_are_aligned_as_they_travel():
+    """128 bytes of what has one byte an element; one alone too, unless it is so anyway."""
+    infos = on_an_accelerator(describe("m.a", 5), describe("m.b", 300))
+    places = lay_out(infos)
+    assert [places[i].offset for i in (0, 1)] == [0, 128] and places[0].shard_numel == 256
+    assert lay_out(infos[:1])[0] == Place(bucket=0, offset=0, extent=256, shard_numel=128)
+    assert not lay_out(on_an_accelerator(describe("m.c", 512)))
+
+
+def test_a_layer_on_an_accelerator_is_one_bucket_by_default():
+    large = [describe(f"h.{i}.w", 2**13, 2**13) for i in (0, 0, 1)]  # 256 MiB each
+    infos = [dataclasses.replace(p, name=f"{p.name}{i}") for i, p in enumerate(large)]
+    assert shared(bucketed(*on_an_accelerator(*infos))) == [["h.0.w0", "h.0.w1"]]
+    assert shared(bucketed(*infos)) == []
+
+
+def test_a_bucket_on_an_accelerator_counts_the_bytes_that_travel():
+    infos = on_an_accelerator(describe("h.0.a", 2**10), describe("h.0.b", 2**10))
+    limited = {"bucket_bytes": 4 * 2**10, "reads": ["h.0.a", "h.0.b"]}
+    assert shared(bucketed(*infos, **limited)) == []
+    casts = [(info.name, torch.bfloat16) for info in infos]
+    assert shared(bucketed(*infos, casts=casts, **limited)) == [["h.0.a", "h.0.b"]]
+
+
 def test_the_layout_is_the_same_on_every_rank_and_every_time():
     def places(rank):
         program = clone(mlp_step(4), 3)

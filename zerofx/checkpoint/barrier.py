@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofx import compat
+from zerofx.accelerator import current_as_here
 from zerofx.checkpoint.contents import bound_parameters
 from zerofx.errors import CheckpointError, MismatchError, RankError
 from zerofx.options import environment
@@ -249,10 +250,12 @@ class Saving:
         Call ``meet`` before.
         """
         Saving.last = self
-        self._thread = threading.Thread(target=self._run, args=(work,), name="zerofx checkpoint")
+        given = work, current_as_here()
+        self._thread = threading.Thread(target=self._run, args=given, name="zerofx checkpoint")
         self._thread.start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], take_device: Callable[[], None]) -> None:
+        take_device()
         _yield_to_others()
         try:
             work()

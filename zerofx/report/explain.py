@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)
+    limit = program.rewritten.ctx.bucket_bytes
     numbers = [
         ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", size_text(kept_bytes(program))),
@@ -49,7 +51,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("collectives per step", str(wire.num_collectives)),
         *_offload(program, timeline),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
-        ("bucket_bytes", size_text(program.rewritten.ctx.bucket_bytes)),
+        ("bucket_bytes", "a layer" if limit == math.inf else size_text(int(limit))),
         ("predicted for a step", str(timeline)),
         ("what each lane has to do", _lanes(timeline)),
         ("no schedule of these beats", milliseconds(timeline.bound_s)),

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.kit.covering import first, only
 from tests.kit.device_memory import Allocations
 from tests.kit.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
+from zerofx.runtime.comm import communication, transport
 from zerofx.runtime.comm.communication import Communicator, NativeTransport, default_group
 from zerofx.runtime.comm.transport import SCALAR_BYTES
 
@@ -160,6 +162,19 @@ def check_native_transport():
 def test_a_backends_own_collectives_mean_the_same(ranks):
     # gloo has all of them too, which stands in for NCCL.
     ranks(3).run(check_native_transport)
+
+
+def test_nccl_averages_by_itself(monkeypatch):
+    """A sum in fp16 overflows where the mean does not, and a division is a kernel more."""
+    asked, group = [], SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(communication, "_backend_for", lambda device, group: "nccl")
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: asked.append(a[1]))
+    monkeypatch.setattr(transport, "_reduce_scatter", lambda *a, **k: asked.append(a[2]))
+    comm, flat = Communicator(group), torch.full((4,), 6e4, dtype=torch.float16)
+    assert comm.wait(comm.all_reduce_start(flat, "mean")).equal(flat)
+    comm.wait(comm.reduce_scatter_start(flat, "mean", 2))
+    comm.wait(comm.reduce_scatter_start(flat, "sum", 2))
+    assert asked == [dist.ReduceOp.AVG, dist.ReduceOp.AVG, dist.ReduceOp.SUM]
 
 
 def check_cuts():

@@ -215,6 +215,7 @@ class Communicator:
         return started.result
 
     def _explain(self, error: Exception, kind: str, nbytes: int) -> None:
+        _explain_device(error)
         error.add_note(
             f"in {kind} of {nbytes} bytes, on rank {self.rank} of {self.world_size}; if it says "
             "that a connection closed or timed out, another rank has died or is not calling the "
@@ -234,12 +235,21 @@ class Communicator:
         return self._transports[device]
 
     def _connect(self, device: str, group: dist.ProcessGroup) -> Transport:
-        if _backend_for(device, group) != "gloo":
-            return NativeTransport(group)
+        backend = _backend_for(device, group)
+        if backend != "gloo":
+            return NativeTransport(group, averages=backend == "nccl")
         self._memory = PeerMemory.of(group)
         if self._memory is not None:
             return PeerTransport(self._memory, group, self.buffers)
         return GlooTransport(group, self.buffers)
+
+
+def _explain_device(error: Exception) -> None:
+    if "Duplicate GPU" in str(error):
+        error.add_note(
+            "Ranks of one machine have their tensors on the same device. Give each its own before "
+            "the model is made: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))."
+        )
 
 
 def _backend_for(device: str, group: dist.ProcessGroup) -> str:
@@ -258,20 +268,29 @@ START_TIMEOUT_S = 30 * 60.0  # torch's own for a process group
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def default_group(environ: Mapping[str, str]) -> dist.ProcessGroup | None:
+def default_group(
+    environ: Mapping[str, str], device: torch.device | None = None
+) -> dist.ProcessGroup | None:
     """Return the world: the group that exists, the one torchrun describes, or None for one rank.
 
-    A group made here is destroyed at exit unless the user has done so.
+    A group made here is of this rank's ``device``, if it has one that is no CPU, and is destroyed
+    at exit unless the user has done so.
     """
     if not dist.is_available():
         return None
     if not dist.is_initialized():
         if not all(name in environ for name in TORCHRUN_VARIABLES):
             return None
-        backend, device = "gloo", kind()
-        if device is not None:
-            backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        dist.init_process_group(backend, **_rendezvous(environ))
+        backend, name, arguments = "gloo", kind(), _rendezvous(environ)
+        if name is not None:
+            backend = f"cpu:gloo,{name}:{dist.get_default_backend_for_device(name)}"
+            if device is not None and device.type == name:
+                arguments["device_id"] = device
+        try:
+            dist.init_process_group(backend, **arguments)
+        except RuntimeError as error:
+            _explain_device(error)
+            raise
         atexit.register(_destroy, dist.group.WORLD)
     return dist.group.WORLD
 

@@ -67,7 +67,7 @@ class Started:
 
 
 def divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
-    if reduction == "mean":
+    if reduction == "mean" and world_size > 1:
         result.div_(world_size)
 
 
@@ -95,33 +95,36 @@ class LocalTransport:
 class NativeTransport:
     """The backend's own collectives: NCCL, and any other that needs no detour.
 
-    Waiting makes the current stream wait, not the host; the division is enqueued behind it.
+    Waiting makes the current stream wait, not the host; the division is enqueued behind it, if
+    the backend does not average by itself, as NCCL does: the sum in fp16 overflows earlier.
     """
 
     overlaps = True
 
     OPERATIONS = {
-        "mean": dist.ReduceOp.SUM,
         "sum": dist.ReduceOp.SUM,
         "max": dist.ReduceOp.MAX,
         "min": dist.ReduceOp.MIN,
     }
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
         self.group = group
         self.world_size = group.size()
+        mean = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self.operations = {"mean": mean, **self.OPERATIONS}
+        self._divisor = 1 if averages else self.world_size
 
     def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
         result = input.clone(memory_format=torch.contiguous_format)
-        operation = self.OPERATIONS[reduction]
+        operation = self.operations[reduction]
         work = dist.all_reduce(result, operation, group=self.group, async_op=True)
-        return Started(result, work, partial(divide, result, reduction, self.world_size))
+        return Started(result, work, partial(divide, result, reduction, self._divisor))
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         result = flat.new_empty(flat.numel() // self.world_size)
-        operation = self.OPERATIONS[reduction]
+        operation = self.operations[reduction]
         work = _reduce_scatter(result, flat, operation, group=self.group, async_op=True)
-        return Started(result, work, partial(divide, result, reduction, self.world_size))
+        return Started(result, work, partial(divide, result, reduction, self._divisor))
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
         result = shard.new_empty(shard.numel() * self.world_size) if into is None else into

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,13 +62,18 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+def aligned_empty(
+    nbytes: int,
+    *,
+    pinned: bool = False,
+    before_free: Callable[[int], object] = lambda address: None,
+) -> torch.Tensor:
     """Return zeroed memory that begins at a page and goes back to the system when dropped.
 
     From 2 MiB on it begins at a huge page and asks for such: a disk then moves a block in a few
     pieces instead of 256 (docs/decisions/files-are-read-by-threads.md).  ``pinned``
     registers it with CUDA, exactly as much as is asked for; torch's own pinned allocations are
-    rounded up to a power of two.
+    rounded up to a power of two.  ``before_free`` is called with its address before that ends.
 
     Shapes: uint8[nbytes].  Raises: MemoryError if there is none; RuntimeError if CUDA refuses to
     pin it.
@@ -90,7 +96,7 @@ def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     memory = torch.frombuffer(owner, dtype=torch.uint8)
     prefer_huge_pages(memory)
     if pinned:
-        _pin(owner, nbytes)
+        _pin(owner, nbytes, before_free)
     return memory
 
 
@@ -100,7 +106,7 @@ _PRIVATE: dict[str, Any] = (
 )
 
 
-def _pin(owner: ctypes.Array, nbytes: int) -> None:
+def _pin(owner: ctypes.Array, nbytes: int, before_free: Callable[[int], object]) -> None:
     cudart = torch.cuda.cudart()
     address = ctypes.addressof(owner)
     code = int(cudart.cudaHostRegister(address, nbytes, 0))
@@ -109,8 +115,13 @@ def _pin(owner: ctypes.Array, nbytes: int) -> None:
             f"CUDA refused to pin {nbytes} bytes of host memory (cudaHostRegister: error {code})."
             " Lower the host memory bound, or raise the limit of locked memory (ulimit -l)"
         )
+
+    def unpin() -> None:
+        before_free(address)
+        cudart.cudaHostUnregister(address)
+
     # Called before the owner lets go of the mapping; at exit CUDA may be gone already.
-    weakref.finalize(owner, cudart.cudaHostUnregister, address).atexit = False
+    weakref.finalize(owner, unpin).atexit = False
 
 
 class BufferPool:

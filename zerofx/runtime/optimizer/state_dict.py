@@ -246,6 +246,11 @@ def _as_plain(state: Mapping[str, Any], bound: ParameterState) -> dict[str, Any]
 
 def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
     """Make the states of these parameters whole, as plain torch has them.  Collective."""
+    for group in optimizer.param_groups:  # such a step counts on the device
+        for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(parameter.device)
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
         return

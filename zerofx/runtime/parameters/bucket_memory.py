@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx import compat
+from zerofx.accelerator import current
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors, whole_from_flat
 from zerofx.runtime.memory.pages import prefer_huge_pages
@@ -93,7 +94,8 @@ def _is_shared(parameter: nn.Parameter) -> bool:
 def _over(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     """A parameter over this memory, in a storage object of its own.
 
-    As bytes: numpy and DLPack know fewer dtypes than torch.
+    As bytes: numpy and DLPack know fewer dtypes than torch.  DLPack asks for the current device.
     """
-    alone = torch.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
+    with current(flat.device):
+        alone = torch.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
     return whole_from_flat(alone, info)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.accelerator import is_accelerator, module_of
+from zerofx.accelerator import current_as_here, is_accelerator, module_of
 from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage.bucket import Place, ValueBucket
@@ -33,7 +33,8 @@ class Worker:
     def start(self, job: Callable[[], Any]) -> Future:
         """Do ``job`` behind what has been started before; the future raises what it raises."""
         if self._process != os.getpid():
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"zerofx {self.name}")
+            name = f"zerofx {self.name}"
+            self._thread = ThreadPoolExecutor(1, name, initializer=current_as_here())
             self._process = os.getpid()
         return self._thread.submit(job)
 
@@ -204,9 +205,7 @@ class Copies:
             _copy(pieces, into)
             event = module_of(device).Event()
             event.record(stream)
-        if not into.is_cpu:
-            into.record_stream(stream)
-        return event
+        return event  # and no record_stream: whoever uses the memory waits for this
 
 
 def _complete(event: Any) -> None:

@@ -106,7 +106,8 @@ class HostMemory(Memory):
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> Tensor:
         nbytes = max(numel * dtype.itemsize, 1)
         with ordinary_tensors():
-            memory = aligned_empty(nbytes, pinned=pinned and kind() == "cuda")
+            is_pinned = pinned and kind() == "cuda"
+            memory = aligned_empty(nbytes, pinned=is_pinned, before_free=self._settle)
             self._storages[memory.untyped_storage()] = nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
             self.num_allocations += 1
@@ -133,6 +134,9 @@ class HostMemory(Memory):
 
     def settle(self, tensor: Tensor) -> None:
         """Return once nothing copies a tensor that lies here: it may be written to."""
-        event = self.copied(tensor)
+        self._settle(tensor.untyped_storage().data_ptr())
+
+    def _settle(self, address: int) -> None:
+        event = self._copied.pop(address, None)
         if event is not None:
             event.synchronize()
