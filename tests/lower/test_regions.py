@@ -7,11 +7,19 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 import zerofx  # noqa: F401 - makes the backend known
 from tests.kit.covering import first
+from zerofx import compat
 from zerofx.lower.lowering import lower
+from zerofx.lower.regions import CompiledRegion
 from zerofx.passes.fuse.form_regions import form_regions
 
 aten = torch.ops.aten
@@ -310,6 +318,61 @@ def trained(step_of, batches, make=lambda: nn.Linear(6, 4), compiles=True):
 def assert_trains_as_eagerly(step_of, batches, **options):
     expected = trained(step_of, batches, compiles=False, **options)
     torch.testing.assert_close(trained(step_of, batches, **options), expected)
+
+
+@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.parametrize(
+    "loss_of",
+    first(
+        1,
+        [
+            lambda model, x: model(x).flatten().sin().view(-1, 4).square().mean(),
+            lambda model, x: torch.cat([model(x), model(x.flip(0))]).cumsum(0).softmax(0).norm(),
+            lambda model, x: (model(x) @ model(x).t()).diagonal().sum() / x.shape[0],
+        ],
+    ),
+)
+def test_a_region_is_compiled_twice_however_many_sizes_come(loss_of, monkeypatch):
+    """With the first sizes, and in symbols for all others; one row is another program."""
+    compiled, counts = [], []
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    for name in ("compile_with_inductor", "compile_for_sizes"):
+        original = getattr(compat.inductor, name)
+
+        def counted(*arguments, original=original):
+            compiled.append(original)
+            return original(*arguments)
+
+        monkeypatch.setattr(compat.inductor, name, counted)
+    batches = [torch.randn(size, 6) for size in (3, 5, 4, 9, 2, 16, 7, 1, 6)]
+
+    def noted():
+        for batch in batches:
+            counts.append(len(compiled))
+            yield batch
+
+    torch.testing.assert_close(trained(loss_of, noted()), trained(loss_of, batches, compiles=False))
+    assert 0 == counts[0] < counts[1] < counts[2] == counts[7], counts
+    assert compiled[0] is not compiled[counts[1]], "the second time in symbols"
+
+
+def test_what_inductor_has_assumed_of_sizes_is_checked():
+    """A symbol that it takes for a number is no symbol: other sizes are compiled anew."""
+    shapes = ShapeEnv()
+    fakes = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    like = fakes.from_tensor(torch.empty(6), symbolic_context=dynamic)
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    compat.inductor.mark_emptied(values)
+    x = graph.call_function(operator.getitem, (values, 0))
+    six = graph.call_function(aten.arange.default, (6,))
+    graph.output((graph.call_function(aten.add.Tensor, (x, six)),))
+    gm = fx.GraphModule({}, graph)
+    run, holds_for = compat.inductor.compile_for_sizes(gm, [torch.ones(6)], [like], [])
+    assert holds_for([torch.ones(6)]) and not holds_for([torch.ones(7)])
+    assert run([torch.ones(6)])[0].equal(torch.arange(6.0) + 1)
+    assert compat.inductor.compile_for_sizes(gm, [torch.ones(12)[::2]], [like], []) is None
 
 
 @pytest.mark.nightly
