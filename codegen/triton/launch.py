@@ -221,8 +221,8 @@ class Launches:
 @functools.lru_cache(maxsize=64)
 def _segment_of_chunk(chunks: tuple[int, ...], device: torch.device) -> Tensor:
     """Which segment each chunk belongs to, on the device."""
-    owners = torch.arange(len(chunks), dtype=torch.int32)
-    return owners.repeat_interleave(torch.tensor(chunks)).to(device)
+    owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
+    return (owners.pin_memory() if _on_gpu(device) else owners).to(device, non_blocking=True)
 
 
 @functools.cache

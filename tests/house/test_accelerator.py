@@ -140,14 +140,15 @@ def test_regions_have_no_cuda_graphs_whatever_torch_is_told(monkeypatch):
         return compile_inner(*arguments, **options)
 
     monkeypatch.setattr(inductor, "compile_fx_inner", inner)
-    monkeypatch.setattr(torch._inductor.config.triton, "cudagraphs", True)
     graph = torch.fx.Graph()
     values = graph.placeholder("values")
     compat.inductor.mark_emptied(values)
     ones = graph.call_function(operator.getitem, (values, 0))
     graph.output((graph.call_function(torch.ops.aten.exp.default, (ones,)),))
     gm = torch.fx.GraphModule({}, graph)
-    run = compat.inductor.compile_with_inductor(gm, [[torch.ones(3)]], donated=[0])
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}), uncached:
+        run = compat.inductor.compile_with_inductor(gm, [[torch.ones(3)]], donated=[0])
     assert run([torch.zeros(3)])[0].equal(torch.ones(3)) and seen == [False]
 
 

@@ -242,10 +242,10 @@ def test_results_are_copied_only_where_inductor_returns_one_tensor_for_two():
     (region,) = compiled(consumes, torch.randn(sizes), torch.randn(sizes)).children()
     values = [torch.randn(sizes)]
     region(values)
-    assert values == [] and [copied for _, copied in region.compiled.values()] == [[]]
+    assert values == [] and [one.copied for one in region.compiled] == [[]]
     (first, *_) = compiled(is_cloned_twice, torch.randn(sizes), torch.randn(sizes)).children()
     first([torch.randn(sizes)])
-    assert [copied for _, copied in first.compiled.values()] == [[1]]
+    assert [one.copied for one in first.compiled] == [[1]]
 
 
 def test_a_result_takes_the_memory_of_what_dies():

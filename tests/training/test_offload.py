@@ -549,7 +549,7 @@ def test_copies_go_on_streams_of_their_own_and_are_waited_for_by_events(monkeypa
         "new stream0",
         "stream0 behind current",
         "record event of stream0",
-        "host after event of stream0",
+        "current after event of stream0",
     ]
     cuda.asked.clear()
     back = copies.to_device_start(list(out.split([3, 5])), torch.device("cpu"), mock.MagicMock())

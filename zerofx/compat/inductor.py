@@ -113,10 +113,14 @@ def compile_for_sizes(
         with fakes:
             return torch.empty_strided(size, stride, dtype=symbolic.dtype, device=symbolic.device)
 
+    # What torch's caches hold of a graph lacks what was assumed of sizes that are no inputs of it.
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    patches = {**IN_ORDER, "fx_graph_cache": False}
+
     def compile_region() -> tuple[Callable, Any]:
-        with torch.no_grad(), tracing(TracingContext(fakes)):
+        with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
             examples = list(map(fake, like))
-            run = compile_fx(gm, [list(examples)], config_patches=IN_ORDER, **_donating(donated))
+            run = compile_fx(gm, [list(examples)], config_patches=patches, **_donating(donated))
             return run, shapes.produce_guards_expression(examples, ignore_static=False)
 
     run, guards = _in_thread_of_its_own(compile_region)

@@ -192,6 +192,8 @@ class HostUpdates:
         assert self.delayed is not None
         key = self._delayed_keys[optimizer, tuple(parameters)]
         SNAPSHOTS.before_change(bound.parameter for bound in key[1])
+        for moved in (values, gradients):
+            REGISTRY.host.settle(moved)
         self.delayed.exchange(key, values)
         if not is_skipped:
             if not self.steps.has_begun(optimizer):  # its step reads states and groups

@@ -81,7 +81,7 @@ class Copies:
         else:
             event = self._copy_by_worker("to host", pieces, into)
         self.to_host_bytes += into.nbytes
-        self._started[id(into)] = into, pieces, None, event
+        self._started[id(into)] = into, pieces, first.device, event
         return into
 
     def to_device_start(
@@ -147,7 +147,11 @@ class Copies:
         return laid_out
 
     def wait(self, started: Any) -> Any:
-        """Complete a move: what is now on the host can be read, on the device by its kernels."""
+        """Complete a move: the device's kernels may use what it has read and written.
+
+        The host asks ``arrival``, or ``HostMemory.settle``, for what it reads itself: but for shards
+        that are stored, which it waits for here.
+        """
         into, _, device, event = self._started.pop(id(started))
         if device is None or event is None or isinstance(event, Future):
             _complete(event)
