@@ -1,0 +1,286 @@
+"""Sections that train: as eager torch does, with offload, beside a save, under the sanitizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zerofx
+from contact.findings import Findings
+from contact.place import Place
+from contact.steps import (
+    batches,
+    differing,
+    everything,
+    gpt,
+    moved,
+    program,
+    squares_of,
+    step_of,
+    tower,
+    train,
+    vectors,
+    with_zerofx,
+)
+from zerofx import compat
+
+STEPS = 5
+CLIP = 0.5
+
+Results = dict[str, Any]
+
+
+def parity(place: Place, found: Findings) -> None:
+    cases = list(itertools.product((0, 1, 2, 3), (False, True), ("eager", "inductor")))
+    alone = [case for case in cases if case[0] in (0, 3) or case[2] == "eager"]
+    with found.part("one rank"):
+        _compare_with_eager(found, "one rank", [_parities(place, alone)])
+    with found.part(place.words):
+        _compare_with_eager(found, place.words, place.on_ranks(_parities, cases))
+
+
+def _parities(place: Place, cases: list[tuple]) -> dict[tuple, tuple[float, float]]:
+    """Of each case, how far the parameters and the losses are from the eager ones."""
+    return {case: _parity(place, *case) for case in cases}
+
+
+def _parity(place: Place, stage: int, autocast: bool, lowering: str) -> tuple[float, float]:
+    torch.compiler.reset()
+    start = gpt(place)
+    how = {"clip": CLIP, "autocast": place.device.type if autocast else None}
+    own, whole = copy.deepcopy(start), copy.deepcopy(start)
+    options = {"stage": stage, "lowering": lowering}
+    losses = train(own, _adamw(own), batches(place, STEPS), options, **how)
+    # One process that sees the rows of all ranks.
+    expected = train(whole, _adamw(whole), batches(place, STEPS, all_ranks=True), **how)
+    mean = torch.stack(losses).double()
+    if dist.is_initialized():
+        on_host = mean.cpu()
+        dist.all_reduce(on_host)
+        mean = on_host / dist.get_world_size()
+    eager = torch.stack(expected).double()
+    off = ((mean.cpu() - eager.cpu()).abs() / eager.cpu().abs()).max().item()
+    return moved(own, whole, start), off
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """One that does not blow up rounding where a gradient is nearly zero."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+
+def _compare_with_eager(found: Findings, where: str, ranks: list[dict]) -> None:
+    for stage, autocast, lowering in ranks[0]:
+        results = [rank[stage, autocast, lowering] for rank in ranks]
+        name = f"{where}: stage {stage}, {'autocast' if autocast else 'fp32'}, {lowering}"
+        move, loss = map(max, zip(*results, strict=True))
+        found.at_most(f"{name}: parameters off by so much of their move", move,
+                      0.1 if autocast else 2e-3)  # fmt: skip
+        found.at_most(f"{name}: losses off by", loss, 2e-2 if autocast else 1e-4)
+
+
+# Offload
+
+EVERYTHING = "optimizer,params,activations"
+MOVED: list[tuple[int, str, str]] = [
+    *((stage, "optimizer", "cpu") for stage in (1, 2, 3)),
+    *((3, target, "cpu") for target in ("params", "activations", EVERYTHING)),
+    *((3, target, "nvme") for target in ("optimizer", "params", "activations", EVERYTHING)),
+]
+
+
+def offload(place: Place, found: Findings) -> None:
+    """Where updates move to the host they are compared among each other: kernels differ there."""
+    for where, run in (
+        ("one rank", lambda: [_offloaded(place)]),
+        (place.words, lambda: place.on_ranks(_offloaded)),
+    ):
+        with found.part(where):
+            for rank, results in enumerate(run()):
+                _compare_offloaded(place, found, f"{where}, rank {rank}", results)
+
+
+def _offloaded(place: Place) -> Results:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with tempfile.TemporaryDirectory(prefix=f"offload-{rank}-", dir=place.out) as folder:
+        results: Results = {
+            "plain": _trained(place, {"stage": 3}),
+            "plain again": _trained(place, {"stage": 3}),
+            "plain 1": _trained(place, {"stage": 1}),
+            "plain 2": _trained(place, {"stage": 2}),
+        }
+        for stage, target, tier in MOVED:
+            options: dict[str, Any] = {"stage": stage, "offload": target, "offload_tier": tier}
+            if tier == "nvme":
+                options |= {"offload_dir": folder, "offload_cache_bytes": 2**22}
+            results[stage, target, tier] = _trained(place, options)
+    return results
+
+
+def _trained(place: Place, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    torch.compiler.reset()
+    model = tower(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"lowering": "eager", **options}
+    losses = train(model, optimizer, vectors(place, 4), options, loss_of=squares_of)
+    return {**everything(model, optimizer), "losses": torch.stack(losses).cpu()}
+
+
+def _compare_offloaded(place: Place, found: Findings, where: str, results: Results) -> None:
+    again = differing(results["plain"], results["plain again"])
+    found.check(f"{where}: the same step twice is the same", not again, ", ".join(again[:4]))
+    for stage, target, tier in MOVED:
+        own, name = results[stage, target, tier], f"{where}: stage {stage}, {target}, {tier}"
+        plain = results["plain" if stage == 3 else f"plain {stage}"]
+        on_host = "optimizer" in target and not place.is_rehearsal
+        if on_host:  # AdamW's update rounds otherwise on a CPU
+            off = max(_relative(own[key], plain[key]) for key in plain)
+            found.at_most(f"{name}: off the step without by", off, 1e-3)
+            plain = results[stage, "optimizer", "cpu"]
+        different = differing(own, plain)
+        of_what = "with states in host memory" if on_host else "without offload"
+        found.check(f"{name}: bitwise the step {of_what}", not different, ", ".join(different[:4]))
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one.double() - other).norm() / other.double().norm().clamp(min=1e-30)).item()
+
+
+# Snapshots
+
+
+def snapshot(place: Place, found: Findings) -> None:
+    for where, run in (
+        ("one rank", lambda: [_saved(place)]),
+        (place.words, lambda: place.on_ranks(_saved)),
+    ):
+        with found.part(where):
+            for rank, results in enumerate(run()):
+                for name, different in results.items():
+                    found.check(f"{where}, rank {rank}: {name} is as at the call",
+                                not different, ", ".join(different[:4]))  # fmt: skip
+
+
+def _saved(place: Place) -> Results:
+    return {
+        name: _saved_with(place, options)
+        for name, options in {
+            "stage 3": {"stage": 3},
+            "stage 1": {"stage": 1},
+            "states on the host": {"stage": 3, "offload": "optimizer"},
+        }.items()
+    }
+
+
+def _saved_with(place: Place, options: Mapping[str, Any]) -> list[str]:
+    """The names of what a save has otherwise than it was when it was called."""
+    torch.compiler.reset()
+    model = _large_tower(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = with_zerofx(step_of(loss_of=squares_of), {"lowering": "eager", **options})
+    given = [batch[:8] for batch in _large_vectors(place, 8)]  # short steps: updates come soon
+    for batch in given[:3]:
+        step(model, optimizer, batch)
+    expected = everything(model, optimizer)
+    folder = _shared_folder(place)
+    try:
+        saving = zerofx.save(folder / "saved", model, optimizer, asynchronous=True)
+        for batch in given[3:]:
+            step(model, optimizer, batch)
+        saving.wait()
+        other = _large_tower(place)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        zerofx.load(folder / "saved", other, other_optimizer)
+        different = differing(everything(other, other_optimizer), expected)
+        if not differing(everything(model, optimizer), expected):
+            different.append("nothing was trained meanwhile")
+        return different
+    finally:
+        _together()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _large_tower(place: Place) -> torch.nn.Module:
+    """Large enough that copies of its shards are still under way when an update comes."""
+    from contact.steps import Tower
+
+    torch.manual_seed(0)
+    return Tower(*place.pick((4096, 4), (128, 3))).to(place.device)
+
+
+def _large_vectors(place: Place, number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (8, place.pick(4096, 128))
+    return [torch.randn(shape, generator=generator).to(place.device) for _ in range(number)]
+
+
+def _shared_folder(place: Place) -> Path:
+    """A new folder in which all ranks meet."""
+    name = [tempfile.mkdtemp(prefix="snapshot-", dir=place.out)] if _rank() == 0 else [""]
+    if dist.is_initialized():
+        dist.broadcast_object_list(name, device=torch.device("cpu"))
+    return Path(name[0])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        flag = torch.zeros(1)
+        dist.all_reduce(flag)  # on the CPU: a barrier would take a GPU that it guesses
+
+
+# Sanitizer
+
+
+def sanitizer(place: Place, found: Findings) -> None:
+    """It raises in the operator that races.  Compiled kernels and Triton's are out of its sight."""
+    for name, options in {
+        "stage 3": {"stage": 3},
+        "stage 2": {"stage": 2},
+        "states on the host": {"stage": 3, "offload": "optimizer"},
+        "all on the host": {"stage": 3, "offload": EVERYTHING},
+    }.items():
+        with found.part(name):
+            found.check(f"{name}: {STEPS} steps without an error", _sanitized(place, options))
+    with found.part("beside a save"):
+        found.check("beside a save: without an error", _sanitized(place, {"stage": 3}, saving=True))
+    if place.num_ranks > 1 and place.gpus != 1:
+        with found.part(place.words):
+            found.check(f"{place.words}: without an error",
+                        all(place.on_ranks(_sanitized, {"stage": 3})))  # fmt: skip
+
+
+def _sanitized(place: Place, options: Mapping[str, Any], saving: bool = False) -> bool:
+    torch.compiler.reset()
+    model = tower(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = with_zerofx(step_of(loss_of=squares_of), {"lowering": "eager", **options})
+    given = vectors(place, STEPS + 2)
+    with compat.tensors.without_dispatch_modes():  # Dynamo compiles nothing under the sanitizer
+        for batch in given[:2]:
+            step(model, optimizer, batch)
+    if saving:
+        with tempfile.TemporaryDirectory(prefix="sanitizer-", dir=place.out) as folder:
+            under_way = zerofx.save(Path(folder) / "a", model, optimizer, asynchronous=True)
+            _run(step, model, optimizer, given[2:])
+            under_way.wait()
+    else:
+        _run(step, model, optimizer, given[2:])
+    place.finish()
+    return program().options.stage == options["stage"]
+
+
+def _run(step: Callable, model: Any, optimizer: Any, given: list[torch.Tensor]) -> None:
+    """At stage 3 what runs is the compiled step: eagerly, sharded parameters can't be read."""
+    for batch in given:
+        step(model, optimizer, batch)
