@@ -163,14 +163,10 @@ if find_spec("torchtitan"):
     PEERS["SimpleFSDP"] = with_simple_fsdp
 
 COMPILED_UPDATE = "DDP + compile + compiled AdamW"
+SYSTEMS = {**ZEROFX, **PEERS, COMPILED_UPDATE: with_ddp_and_compiled_update}
 ONE_PROCESS = "torch.compile"
-"""Trains in a world of one only."""
-SYSTEMS = {
-    **ZEROFX,
-    **PEERS,
-    COMPILED_UPDATE: with_ddp_and_compiled_update,
-    ONE_PROCESS: with_one_process,
-}
+ALONE = {ONE_PROCESS: with_one_process}
+"""Systems for a world of one only."""
 DEFAULT = ["zerofx 3", *(name for name in PEERS if "ffload" not in name)]
 
 

@@ -51,7 +51,7 @@ def drive(
         left = deadline - time.monotonic()
         limit_s = min(min(section.limit_s, LONGEST_S) * patience, left)
         if left < 1.0:
-            records[section.name] = _ended(out, section, header, NOT_RUN, "no time was left", 0.0)
+            records[section.name] = _ended(out, section, header, NOT_RUN, "No time was left.", 0.0)
         else:
             say(f"{section.name}: {section.shows} ...")
             records[section.name] = _run(section, out, command_of(section), header, limit_s)
@@ -92,10 +92,10 @@ def _run(section: Section, out: Path, command: list[str], header: Record, limit_
             _end(process)
     seconds = time.monotonic() - started
     if code is None:
-        return _ended(out, section, header, TIMED_OUT, f"killed after {limit_s:.0f} s", seconds)
+        return _ended(out, section, header, TIMED_OUT, f"Killed after {limit_s:.0f} s.", seconds)
     record = read(out, section.name)
     if code != 0 or record.get("status", RUNNING) == RUNNING:
-        why = f"ended with exit code {code}"
+        why = f"Ended with exit code {code}."
         return _ended(out, section, header, CRASHED, why, seconds)
     record |= {"header": header, "seconds": seconds}
     write_json(out / f"{section.name}.json", record)

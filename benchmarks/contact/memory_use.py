@@ -13,6 +13,7 @@ from contact.findings import Findings
 from contact.place import Place
 from contact.steps import program, step_of, with_zerofx
 from tests.kit.allocations import Allocations
+from zerofx.runtime.comm.communication import Communicator
 
 MIB = 2**20
 CASES = [
@@ -76,11 +77,12 @@ def _workspaces(place: Place, found: Findings) -> None:
 def _lost_to_collectives(place: Place) -> int:
     free, _ = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
-    whole = torch.ones(2**20 * dist.get_world_size(), device=place.device)
-    dist.all_reduce(whole)
-    part = torch.empty(2**20, device=place.device)
-    dist.reduce_scatter_tensor(part, whole)
-    dist.all_gather_into_tensor(whole, part)
+    communicator = Communicator(dist.group.WORLD)
+    ranks = communicator.world_size
+    shard, whole = (torch.ones(n, device=place.device) for n in (2**20, 2**20 * ranks))
+    communicator.wait(communicator.all_gather_start(shard, ranks))
+    communicator.wait(communicator.reduce_scatter_start(whole, "mean", ranks))
+    communicator.wait(communicator.all_reduce_start(shard, "sum"))
     place.finish()
     now, _ = torch.cuda.mem_get_info()
     return free - now - (torch.cuda.memory_reserved() - reserved)
@@ -99,8 +101,7 @@ def _measured_with(place: Place, stage: int, lowering: str, offload: str) -> dic
     gc.collect()
     sizes = _sizes(place)
     batches = batches_of(sizes, *place.pick((4, 1024), (4, 32)), 0, place.device)
-    torch.manual_seed(0)
-    model = sizes.build().to(place.device)
+    model = place.built(sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options: dict[str, Any] = {"stage": stage, "lowering": lowering}
     if offload:

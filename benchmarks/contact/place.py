@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from models import Sizes
 from ranks import on_ranks
+from torch import nn
 
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.comm.gloo import GlooTransport
@@ -58,7 +60,19 @@ class Place:
         """Return what ``worker(self, *arguments)`` returned on every rank."""
         settings = (self, worker, arguments)
         shared = self.gpus == 1
-        return on_ranks(_work, self.num_ranks, *settings, timeout_s=timeout_s, on_one_gpu=shared)
+        try:
+            return on_ranks(
+                _work, self.num_ranks, *settings, timeout_s=timeout_s, on_one_gpu=shared
+            )
+        except SystemExit as error:
+            why = str(error).rpartition(": ")[2]
+            raise RuntimeError(f"{worker.__name__} on {self.words}: {why}; see the log") from None
+
+    def built(self, sizes: Sizes, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Build a model on this device, with the same values on every rank."""
+        torch.manual_seed(0)
+        with self.device:
+            return sizes.build().to(dtype)
 
     def finish(self) -> None:
         """Wait for all that this process's device was given."""

@@ -66,7 +66,7 @@ def _section(section: Section, record: Record, header: Record) -> list[str]:
     if record.get("header", header) != header:
         lines += ["", f"From an earlier run, with {record['header']}."]
     if "why" in record:
-        lines += ["", f"It {record['why']}."]
+        lines += ["", record["why"]]
     failed = [check for check in record["checks"] if not check["passed"]]
     passed = [check for check in record["checks"] if check["passed"]]
     for title, checks in (("Failed", failed), ("Passed", passed)):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import Sizes, batches_of
 from ranks import on_ranks
-from systems import ONE_PROCESS, SYSTEMS
+from systems import ALONE, ONE_PROCESS, SYSTEMS
 from torch import nn
 
 from contact.findings import Findings
@@ -43,14 +43,14 @@ def _llama(place: Place, num_systems: int) -> tuple[Sizes, int, int]:
     """The sizes that fit, with rows and length of a batch: 1B parameters if they do."""
     if place.is_rehearsal:
         return Sizes("plain llama", 64, 64, 2), 2, 16
-    free, _ = torch.cuda.mem_get_info()
+    total = torch.cuda.get_device_properties(place.device).total_memory  # the same on all ranks
     rows, length = 4, 2048
     for layers in (16, 8, 4, 2):
         sizes = Sizes("plain llama", 32_000, 2048, layers)
         parameters, tokens = sizes.num_parameters(), rows * length
         kept = 8 * parameters * num_systems  # bf16: parameter, two moments, gradient
         activations = tokens * (layers * sizes.width * 40 + sizes.vocabulary * 10)
-        if kept + activations < 0.75 * free:
+        if kept + activations < 0.7 * total:
             return sizes, rows, length
     return replace(sizes, width=1024), 1, length
 
@@ -82,11 +82,10 @@ def _take_turns(rank: int, num_ranks: int, place: Place, names: list[str]) -> di
 
 
 def _built(place: Place, sizes: Sizes, name: str, batches: list, result: dict) -> Step:
-    torch.manual_seed(0)
-    model = sizes.build().to(place.device, place.pick(torch.bfloat16, torch.float32))
     before = 0 if place.is_rehearsal else torch.cuda.memory_allocated()
+    model = place.built(sizes, place.pick(torch.bfloat16, torch.float32))
     started = time.perf_counter()
-    step = SYSTEMS[name](model)
+    step = {**SYSTEMS, **ALONE}[name](model)
     step(batches[0]).item()
     result["first_s"] = time.perf_counter() - started
     step(batches[1])
@@ -95,8 +94,7 @@ def _built(place: Place, sizes: Sizes, name: str, batches: list, result: dict) -
         torch.cuda.reset_peak_memory_stats()
         step(batches[1])
         place.finish()
-        own = sum(p.nbytes for p in sizes.build().to("meta").parameters()) // 2
-        result["peak"] = torch.cuda.max_memory_allocated() - before + own // dist.get_world_size()
+        result["peak"] = torch.cuda.max_memory_allocated() - before
     return step
 
 
@@ -158,8 +156,7 @@ def overlap(place: Place, found: Findings) -> None:
     for offload in ("", "optimizer", "params", "activations", "optimizer,params,activations"):
         name = offload or "nothing"
         with found.part(f"{name} offloaded"):
-            torch.manual_seed(0)
-            model = sizes.build().to(place.device, place.pick(torch.bfloat16, torch.float32))
+            model = place.built(sizes, place.pick(torch.bfloat16, torch.float32))
             steps[name] = _offloading(model, offload)
             for batch in batches[:3]:
                 steps[name](batch)
@@ -227,8 +224,7 @@ def _host_s(place: Place, name: str, layers: int) -> float:
     torch.compiler.reset()
     sizes = Sizes("plain llama", 256, 128, layers)
     batches = batches_of(sizes, 1, 16, 0, place.device)
-    torch.manual_seed(0)
-    step = SYSTEMS[name](sizes.build().to(place.device))
+    step = {**SYSTEMS, **ALONE}[name](place.built(sizes))
     for batch in batches[:4]:
         step(batch)
     seconds = []
@@ -246,8 +242,7 @@ def _without_waits(place: Place, options: dict[str, Any]) -> None:
     torch.compiler.reset()
     sizes = Sizes("plain llama", 256, 128, 2)
     batches = batches_of(sizes, 2, 32, 0, place.device)
-    torch.manual_seed(0)
-    model = sizes.build().to(place.device, torch.bfloat16)
+    model = place.built(sizes, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = with_zerofx(step_of(clip=1.0), options)
     for batch in batches[:3]:

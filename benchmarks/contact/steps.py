@@ -27,8 +27,7 @@ def sizes_of(place: Place) -> Sizes:
 
 def gpt(place: Place) -> nn.Module:
     """A GPT with the same values on every rank."""
-    torch.manual_seed(0)
-    return sizes_of(place).build().to(place.device)
+    return place.built(sizes_of(place))
 
 
 def batches(place: Place, number: int, *, all_ranks: bool = False) -> list[torch.Tensor]:
