@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import zerofx
 from contact.findings import Findings
 from contact.place import Place
 from contact.steps import batches, gpt, step_of, with_zerofx
+from contact.trainings import shared_folder, together
 from zerofx import hardware
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.comm.measure import own_figures
@@ -50,15 +50,14 @@ def _train_and_save(place: Place) -> dict[str, Any]:
         given = batches(place, 4)
         for batch in given[:2]:
             step(model, optimizer, batch)
-        name = [tempfile.mkdtemp(prefix="threads-", dir=place.out)]
-        dist.broadcast_object_list(name, device=torch.device("cpu"))
-        saving = zerofx.save(f"{name[0]}/a", model, optimizer, asynchronous=True)
+        folder = shared_folder(place)
+        saving = zerofx.save(folder / "a", model, optimizer, asynchronous=True)
         for batch in given[2:]:
             step(model, optimizer, batch)
         saving.wait()
         place.finish()
-        dist.all_reduce(torch.zeros(1))
-        shutil.rmtree(name[0], ignore_errors=True)
+        together()
+        shutil.rmtree(folder, ignore_errors=True)
     own = None if place.is_rehearsal else place.device.index
     others = [index for index in range(place.gpus) if index != own]
     # Statistics of the allocator: to ask does not make a context.

@@ -23,6 +23,9 @@ CASES = [
 ]
 
 
+ON_RANKS = [(2, "eager", ""), (3, "eager", ""), (3, "inductor", "")]
+
+
 def memory(place: Place, found: Findings) -> None:
     if not place.is_rehearsal:
         with found.part("the context"):
@@ -30,9 +33,10 @@ def memory(place: Place, found: Findings) -> None:
     with found.part("cuBLAS"):
         _workspaces(place, found)
     with found.part("one rank"):
-        _compare(found, "one rank", [_measured(place)])
+        for case in CASES:
+            _compare(found, "one rank", [_measured(place, [case])])
     with found.part(place.words):
-        _compare(found, place.words, place.on_ranks(_measured))
+        _compare(found, place.words, place.on_ranks(_measured, ON_RANKS))
     if place.gpus > 1:
         with found.part("NCCL"):
             lost = max(place.on_ranks(_lost_to_collectives))
@@ -92,8 +96,8 @@ def _sizes(place: Place) -> Sizes:
     return Sizes("plain llama", *place.pick((8192, 1024, 8), (128, 64, 3)))
 
 
-def _measured(place: Place) -> dict[tuple, dict[str, Any]]:
-    return {case: _measured_with(place, *case) for case in CASES}
+def _measured(place: Place, cases: list[tuple]) -> dict[tuple, dict[str, Any]]:
+    return {case: _measured_with(place, *case) for case in cases}
 
 
 def _measured_with(place: Place, stage: int, lowering: str, offload: str) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def _measured_with(place: Place, stage: int, lowering: str, offload: str) -> dic
 
 
 def _compare(found: Findings, where: str, ranks: list[dict]) -> None:
-    for case in CASES:
+    for case in ranks[0]:
         stage, lowering, offload = case
         name = f"{where}: stage {stage}, {lowering}{f', {offload} offloaded' if offload else ''}"
         worst = max((rank[case] for rank in ranks), key=lambda r: r["allocated"] / r["predicted"])

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from models import Sizes, batches_of
 from ranks import on_ranks
 from systems import ALONE, ONE_PROCESS, SYSTEMS
@@ -19,6 +18,7 @@ from torch import nn
 from contact.findings import Findings
 from contact.place import Place
 from contact.steps import program, step_of, with_zerofx
+from contact.trainings import together
 from zerofx.cost.traffic import moved_bytes
 
 Step = Callable[[torch.Tensor], Any]
@@ -73,7 +73,8 @@ def _take_turns(rank: int, num_ranks: int, place: Place, names: list[str]) -> di
             results[name]["error"] = f"{type(error).__name__}: {error}"
     for number in range(place.pick(ROUNDS, 1)):
         for name, step in steps.items():
-            together(place)
+            place.finish()
+            together()
             given = [batches[(2 + 3 * number + i) % len(batches)] for i in range(3)]
             results[name]["seconds"].append(place.seconds(lambda: list(map(step, given))) / 3)  # noqa: B023
     for name, step in steps.items():
@@ -96,12 +97,6 @@ def _built(place: Place, sizes: Sizes, name: str, batches: list, result: dict) -
         place.finish()
         result["peak"] = torch.cuda.max_memory_allocated() - before
     return step
-
-
-def together(place: Place) -> None:
-    place.finish()
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # on the CPU
 
 
 def _compare_speeds(place: Place, found: Findings, where: str, results: dict) -> None:
