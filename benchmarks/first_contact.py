@@ -65,7 +65,7 @@ def header() -> dict[str, Any]:
     return {"rehearsal": not gpus, "gpus": gpus, "gpu": name, "versions": versions()}
 
 
-def inside(name: str, out: Path) -> int:
+def inside(name: str, out: Path, patience: float) -> int:
     """Run one section in this process; its record says whether it passed."""
     (section,) = (each for each in SECTIONS if each.name == name)
     found = Findings(out / f"{name}.json")
@@ -74,7 +74,7 @@ def inside(name: str, out: Path) -> int:
         from contact.place import Place
 
         run = getattr(importlib.import_module(f"contact.{section.module}"), name)
-        run(Place.here(out), found)
+        run(Place.here(out, patience), found)
     found.end()
     return 0
 
@@ -90,7 +90,7 @@ def main() -> int:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     if arguments.inside:
-        return inside(arguments.inside, out)
+        return inside(arguments.inside, out, arguments.patience)
     if not any(
         e.name == "zero" for e in importlib.metadata.entry_points(group="torch_dynamo_backends")
     ):
@@ -99,11 +99,13 @@ def main() -> int:
         )
 
     this = header()
+    patience = arguments.patience or (PATIENCE if this["rehearsal"] else 1.0)
     asked = [each for each in SECTIONS if each.name in (arguments.section or names)]
     print(opening(asked, this), flush=True)
 
     def command_of(section: Section) -> list[str]:
-        return [sys.executable, __file__, str(out), "--inside", section.name]
+        how = ["--inside", section.name, "--patience", str(patience)]
+        return [sys.executable, __file__, str(out), *how]
 
     records = drive(
         asked,
@@ -111,7 +113,7 @@ def main() -> int:
         command_of,
         header=this,
         together_s=TOGETHER_S,
-        patience=arguments.patience or (PATIENCE if this["rehearsal"] else 1.0),
+        patience=patience,
         resume=arguments.resume,
         say=lambda line: print(line, flush=True),
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import Sizes, batches_of
 
 from contact.findings import Findings
-from contact.place import Place
+from contact.place import RANKS_S, Place
 from contact.steps import program, step_of, with_zerofx
 from tests.kit.allocations import Allocations
 from zerofx.runtime.comm.communication import Communicator
@@ -55,7 +55,7 @@ def _context(place: Place, found: Findings) -> None:
 def _one_process(place: Place) -> list[int]:
     from ranks import on_ranks
 
-    return on_ranks(_free_with_context, 1, timeout_s=100.0)
+    return on_ranks(_free_with_context, 1, timeout_s=RANKS_S)
 
 
 def _free_with_context(rank: int, num_ranks: int) -> int:
@@ -93,7 +93,7 @@ def _lost_to_collectives(place: Place) -> int:
 
 
 def _sizes(place: Place) -> Sizes:
-    return Sizes("plain llama", *place.pick((8192, 1024, 8), (128, 64, 3)))
+    return Sizes("plain llama", *place.pick((8192, 1024, 8), (128, 64, 2)))
 
 
 def _measured(place: Place, cases: list[tuple]) -> dict[tuple, dict[str, Any]]:

@@ -19,20 +19,27 @@ from zerofx.runtime.comm.gloo import GlooTransport
 
 T = TypeVar("T")
 
+RANKS_S = 300.0
+"""What ranks may take, once started."""
+
 MOST_RANKS = 4
 """Of checks: more show no more, and all compile at once."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """This machine; it travels to ranks.  ``out`` is the report's folder."""
+    """This machine; it travels to ranks.
+
+    ``out`` is the report's folder; ``patience`` is what times are multiplied by that ranks may take.
+    """
 
     gpus: int
     out: Path
+    patience: float = 1.0
 
     @classmethod
-    def here(cls, out: Path) -> Place:
-        return cls(torch.cuda.device_count() if torch.cuda.is_available() else 0, out)
+    def here(cls, out: Path, patience: float = 1.0) -> Place:
+        return cls(torch.cuda.device_count() if torch.cuda.is_available() else 0, out, patience)
 
     @property
     def is_rehearsal(self) -> bool:
@@ -55,15 +62,12 @@ class Place:
         return max(2, min(self.gpus, MOST_RANKS))
 
     def on_ranks(
-        self, worker: Callable[..., Any], *arguments: Any, timeout_s: float = 400.0
+        self, worker: Callable[..., Any], *arguments: Any, timeout_s: float = RANKS_S
     ) -> list[Any]:
         """Return what ``worker(self, *arguments)`` returned on every rank."""
-        settings = (self, worker, arguments)
-        shared = self.gpus == 1
+        how = {"timeout_s": timeout_s * self.patience, "on_one_gpu": self.gpus == 1}
         try:
-            return on_ranks(
-                _work, self.num_ranks, *settings, timeout_s=timeout_s, on_one_gpu=shared
-            )
+            return on_ranks(_work, self.num_ranks, self, worker, arguments, **how)
         except SystemExit as error:
             why = str(error).rpartition(": ")[2]
             raise RuntimeError(f"{worker.__name__} on {self.words}: {why}; see the log") from None

@@ -16,7 +16,7 @@ from systems import ALONE, ONE_PROCESS, SYSTEMS
 from torch import nn
 
 from contact.findings import Findings
-from contact.place import Place
+from contact.place import RANKS_S, Place
 from contact.steps import program, step_of, with_zerofx
 from contact.trainings import together
 from zerofx.cost.traffic import moved_bytes
@@ -29,13 +29,15 @@ ROUNDS = 5
 def speed(place: Place, found: Findings) -> None:
     alone = [OURS, FSDP, ONE_PROCESS]
     with found.part("one rank"):
-        results = on_ranks(_take_turns, 1, place, alone, timeout_s=400.0)
+        results = on_ranks(_take_turns, 1, place, alone, timeout_s=RANKS_S * place.patience)
         _compare_speeds(place, found, "one rank", results[0])
     if place.gpus == 1:
         return  # ranks that share a GPU say nothing about speed
     with found.part("ranks"):
         num_ranks = max(2, place.gpus)
-        results = on_ranks(_take_turns, num_ranks, place, alone[:2], timeout_s=400.0)
+        results = on_ranks(
+            _take_turns, num_ranks, place, alone[:2], timeout_s=RANKS_S * place.patience
+        )
         _compare_speeds(place, found, f"{num_ranks} ranks", results[0])
 
 

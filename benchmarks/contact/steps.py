@@ -21,7 +21,7 @@ ROWS = 4
 
 
 def sizes_of(place: Place) -> Sizes:
-    small = place.pick((4096, 512, 4), (64, 64, 2))
+    small = place.pick((4096, 512, 4), (64, 64, 1))
     return Sizes("gpt", *small)
 
 
