@@ -74,7 +74,7 @@ def inside(name: str, out: Path, patience: float) -> int:
         from contact.place import Place
 
         run = getattr(importlib.import_module(f"contact.{section.module}"), name)
-        run(Place.here(out, patience), found)
+        run(Place.here(patience), found)
     found.end()
     return 0
 

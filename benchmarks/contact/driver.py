@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from contact.findings import CRASHED, NOT_RUN, PASSED, RUNNING, TIMED_OUT, write_json
-from contact.sections import FRESH, LONGEST_S, Section
+from contact.sections import FOLDER, FRESH, LONGEST_S, Section
 
 Record = dict[str, Any]
 """What is in a section's file; see ``Findings``."""
@@ -78,6 +78,7 @@ def _run(section: Section, out: Path, command: list[str], header: Record, limit_
         variables = {**section.environment, **(section.rehearsal if header["rehearsal"] else {})}
         environment = {
             **os.environ,
+            FOLDER: fresh,
             **{name: value.replace(FRESH, fresh) for name, value in variables.items()},
         }
         # A session of its own: its ranks and compilers are killed with it.

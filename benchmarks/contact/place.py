@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from models import Sizes
 from ranks import on_ranks
 from torch import nn
 
+from contact.sections import FOLDER
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.comm.gloo import GlooTransport
 
@@ -30,16 +32,18 @@ MOST_RANKS = 4
 class Place:
     """This machine; it travels to ranks.
 
-    ``out`` is the report's folder; ``patience`` is what times are multiplied by that ranks may take.
+    ``folder`` is for what a section writes, and is removed behind it.  Times that ranks may take
+    are multiplied by ``patience``.
     """
 
     gpus: int
-    out: Path
+    folder: Path
     patience: float = 1.0
 
     @classmethod
-    def here(cls, out: Path, patience: float = 1.0) -> Place:
-        return cls(torch.cuda.device_count() if torch.cuda.is_available() else 0, out, patience)
+    def here(cls, patience: float) -> Place:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(gpus, Path(os.environ[FOLDER]), patience)
 
     @property
     def is_rehearsal(self) -> bool:

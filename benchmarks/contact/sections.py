@@ -11,6 +11,8 @@ TOGETHER_S = 1200
 
 FRESH = "{fresh}"
 """Stands for an empty folder, made for one run of a section."""
+FOLDER = "FIRST_CONTACT_FOLDER"
+"""The environment variable by which a section knows that folder."""
 
 
 @dataclass(frozen=True)

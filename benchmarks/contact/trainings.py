@@ -121,7 +121,7 @@ def _offloaded(place: Place) -> Checks:
     plain = {stage: _trained(place, {"stage": stage}) for stage in (1, 2, 3)}
     checks = [_bitwise("the same step twice", _trained(place, {"stage": 3}), plain[3])]
     on_host: Results = {}  # of each stage, what updates in host memory gave
-    with tempfile.TemporaryDirectory(prefix=f"offload-{_rank()}-", dir=place.out) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"offload-{_rank()}-", dir=place.folder) as folder:
         for stage, target, tier in MOVED:
             options: dict[str, Any] = {"stage": stage, "offload": target, "offload_tier": tier}
             if tier == "nvme":
@@ -223,7 +223,7 @@ def _large_vectors(place: Place, number: int) -> list[torch.Tensor]:
 
 def shared_folder(place: Place) -> Path:
     """A new folder in which all ranks meet."""
-    name = [tempfile.mkdtemp(prefix="snapshot-", dir=place.out)] if _rank() == 0 else [""]
+    name = [tempfile.mkdtemp(prefix="snapshot-", dir=place.folder)] if _rank() == 0 else [""]
     if dist.is_initialized():
         dist.broadcast_object_list(name, device=torch.device("cpu"))
     return Path(name[0])
@@ -291,7 +291,7 @@ def _sanitized(place: Place, options: Mapping[str, Any], saving: bool = False) -
         ran = _watch_lowered(modes)
         saved = None
         if saving:
-            folder = tempfile.TemporaryDirectory(prefix="sanitizer-", dir=place.out)
+            folder = tempfile.TemporaryDirectory(prefix="sanitizer-", dir=place.folder)
             path = Path(stack.enter_context(folder)) / "a"
             saved = zerofx.save(path, model, optimizer, asynchronous=True)
         for batch in given[2:]:
