@@ -116,8 +116,8 @@ def _ended(
 ) -> Record:
     """Add to what a section has found how it ended, and the last lines of its log."""
     empty = {"checks": [], "figures": [], "notes": [], "hardware": {}}
-    record = {**empty, **read(out, section.name), "header": header, "status": status}
-    record |= {"why": why, "seconds": seconds}
+    found = {} if status == NOT_RUN else read(out, section.name)  # not those of an earlier run
+    record = {**empty, **found, "header": header, "status": status, "why": why, "seconds": seconds}
     log = out / f"{section.name}.log"
     if status != NOT_RUN and log.exists():
         record["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]

@@ -21,11 +21,10 @@ class Findings:
     Written after each of them: what a section has found outlives it.
     """
 
-    def __init__(self, path: Path, **header: Any) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._started = time.monotonic()
         self.record: dict[str, Any] = {
-            **header,
             "status": RUNNING,
             "checks": [],
             "figures": [],

@@ -35,8 +35,13 @@ def memory(place: Place, found: Findings) -> None:
     with found.part("one rank"):
         for case in CASES:
             _compare(found, "one rank", [_measured(place, [case])])
-    with found.part(place.words):
-        _compare(found, place.words, place.on_ranks(_measured, ON_RANKS))
+    if place.gpus == 1:
+        found.note(
+            "ranks on one GPU are left out: over gloo they receive into buffers of their own"
+        )
+    else:
+        with found.part(place.words):
+            _compare(found, place.words, place.on_ranks(_measured, ON_RANKS))
     if place.gpus > 1:
         with found.part("NCCL"):
             lost = max(place.on_ranks(_lost_to_collectives))
@@ -144,7 +149,8 @@ def _compare(found: Findings, where: str, ranks: list[dict]) -> None:
         ratio = worst["allocated"] / worst["predicted"]
         # Regions fuse what the prediction counts operator by operator: they may take less.
         found.at_most(f"{name}: allocated, of what is predicted", ratio, 1.1)
-        if lowering == "eager" and not offload:
+        # Ranks on a CPU keep buffers from step to step, which are no allocations then.
+        if lowering == "eager" and not offload and not where.endswith("gloo"):
             found.check(f"{name}: no less than nine tenths of it", ratio >= 0.9, f"{ratio:.3f}")
         found.figure(f"{name}: predicted", worst["predicted"] / MIB, "MiB")
         for what, words in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,7 @@ def _take_turns(rank: int, num_ranks: int, place: Place, names: list[str]) -> di
         except Exception as error:
             if num_ranks > 1:
                 raise  # the others would wait for this one
+            traceback.print_exc()  # to the log
             results[name]["error"] = f"{type(error).__name__}: {error}"
     for number in range(place.pick(ROUNDS, 1)):
         for name, step in steps.items():
