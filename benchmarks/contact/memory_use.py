@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Sizes, batches_of
+from ranks import on_ranks
 
 from contact.findings import Findings
 from contact.place import RANKS_S, Place
@@ -53,14 +54,8 @@ def memory(place: Place, found: Findings) -> None:
 def _context(place: Place, found: Findings) -> None:
     """What a process takes of the device before it has allocated anything, as another sees it."""
     free, _ = torch.cuda.mem_get_info()
-    (there,) = _one_process(place)
+    (there,) = on_ranks(_free_with_context, 1, timeout_s=RANKS_S)
     found.figure("a process's context (L10)", (free - there) / MIB, "MiB")
-
-
-def _one_process(place: Place) -> list[int]:
-    from ranks import on_ranks
-
-    return on_ranks(_free_with_context, 1, timeout_s=RANKS_S)
 
 
 def _free_with_context(rank: int, num_ranks: int) -> int:

@@ -16,6 +16,7 @@ from ranks import on_ranks
 from systems import ALONE, ONE_PROCESS, SYSTEMS
 from torch import nn
 
+from contact.devices import copy_bandwidths
 from contact.findings import Findings
 from contact.place import RANKS_S, Place
 from contact.steps import program, step_of, with_zerofx
@@ -144,8 +145,6 @@ def dist_size(where: str) -> int:
 
 def overlap(place: Place, found: Findings) -> None:
     """Steps in turn with and without offload; what copies take alone is for their bandwidth."""
-    from contact.devices import copy_bandwidths
-
     bandwidth = min(copy_bandwidths(place).values())
     sizes = Sizes("plain llama", *place.pick((8192, 1536, 8), (64, 64, 2)))
     rows, length = place.pick((4, 2048), (2, 16))

@@ -19,6 +19,7 @@ import zerofx
 from contact.findings import Findings
 from contact.place import Place
 from contact.steps import (
+    Tower,
     batches,
     differing,
     everything,
@@ -209,8 +210,6 @@ def _saved_with(place: Place, options: Mapping[str, Any]) -> list[str]:
 
 def _large_tower(place: Place) -> torch.nn.Module:
     """Large enough that copies of its shards are still under way when an update comes."""
-    from contact.steps import Tower
-
     torch.manual_seed(0)
     return Tower(*place.pick((4096, 4), (128, 3))).to(place.device)
 
