@@ -31,7 +31,7 @@ def contact(monkeypatch):
         del sys.modules[name]
 
 
-LIMITS_S = {"hangs": 2}  # the others are over at once, on any machine
+LIMITS_S = {"hangs": 6}  # on a busy machine it takes seconds to begin
 HEADER = {"rehearsal": True, "gpus": 0, "gpu": "no GPU", "versions": {"torch": "2.13.0"}}
 
 
@@ -78,7 +78,7 @@ def test_a_section_that_fails_dies_or_hangs_leaves_others_alone_and_the_report_s
         "passes": "passed",
     }
     assert "| fails | **failed** |" in report and "it holds: no: 1 is not 2" in report
-    assert "Killed after 2 s." in report
+    assert "Killed after 6 s." in report
     assert "Ended with exit code 1." in report and "out of words" in report
     assert "| passes | passed |" in report and "| speed | 3 | GB/s |" in report
     for name in ("hangs", "dies"):  # what was found before is kept
