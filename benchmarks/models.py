@@ -73,7 +73,67 @@ class Llama(nn.Module):
         return self.model(input_ids=tokens).logits
 
 
-MODELS = {"gpt": Gpt, "llama": Llama}
+class PlainLlamaBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self._attention(self.norm1(x))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.view(rows, length, -1, HEAD_WIDTH).transpose(1, 2)
+
+        query, key = rotated(heads(self.query(x))), rotated(heads(self.key(x)))
+        mixed = F.scaled_dot_product_attention(query, key, heads(self.value(x)), is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+def rotated(heads: torch.Tensor) -> torch.Tensor:
+    """Turn pairs of features by their position.  Shapes: [rows, heads, length, features].
+
+    Source: rotary position embedding, Su et al. 2021.
+    """
+    length, features = heads.shape[-2:]
+    powers = torch.arange(0, features, 2, device=heads.device, dtype=torch.float32) / features
+    positions = torch.arange(length, device=heads.device, dtype=torch.float32)
+    angles = positions[:, None] * 10_000.0**-powers
+    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    one, other = heads.chunk(2, dim=-1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+
+
+class PlainLlama(nn.Module):
+    """Llama in plain torch: rotary positions, RMSNorm, SwiGLU; needs nothing but torch."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(PlainLlamaBlock(sizes.width) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+MODELS = {"gpt": Gpt, "llama": Llama, "plain llama": PlainLlama}
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,20 @@ def timed(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
+def timed_in_turn(
+    systems: list[System], start: torch.Tensor, device: str, rounds: int, steps: int
+) -> list[System]:
+    """Time the systems and the bounds, which it returns behind them."""
+    for system in systems:
+        for _ in range(3):  # states are made, kernels compiled, and compiled again with states
+            timed(system.run, device)
+    systems = systems + bounds(start)
+    for _ in range(rounds):
+        for system in systems:
+            system.fastest_s.append(min(timed(system.run, device) for _ in range(steps)))
+    return systems
+
+
 def differences(systems: list[System]) -> dict[str, float]:
     """How far each float32 parameter is from the first peer's, or the first's, at most."""
     trained = [s for s in systems if s.parameter is not None and s.parameter.dtype is torch.float32]
@@ -198,13 +212,7 @@ def main() -> int:
         (zerofx if name in ZEROFX else torch_optimizer)(name, start, gradient)
         for name in available(arguments.systems, device)
     ]
-    for system in systems:
-        for _ in range(3):  # states are made, kernels compiled, and compiled again with states
-            timed(system.run, device)
-    systems += bounds(start)
-    for _ in range(arguments.rounds):
-        for system in systems:
-            system.fastest_s.append(min(timed(system.run, device) for _ in range(arguments.steps)))
+    systems = timed_in_turn(systems, start, device, arguments.rounds, arguments.steps)
     found = differences(systems)
     first = systems[0]
     *_, copy, _triad = systems

@@ -29,18 +29,20 @@ def on_ranks(
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = math.inf,
+    on_one_gpu: bool = False,
 ) -> list[Any]:
     """Return what ``worker(rank, num_ranks, *arguments)`` returned on every rank, by rank.
 
     The worker runs in an initialised process group.  ``environment`` is there before torch is
-    imported; "{rank}" in a value is replaced.  Exits if a rank dies or takes longer.
+    imported; "{rank}" in a value is replaced.  Exits if a rank dies or takes longer.  With
+    ``on_one_gpu`` all ranks use the first GPU, over gloo.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     workers = []
     for rank in range(num_ranks):
-        settings = (worker, store.port, rank, num_ranks, arguments, answers)
+        settings = (worker, store.port, rank, num_ranks, on_one_gpu, arguments, answers)
         workers.append(context.Process(target=_serve, args=settings))
         with _environment(environment or {}, rank):
             workers[-1].start()
@@ -74,13 +76,15 @@ def _environment(variables: Mapping[str, str], rank: int):
         os.environ.update(before)
 
 
-def _serve(worker, port: int, rank: int, num_ranks: int, arguments: tuple, answers) -> None:
+def _serve(
+    worker, port: int, rank: int, num_ranks: int, on_one_gpu: bool, arguments: tuple, answers
+) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = device_of(rank, num_ranks)
+    device = torch.device("cuda", 0) if on_one_gpu else device_of(rank, num_ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not on_one_gpu else "gloo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     answers.put((rank, worker(rank, num_ranks, *arguments)))

@@ -55,6 +55,12 @@ def conventional(model: nn.Module, update: Callable[[], object], forget: Callabl
     return step
 
 
+def with_one_process(model: nn.Module) -> Step:
+    """``torch.compile`` alone, for a world of one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return conventional(torch.compile(model), optimizer.step, optimizer.zero_grad)
+
+
 def with_ddp(*, compiled: bool) -> Build:
     def build(model: nn.Module) -> Step:
         wrapped: nn.Module = DistributedDataParallel(model)
@@ -158,6 +164,9 @@ if find_spec("torchtitan"):
 
 COMPILED_UPDATE = "DDP + compile + compiled AdamW"
 SYSTEMS = {**ZEROFX, **PEERS, COMPILED_UPDATE: with_ddp_and_compiled_update}
+ONE_PROCESS = "torch.compile"
+ALONE = {ONE_PROCESS: with_one_process}
+"""Systems for a world of one only."""
 DEFAULT = ["zerofx 3", *(name for name in PEERS if "ffload" not in name)]
 
 

@@ -48,9 +48,11 @@ def kernels(update, **variant):
 class Pair:
     """An optimizer on whole parameters, and its kernels on shards that start as they do."""
 
-    def __init__(self, name, length, *, seed=0, dtype=torch.float32, make=None, **variant):
+    def __init__(
+        self, name, length, *, seed=0, dtype=torch.float32, make=None, device="cpu", **variant
+    ):
         self.generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(length, generator=self.generator).to(dtype)
+        start = torch.randn(length, generator=self.generator).to(device, dtype)
         make = make or OPTIMIZERS[name]
         self.plain, self.own = nn.Parameter(start.clone()), nn.Parameter(start.clone())
         self.exact = nn.Parameter(start.double())
@@ -58,7 +60,7 @@ class Pair:
         self.shards = Shards(make([self.own]), kernels, variant)
 
     def gradient(self):
-        return torch.randn(self.own.shape, generator=self.generator).to(self.own.dtype)
+        return torch.randn(self.own.shape, generator=self.generator).to(self.own)
 
     def step(self, gradient=None, **options):
         gradient = self.gradient() if gradient is None else gradient
@@ -81,14 +83,14 @@ class Pair:
                 assert own[name] == value, name
 
 
-def errors_against_float64(name, steps=20):
+def errors_against_float64(name, steps=20, device="cpu"):
     """Train each length, all by one launch a step; the worst error of a kernel and torch.optim's.
 
     Returns {tensor: (kernel's error, torch.optim's, largest value)} over all lengths.
     """
     from zerofx.codegen.triton.launch import Launches
 
-    pairs = [Pair(name, length, seed=length) for length in LENGTHS]
+    pairs = [Pair(name, length, seed=length, device=device) for length in LENGTHS]
     for pair in pairs[1:]:  # one trace serves all
         pair.shards.known, pair.shards.changing = pairs[0].shards.known, pairs[0].shards.changing
     for _ in range(steps):
@@ -115,6 +117,13 @@ def errors_of_one_launch(name, length):
         tensor: ((own - exact).abs().max().item(), (plain - exact).abs().max().item())
         for tensor, own, plain, exact in pair.states()
     }
+
+
+def excess(name, length):
+    """``exact.excess``: it imports Triton, so that it has to be imported here."""
+    from tests.codegen import exact
+
+    return exact.excess(name, length)
 
 
 def check_not_finite(name):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.codegen import interpreted, work
-from tests.codegen.test_triton_source import STORED
 from tests.codegen.updates import OPTIMIZERS
+from tests.codegen.variants import STORED, VARIANTS
 from tests.kit.covering import each_value, first, only
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
@@ -34,6 +34,14 @@ def test_errors_are_of_the_size_of_torch_optims(name, run):
     """20 steps at each length: at most twice torch.optim's own error, or a rounding."""
     for tensor, (own, plain, largest) in run(interpreted.errors_against_float64, name).items():
         assert own <= max(2 * plain, EPS * largest), (tensor, own, plain, largest)
+
+
+@pytest.mark.parametrize("length", only((1500,), [1, 257, 1500]))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_golden_kernels_step_is_that_of_float64(name, length, run):
+    """From the same values, up to the roundings of what it computes in and is kept in."""
+    for tensor, worst in run(interpreted.excess, name, length).items():
+        assert worst <= 1, (tensor, worst)
 
 
 @pytest.mark.nightly

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.codegen.test_triton_source import VARIANTS
 from tests.codegen.updates import program
+from tests.codegen.variants import VARIANTS
 from tests.kit.covering import exhaustive, first, only
 from zerofx.codegen.triton.launch import ALIGNMENT, configurations_of, load_kernel
 from zerofx.codegen.triton.source import CHUNK, kernel_arguments, kernel_name, triton_source

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.allocations import Allocations
 from tests.kit.covering import only
-from tests.kit.device_memory import Allocations
 from tests.kit.models import Gpt, language_loss, tokens
 from tests.kit.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.kit.ranks import ranks_fixture  # noqa: F401

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.allocations import Allocations
 from tests.kit.covering import first
-from tests.kit.device_memory import Allocations
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.passes.test_fold_gradient_work import Program, counting, without_pass
 from zerofx.backend import zero

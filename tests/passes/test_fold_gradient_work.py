@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.allocations import Allocations
 from tests.kit.covering import first, only
-from tests.kit.device_memory import Allocations
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.codegen import kernel

@@ -19,8 +19,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.allocations import Allocations
 from tests.kit.covering import each_value, exhaustive, first
-from tests.kit.device_memory import Allocations
 from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of

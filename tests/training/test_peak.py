@@ -17,8 +17,8 @@ from torch import nn
 
 import tests.conftest  # noqa: F401
 from tests.cost.test_cost import llama_loss, tiny_llama
+from tests.kit.allocations import Allocations
 from tests.kit.covering import each_value
-from tests.kit.device_memory import Allocations
 from tests.kit.models import Gpt, language_loss, tokens
 
 WIDTH = 48

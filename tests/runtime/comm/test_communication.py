@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.kit.allocations import Allocations
 from tests.kit.covering import first, only
-from tests.kit.device_memory import Allocations
 from tests.kit.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx.runtime.comm import communication, transport
