@@ -149,8 +149,8 @@ class Copies:
     def wait(self, started: Any) -> Any:
         """Complete a move: the device's kernels may use what it has read and written.
 
-        The host waits here for shards that are stored, and asks ``arrival`` or ``HostMemory.settle``
-        for anything else that it reads.
+        The host waits here for shards that are stored; for anything else that it reads, it asks
+        ``arrival`` or ``HostMemory.settle``.
         """
         into, _, device, event = self._started.pop(id(started))
         if device is None or event is None or isinstance(event, Future):
