@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zerofx.errors import StepError
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether kernels on this device run in streams, beside the host."""
@@ -22,6 +24,20 @@ def is_accelerator(device: torch.device) -> bool:
 def module_of(device: torch.device) -> Any:
     """Return ``torch.cuda``, or what this torch has in its place; RuntimeError if nothing."""
     return torch.get_device_module(device)
+
+
+def check_copies_beside(device: torch.device) -> None:
+    """Refuse a device that has no streams to copy on while it computes.  Raises: StepError."""
+    lacks = [name for name in _FOR_COPIES if not hasattr(module_of(device), name)]
+    if lacks:
+        raise StepError(
+            f"torch {torch.__version__} has no torch.{device.type}.{lacks[0]}, with which zerofx "
+            "copies beside what a device computes. There, leave out offload, and save without "
+            "asynchronous=True."
+        )
+
+
+_FOR_COPIES = ("Stream", "Event", "current_stream", "stream")
 
 
 def current(device: torch.device) -> AbstractContextManager:

@@ -18,9 +18,11 @@ import zerofx.runtime.storage.copies as copies
 import zerofx.runtime.storage.memory as memory
 from tests.kit.fake_cuda import Cuda
 from zerofx import accelerator, compat
-from zerofx.accelerator import is_accelerator, kind, module_of
+from zerofx.accelerator import check_copies_beside, is_accelerator, kind, module_of
 from zerofx.checkpoint.barrier import Saving
+from zerofx.errors import StepError
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
+from zerofx.runtime.parameters import snapshots
 from zerofx.runtime.storage.copies import Worker
 
 
@@ -150,6 +152,18 @@ def test_regions_have_no_cuda_graphs_whatever_torch_is_told(monkeypatch):
     with torch._inductor.config.patch({"triton.cudagraphs": True}), uncached:
         run = compat.inductor.compile_with_inductor(gm, [[torch.ones(3)]], donated=[0])
     assert run([torch.zeros(3)])[0].equal(torch.ones(3)) and seen == [False]
+
+
+def test_a_device_without_streams_is_refused_by_what_it_lacks():
+    with pytest.raises(
+        StepError, match=r"no torch.mps.Stream, .*leave out offload, and save without"
+    ):
+        check_copies_beside(torch.device("mps"))
+    check_copies_beside(torch.device("cuda"))
+    copy = snapshots._Copy(torch.nn.Parameter(torch.ones(1)), [], torch.ones, "a state")
+    copy._sources = [(SimpleNamespace(device=torch.device("mps")), 0)]
+    with pytest.raises(StepError, match="torch.mps.Stream"):
+        copy.start()
 
 
 def test_a_machine_without_one_has_no_kind(monkeypatch):

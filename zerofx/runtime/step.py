@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zerofx.accelerator import check_copies_beside, is_accelerator
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
@@ -75,6 +76,8 @@ class StepRuntime:
             )
         self.host_needs: dict[str, int] = {}
         if self.moves:
+            for device in {info.device for info in self.table if is_accelerator(info.device)}:
+                check_copies_beside(device)
             is_delayed = setup.delayed is not None
             kept = [
                 (trained.tensors[index], self.table[index])

@@ -95,8 +95,15 @@ def aligned_empty(
     owner = (ctypes.c_char * nbytes).from_buffer(mapping, start)
     memory = torch.frombuffer(owner, dtype=torch.uint8)
     prefer_huge_pages(memory)
-    if pinned:
-        _pin(owner, nbytes, before_free)
+    address = ctypes.addressof(owner)
+    unpin = _pin(address, nbytes) if pinned else lambda address: None
+
+    def free() -> None:
+        before_free(address)
+        unpin(address)
+
+    # Called before the owner lets go of the mapping; at exit CUDA may be gone already.
+    weakref.finalize(owner, free).atexit = False
     return memory
 
 
@@ -106,22 +113,16 @@ _PRIVATE: dict[str, Any] = (
 )
 
 
-def _pin(owner: ctypes.Array, nbytes: int, before_free: Callable[[int], object]) -> None:
+def _pin(address: int, nbytes: int) -> Callable[[int], object]:
+    """Pin memory for CUDA; return what unpins it."""
     cudart = torch.cuda.cudart()
-    address = ctypes.addressof(owner)
     code = int(cudart.cudaHostRegister(address, nbytes, 0))
     if code != 0:
         raise RuntimeError(
             f"CUDA refused to pin {nbytes} bytes of host memory (cudaHostRegister: error {code})."
             " Lower the host memory bound, or raise the limit of locked memory (ulimit -l)"
         )
-
-    def unpin() -> None:
-        before_free(address)
-        cudart.cudaHostUnregister(address)
-
-    # Called before the owner lets go of the mapping; at exit CUDA may be gone already.
-    weakref.finalize(owner, unpin).atexit = False
+    return cudart.cudaHostUnregister
 
 
 class BufferPool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.accelerator import is_accelerator, module_of
+from zerofx.accelerator import check_copies_beside, is_accelerator, module_of
 from zerofx.runtime.memory.flat import ordinary_tensors
 
 
@@ -135,6 +135,7 @@ class _Copy:
         device = self._sources[0][0].device
         if not is_accelerator(device):
             return
+        check_copies_beside(device)
         stream, self._held = _stream(device), self._sources
         stream.wait_stream(module_of(device).current_stream(device))
         with module_of(device).stream(stream):
