@@ -34,7 +34,7 @@ class Collectives:
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
-        self._line = notes.history.line("communication stream")
+        self._line = notes.history.line("communication stream", is_stream=True)
         self._transports: dict[int, NativeTransport] = {}
 
     def patches(self) -> Iterator[Any]:

@@ -72,6 +72,11 @@ class Site:
 
     frames: tuple[str, ...] = ()
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The frames of source files: without the programs that are generated."""
+        return tuple(frame for frame in self.frames if not frame.startswith("<"))
+
     def __str__(self) -> str:
         return " < ".join(self.frames)
 
@@ -173,23 +178,27 @@ MAIN, DEFAULT_STREAM = 0, 1
 class History:
     """The entries of a run in the order in which they came, of all threads.
 
-    ``lines`` are the names of the lines, by number.
+    ``lines`` are the names of the lines, by number, and ``streams`` those that are streams.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.lines = ["main thread", "default stream"]
+        self.streams = {DEFAULT_STREAM}
         self.lock = threading.RLock()
         self._marks = 0
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
-    def line(self, name: str) -> int:
+    def line(self, name: str, is_stream: bool = False) -> int:
         """Return the number of a new line."""
         with self.lock:
             self.lines.append(name)
-            return len(self.lines) - 1
+            number = len(self.lines) - 1
+            if is_stream:
+                self.streams.add(number)
+            return number
 
     def add(self, entry: Entry) -> None:
         with self.lock:

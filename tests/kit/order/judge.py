@@ -29,6 +29,9 @@ from tests.kit.order.history import (
 
 Clock = dict[int, int]
 
+Place = tuple[str, tuple[str, ...]]
+"""A kind of wait or mark, and where it stands in the code: ``Site.code``."""
+
 
 def join(clock: Clock, other: Clock) -> None:
     """Know what another knows too."""
@@ -76,10 +79,10 @@ class Race:
 class Judge:
     """Takes the entries of a history one by one; ``races`` are those found so far.
 
-    ``left_out`` are kinds and sites of waits and marks that are not to count.
+    ``left_out`` are waits and marks that are not to count, by their kind and place in the code.
     """
 
-    def __init__(self, history: History, left_out: Collection[tuple[str, Site]] = ()) -> None:
+    def __init__(self, history: History, left_out: Collection[Place] = ()) -> None:
         self.races: list[Race] = []
         self._history, self._left_out = history, left_out
         self._clocks: dict[int, Clock] = {}
@@ -94,11 +97,11 @@ class Judge:
         if isinstance(entry, Operator):
             self._operator(entry)
         elif isinstance(entry, Mark):
-            if (entry.kind, entry.site) not in self._left_out:
+            if (entry.kind, entry.site.code) not in self._left_out:
                 self._told(entry.line, entry.thread)
                 self._marks[entry.number] = dict(self.clock(entry.line))
         elif isinstance(entry, After):
-            if entry.given or (entry.kind, entry.site) not in self._left_out:
+            if entry.given or (entry.kind, entry.site.code) not in self._left_out:
                 self._told(entry.line, entry.thread)
                 join(self.clock(entry.line), self._marks.get(entry.mark, {}))
         elif isinstance(entry, Taken):
@@ -187,6 +190,8 @@ class Judge:
         join(knows, self.clock(entry.thread))
         name = "its next user, as it is given back," if block.is_on_device else "giving it back"
         for other in self._accesses.pop(block, ()):
+            if other.line not in self._history.streams:
+                continue  # a thread, an operation on files: they hold what they use
             if other.count > knows.get(other.line, 0) and other.line not in kept:
                 access = Access(name, line, 0, block.start, block.stop, True, entry.site)
                 self._found(block, other, access)
@@ -208,7 +213,7 @@ def _host_waits_for(entry: Operator) -> bool:
     return not (entry.copies and entry.may_lag and is_pinned)
 
 
-def races_in(history: History, left_out: Collection[tuple[str, Site]] = ()) -> list[Race]:
+def races_in(history: History, left_out: Collection[Place] = ()) -> list[Race]:
     """Return what nothing orders, once for each pair of places, if some waits do not count."""
     judge = Judge(history, left_out)
     for entry in history:

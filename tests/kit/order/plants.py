@@ -1,48 +1,33 @@
-"""Ordering bugs, planted one by one: a wait, an event's record or a settle that does nothing.
+"""Ordering bugs, planted one by one: a wait, or an event's record, that does nothing.
 
 A bug is left out of a history that was noted with it: results stay right, and one run shows all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
-from tests.kit.order.history import After, History, Mark, Site
-from tests.kit.order.judge import Race, races_in
+from tests.kit.order.history import After, History, Mark
+from tests.kit.order.judge import Place, Race, races_in
 
 MARKS = ("record",)
 """The marks that a program makes itself; others are in the nature of what is marked."""
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A kind of wait or mark at one place in the code, and the first race without it."""
-
-    kind: str
-    site: Site
-    count: int
-    race: Race | None
-
-    def __str__(self) -> str:
-        found = f"reported: {self.race}" if self.race else "not reported"
-        return f"{self.kind} ({self.count} times) at {self.site}\n  {found}"
-
-
-def places(history: History) -> dict[tuple[str, Site], int]:
-    """Return the waits and marks of a program, and how often each was met."""
-    found: dict[tuple[str, Site], int] = {}
+def places(history: History) -> Counter[Place]:
+    """Return the waits and marks of a run, and how often each was met."""
+    found: Counter[Place] = Counter()
     for entry in history:
         is_mark = isinstance(entry, Mark) and entry.kind in MARKS
         if is_mark or (isinstance(entry, After) and not entry.given):
-            key = (entry.kind, entry.site)
-            found[key] = found.get(key, 0) + 1
+            found[entry.kind, entry.site.code] += 1
     return found
 
 
-def planted(history: History) -> list[Planted]:
-    """Leave out each wait and mark in turn."""
-    found = []
-    for (kind, site), count in places(history).items():
-        races = races_in(history, [(kind, site)])
-        found.append(Planted(kind, site, count, races[0] if races else None))
+def planted(history: History) -> dict[Place, Race | None]:
+    """Leave out each wait and mark in turn; return the first race that comes of it, if any."""
+    found = {}
+    for place in places(history):
+        races = races_in(history, [place])
+        found[place] = races[0] if races else None
     return found
