@@ -172,7 +172,7 @@ class Judge:
         block = entry.block.root()
         if block is entry.block and block.is_on_device:
             self._told(entry.stream, entry.thread)
-            count = self.clock(entry.stream).get(entry.stream, 0)
+            count = self._next(entry.stream)
             # As if its former user, on this stream, had just written to it.
             access = Access(
                 "the memory's user before", entry.stream, count, block.start, block.stop, True,
