@@ -108,9 +108,7 @@ def _form(case: Case, options: Mapping[str, Any]) -> None:
 
 def _step_of(name: str) -> Any:
     def run(_watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
-        trainings.SCALERS[:] = [
-            torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
-        ]
+        trainings.SCALERS[:] = [torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)]
         step = getattr(trainings, name)
         compiled = trainings.zero(step, stage, **options)
         trainings.run(compiled, trainings.built(), range(NUM_STEPS))
@@ -138,7 +136,8 @@ def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: st
         pair[0].head.weight.fill_(0.25)
     trainings.run(compiled, pair, range(2, 3))
     with watched.operators():
-        pair[0].load_state_dict({k: v + 0.125 for k, v in pair[0].state_dict().items()})
+        on_host = {name: v.to("cpu", copy=True) for name, v in pair[0].state_dict().items()}
+        pair[0].load_state_dict({name: value + 0.125 for name, value in on_host.items()})
     trainings.run(compiled, pair, range(3, 5))
     with watched.operators():
         saved = pair[1].state_dict()
@@ -168,6 +167,7 @@ def _offloads() -> Iterator[tuple[dict[str, Any], int, bool]]:
     yield {"offload": "optimizer", **small, "offload_cache_bytes": 16384}, 1, True
     yield {"offload": "params", **small, "offload_cache_bytes": 8192}, 3, True
     yield {"offload": "optimizer,params", **small, "offload_cache_bytes": 24576}, 3, True
+    yield {"offload": "activations", **activations, "offload_cache_bytes": 8192}, 0, True
     yield {"offload": "optimizer", "delayed_update": True}, 3, False
 
 

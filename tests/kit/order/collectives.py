@@ -72,9 +72,7 @@ class Collectives:
 
         return self._run("broadcast", group, [], tensor, run)
 
-    def _all_gather(
-        self, result: Tensor, shard: Tensor, group: Any, async_op: bool = True
-    ) -> Work:
+    def _all_gather(self, result: Tensor, shard: Tensor, group: Any, async_op: bool = True) -> Work:
         def run() -> None:
             parts = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(parts, shard.clone(), group=group)

@@ -140,9 +140,7 @@ class Judge:
     def _access(self, entry: Operator, line: int, ranges: Iterable[Range]) -> None:
         count = self._next(line)
         for one in ranges:
-            access = Access(
-                entry.name, line, count, one.start, one.stop, one.writes, entry.site
-            )
+            access = Access(entry.name, line, count, one.start, one.stop, one.writes, entry.site)
             self._check(one.block.root(), access)
 
     def _check(self, block: Block, access: Access) -> None:
@@ -175,7 +173,12 @@ class Judge:
             count = self._next(entry.stream)
             # As if its former user, on this stream, had just written to it.
             access = Access(
-                "the memory's user before", entry.stream, count, block.start, block.stop, True,
+                "the memory's user before",
+                entry.stream,
+                count,
+                block.start,
+                block.stop,
+                True,
                 entry.site,
             )
             self._accesses[block] = [access]

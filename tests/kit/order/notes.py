@@ -128,9 +128,7 @@ class Notes:
         if not ranges:
             return
         facts = {"stream": self.stream.line, **facts}
-        self.history.add(
-            Operator(name, self.thread, ranges=tuple(ranges), site=site(), **facts)
-        )
+        self.history.add(Operator(name, self.thread, ranges=tuple(ranges), site=site(), **facts))
 
 
 def site() -> Site:

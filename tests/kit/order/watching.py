@@ -81,6 +81,8 @@ def _accelerators(watched: Watched) -> Iterator[Any]:
             for function, stand_in in stand_ins.items():
                 if vars(module).get(function) is getattr(accelerator, function):
                     yield mock.patch.object(module, function, stand_in)
+            if isinstance(vars(module).get("_streams"), dict):  # those of another run
+                yield mock.patch.object(module, "_streams", {})
     yield mock.patch.object(bucket, "kind", lambda: "simulated")
 
 
