@@ -165,7 +165,9 @@ def _inputs(
 def _may_lag(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a copy is given ``non_blocking``."""
     names = [argument.name for argument in func._schema.arguments]
-    return bool(kwargs.get("non_blocking") or dict(zip(names, args)).get("non_blocking"))
+    return bool(
+        kwargs.get("non_blocking") or dict(zip(names, args, strict=False)).get("non_blocking")
+    )
 
 
 def _is_strange(tensor: Tensor) -> bool:
