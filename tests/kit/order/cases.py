@@ -148,10 +148,24 @@ def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: st
     trainings.run(compiled, pair, range(7, 9))
 
 
+def _wide(_watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
+    """A model whose updates are worth a kernel, its compute compiled."""
+    torch.manual_seed(0)
+    model = trainings.Wide()
+    pair = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled = trainings.zero(trainings.clipped, stage, lowering="inductor", **options)
+    trainings.run(compiled, pair, range(NUM_STEPS))
+
+
 STEPS = ("plain", "clipped", "accumulated", "gradients_stay", "read_after", "scaled")
 MORE_STEPS = (*STEPS, "stepped_twice")
 
-RUNS = {**{name: _step_of(name) for name in MORE_STEPS}, "save": _save, "write": _write}
+RUNS = {
+    **{name: _step_of(name) for name in MORE_STEPS},
+    "save": _save,
+    "write": _write,
+    "wide": _wide,
+}
 
 
 def _offloads() -> Iterator[tuple[dict[str, Any], int, bool]]:
@@ -174,7 +188,7 @@ def _offloads() -> Iterator[tuple[dict[str, Any], int, bool]]:
 def cases() -> list[Case]:
     """Every form at every stage; steps, saves and writes with every offload from its stage on."""
     found = [Case(name, stage) for name in FORMS for stage in range(4)]
-    for run in (*MORE_STEPS, "save", "write"):
+    for run in (*MORE_STEPS, "save", "write", "wide"):
         found += [Case(run, stage) for stage in range(4)]
         for options, first, is_filed in _offloads():
             found += [Case(run, stage, options, is_filed) for stage in range(first, 4)]

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.kit.order import compiled
 from tests.kit.order.collectives import Collectives
 from tests.kit.order.history import History, Where
 from tests.kit.order.notes import Notes
@@ -20,6 +21,7 @@ from tests.kit.order.watch import Watch
 from zerofx import accelerator
 from zerofx.runtime.memory import pages
 from zerofx.runtime.memory.pages import BufferPool
+from zerofx.runtime.parameters import snapshots
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime
 from zerofx.runtime.storage import bucket
@@ -53,6 +55,7 @@ def watching() -> Iterator[Watched]:
             *_memory(notes),
             *Threads(notes).patches(),
             *Collectives(notes).patches(),
+            *compiled.patches(notes),
         ):
             stack.enter_context(patch)
         call = StepRuntime.__call__
@@ -107,4 +110,11 @@ def _memory(notes: Notes) -> Iterator[Any]:
     for name, module in sorted(sys.modules.items()):
         if name.startswith("zerofx.") and "aligned_empty" in vars(module):
             yield mock.patch.object(module, "aligned_empty", aligned_empty)
+    start = snapshots._Copy.start
+
+    def start_of(copy: snapshots._Copy) -> None:
+        if not REGISTRY.host.holds(copy._sources[0][0]):
+            start(copy)
+
+    yield mock.patch.object(snapshots._Copy, "start", start_of)
     yield mock.patch.object(BufferPool, "empty", lambda pool, numel, like: like.new_empty(numel))
