@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from tests.kit.order.plants import planted
 from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 
 SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
 """Compute so slow that the copies of a small step hide behind it."""
@@ -122,6 +124,8 @@ def _save(watched: Watched, stage: int, options: Mapping[str, Any], folder: str)
     checkpoints.train(compiled, pair, range(2))
     with watched.operators():
         saving = zerofx.save(f"{folder}/saved", *pair, asynchronous=True)
+    while SNAPSHOTS.active:  # has its thread be done before the next step: it is no wait for it
+        time.sleep(0.001)
     checkpoints.train(compiled, pair, range(2, 4))
     with watched.operators():
         saving.wait()
