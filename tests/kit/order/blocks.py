@@ -1,0 +1,145 @@
+"""The memory that a run takes and gives back, known by its addresses."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kit.order.history import Block, Group, Where
+
+MOST_RUNS = 256
+"""A strided tensor of more stretches than this counts as all that lies between its ends."""
+
+
+def addresses(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return the stretches of memory that a strided tensor's elements lie in, as byte addresses."""
+    if not tensor.numel():
+        return []
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1 and stride
+    )
+    length, num_runs, outer = 1, 1, []
+    for stride, size in dims:
+        if stride <= length and not outer:
+            length = (size - 1) * stride + length
+        else:
+            outer.append((stride, size))
+            num_runs *= size
+    start, itemsize = tensor.data_ptr(), tensor.element_size()
+    if num_runs > MOST_RUNS:
+        return [(start, start + (sum((size - 1) * stride for stride, size in dims) + 1) * itemsize)]
+    firsts = [0]
+    for stride, size in outer:
+        firsts = [first + stride * index for first in firsts for index in range(size)]
+    return [(start + first * itemsize, start + (first + length) * itemsize) for first in firsts]
+
+
+@dataclass(eq=False)
+class _Held:
+    """A block that is there: its storage, and what takes note when that goes."""
+
+    block: Block
+    storage: weakref.ref[torch.UntypedStorage]
+
+
+class Blocks:
+    """The blocks that are there.
+
+    ``on_given`` is called with one as it is given back, by whichever thread drops it.
+    """
+
+    def __init__(self, on_given: Callable[[Block], Any]) -> None:
+        self._on_given = on_given
+        self._starts: list[int] = []
+        self._held: dict[int, _Held] = {}
+        self._dropped: deque[_Held] = deque()
+        self._taken = 0
+
+    def of(self, tensor: Tensor, name: str) -> tuple[Block, bool] | None:
+        """Return the block that a tensor lies in, and whether it is new here; None without one."""
+        self.drop_dead()
+        storage = tensor.untyped_storage()
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        if not start or not nbytes:
+            return None
+        found = self._around(start)
+        if found is not None and start + nbytes <= found.block.stop:
+            return found.block, False
+        return self._add(storage, start, start + nbytes, name), True
+
+    def drop_dead(self) -> None:
+        """Forget what has been given back."""
+        while self._dropped:
+            held = self._dropped.popleft()
+            if self._held.get(held.block.start) is held:
+                self._remove(held)
+
+    def _around(self, address: int) -> _Held | None:
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return None
+        held = self._held[self._starts[at]]
+        if address >= held.block.stop:
+            return None
+        storage = held.storage()
+        if storage is not None and storage.data_ptr() != held.block.start:
+            self._remove(held)  # cut to nothing meanwhile, or moved
+            self._on_given(held.block)
+            return None
+        return held
+
+    def _add(self, storage: torch.UntypedStorage, start: int, stop: int, name: str) -> Block:
+        self._taken += 1
+        block = Block(start, stop, f"block {self._taken} ({stop - start} bytes, by {name})")
+        for other in list(self._between(start, stop)):
+            self._remove(other)
+            if other.storage() is not None:  # a part of this one, with a storage of its own
+                other.block.inside = block
+                unite((block.group, other.block.group))
+
+        def is_dead(_reference: Any) -> None:
+            if held.block.inside is None:
+                self._on_given(held.block)
+            self._dropped.append(held)
+
+        held = _Held(block, weakref.ref(storage, is_dead))
+        self._held[start] = held
+        insort(self._starts, start)
+        return block
+
+    def _between(self, start: int, stop: int) -> Iterator[_Held]:
+        at = max(bisect_right(self._starts, start) - 1, 0)
+        for address in self._starts[at : bisect_left(self._starts, stop)]:
+            held = self._held[address]
+            if held.block.start < stop and start < held.block.stop:
+                yield held
+
+    def _remove(self, held: _Held) -> None:
+        del self._held[held.block.start]
+        del self._starts[bisect_left(self._starts, held.block.start)]
+
+
+def unite(groups: Iterable[Group]) -> None:
+    """Have blocks be of the same memory; those that are known to be of others are left alone."""
+    roots = list(dict.fromkeys(group.root() for group in groups))
+    known = {root.where for root in roots} - {None}
+    if len(known) > 1:
+        return
+    for other in roots[1:]:
+        other.parent = roots[0]
+    if known:
+        (roots[0].where,) = known
+
+
+def put(block: Block, where: Where) -> None:
+    """Have a block be of this memory."""
+    block.root().group.root().where = where

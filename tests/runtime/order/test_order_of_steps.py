@@ -1,0 +1,118 @@
+"""Nothing in a step is unordered: every form, stage, place and tier, saves beside a training.
+
+Bugs are planted: each wait and record of an event in turn does nothing.  Each is reported in some
+run, or is among the ``REDUNDANT``, with why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.kit.covering import exhaustive, nightly
+from tests.kit.order.cases import RUNS, SLOW, Case, cases, outcome_of
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+
+OFFLOADED = {"offload": "optimizer,params"}
+
+IN_FILES = {"bucket_bytes": 256, "offload_cache_bytes": 24576}
+
+CASES = cases()
+
+
+def check(outcomes) -> None:
+    for outcome in outcomes:
+        assert outcome.num_entries > 100
+        assert not outcome.races, f"{outcome.case}\n" + "\n".join(outcome.races)
+
+
+@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["on the device", "on the host"])
+def test_a_step_is_in_order(options, tmp_path):
+    check([outcome_of(Case("clipped", 3, options), str(tmp_path), plants=False)])
+
+
+def tier_of(case: Case):
+    """All runs at their highest stage at night; forms at stage 3; the rest in the long run."""
+    is_last = case.stage == 3 and (case.run in RUNS or not case.options)
+    return (nightly if is_last else exhaustive)(case)
+
+
+@pytest.mark.parametrize("case", list(map(tier_of, CASES)), ids=list(map(str, CASES)))
+def test_every_run_is_in_order(case, tmp_path):
+    check([outcome_of(case, str(tmp_path), plants=False)])
+
+
+OF_RANKS = [
+    Case("clipped", 0),
+    Case("clipped", 1),
+    Case("clipped", 2, {"offload": "optimizer"}),
+    Case("clipped", 3),
+    Case("clipped", 3, OFFLOADED),
+    Case("accumulated", 3, OFFLOADED, files=True),
+    Case("save", 3, {"offload": "optimizer"}),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", OF_RANKS, ids=map(str, OF_RANKS))
+def test_ranks_are_in_order(case, ranks, tmp_path):  # noqa: F811
+    check(ranks(2).run(outcome_of, case, str(tmp_path), False))
+
+
+ACTIVATIONS = {"offload": "activations", "recompute": False, "hardware": SLOW}
+
+PLANTED = [
+    Case("clipped", 0),
+    Case("clipped", 3),
+    Case("clipped", 1, {"offload": "optimizer"}),
+    Case("clipped", 3, {"offload": "optimizer", "delayed_update": True}),
+    Case("clipped", 3, OFFLOADED),
+    Case(
+        "clipped", 3, {"offload": "params", "bucket_bytes": 256, "offload_cache_bytes": 8192}, True
+    ),
+    Case("clipped", 3, {**OFFLOADED, **IN_FILES}, True),
+    Case("stepped_twice", 3, OFFLOADED),
+    Case("plain", 3, ACTIVATIONS),
+    Case("plain", 0, {**ACTIVATIONS, "offload_cache_bytes": 8192}, True),
+    Case("write", 3, {**OFFLOADED, **IN_FILES}, True),
+]
+
+REDUNDANT: Mapping[tuple[str, str], str] = {
+    ("wait_event", "copies.py _copy_beside < copies.py to_host_start"): (
+        "the verifier lets a staging buffer be written again only behind the wait of what read it:"
+        " the current stream is behind that copy, and the copy's stream behind the current one"
+    ),
+    ("synchronize", "memory.py settle < host.py update_start_shards"): (
+        "the shard's copy to the device has been waited for by the stream before its gradient was"
+        " reduced; the update begins when the host has seen that gradient's copy, behind the stream"
+    ),
+    ("file wait", "transfers.py wait < host_cache.py _give_back"): (
+        "an operation on a file holds its memory: the wait is for the bound of the cache"
+    ),
+    ("join", "barrier.py wait"): "it is for the files: nothing in memory is touched after it",
+    ("join", "barrier.py wait < barrier.py <lambda>"): "the same, before the next save",
+}
+
+
+@pytest.mark.nightly
+def test_every_planted_bug_is_reported_or_redundant(tmp_path):
+    found: dict = {}
+    for number, case in enumerate(PLANTED):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for place, race in outcome_of(case, str(folder)).planted.items():
+            found[place] = found.get(place) or race
+    survivors = [place for place, race in found.items() if race is None]
+    print(f"{len(found)} places of waits, {len(found) - len(survivors)} reported")
+    unknown = [place for place in survivors if key_of(place) not in REDUNDANT]
+    assert len(found) > 15 and not unknown, unknown
+
+
+def key_of(place) -> tuple[str, str]:
+    """Return a place without its lines, which change: kind and functions, the innermost first."""
+    kind, code = place
+    return kind, " < ".join(
+        frame.rsplit("/", 1)[-1].split(":")[0] + " " + frame.split()[-1] for frame in code
+    )
