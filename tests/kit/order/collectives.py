@@ -57,9 +57,8 @@ class Collectives:
 
     def _transport(self, group: Any) -> NativeTransport:
         if id(group) not in self._transports:
-            made = NativeTransport.__new__(NativeTransport)
+            made = NativeTransport(group or SimpleNamespace(size=lambda: 1))
             made.group = group
-            made.world_size = 1 if group is None else group.size()
             self._transports[id(group)] = made
         return self._transports[id(group)]
 

@@ -101,8 +101,8 @@ def _memory(notes: Notes) -> Iterator[Any]:
         notes.lies_in(memory, Where.PINNED if pinned else Where.HOST, "HostMemory.empty")
         return memory
 
-    def aligned_empty(nbytes: int, *, pinned: bool = False) -> Tensor:
-        memory = taken["aligned_empty"](nbytes, pinned=False)
+    def aligned_empty(nbytes: int, *, pinned: bool = False, **more: Any) -> Tensor:
+        memory = taken["aligned_empty"](nbytes, pinned=False, **more)
         notes.lies_in(memory, Where.PINNED if pinned else Where.HOST, "aligned_empty")
         return memory
 
