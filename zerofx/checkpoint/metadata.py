@@ -10,7 +10,7 @@ import pickle
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -46,15 +46,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return _path
+            return PurePath  # where it was written to, maybe on another system
         if (module, name) in _SAFE:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of metadata")
-
-
-def _path(*parts: str) -> str:
-    """Return the path that a checkpoint was written to, maybe on another system, as text."""
-    return os.path.join(*parts) if parts else ""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -76,8 +71,7 @@ def read_metadata(folder: Path) -> Metadata:
         )
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        _check_version(getattr(metadata, "version", None), path)
-        _check_shape(metadata)
+        _check(metadata, path)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle fails in any way at all
@@ -105,7 +99,9 @@ def _why_none(folder: Path) -> str:
     )
 
 
-def _check_version(version: str | None, path: Path) -> None:
+def _check(metadata: Any, path: Path) -> None:
+    """Raise for a newer format, and for other types than metadata has: later code believes them."""
+    version = getattr(metadata, "version", None)
     numbers = tuple(int(part) for part in (version or "0").split(".")[:2])
     if numbers > NEWEST_VERSION:
         known = ".".join(map(str, NEWEST_VERSION))
@@ -113,10 +109,6 @@ def _check_version(version: str | None, path: Path) -> None:
             f"{path} is of format {version}, and formats up to {known} are known here. Use the "
             f"torch that wrote it (this is {torch.__version__}), and a zerofx for it."
         )
-
-
-def _check_shape(metadata: Any) -> None:
-    """Raise for parts of other types than metadata has: later code would believe them."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     if not isinstance(metadata.state_dict_metadata, dict):
@@ -158,11 +150,6 @@ class Saved:
         """Return the metadata of a tensor; None if the entry is something else."""
         found = self.metadata.state_dict_metadata[entry]
         return found if isinstance(found, TensorStorageMetadata) else None
-
-    @property
-    def roots(self) -> list[str]:
-        """The names at the top, for errors about a checkpoint of something else."""
-        return sorted({entry.partition(".")[0] for entry in self.metadata.state_dict_metadata})
 
 
 def sort_out(metadata: Metadata) -> Saved:

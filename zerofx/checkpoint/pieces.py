@@ -75,13 +75,18 @@ class Range:
         """
         if math.prod(self.shape) == 0:
             return [Box((0,) * len(self.shape), self.shape, 0)]
-        permuted = tuple(self.shape[dim] for dim in self.order)
+        shape = [self.shape[dim] for dim in self.order] or [1]
+        inner = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         inverse = self._inverse()
-        found, position = [], 0
-        for offsets, sizes in _cut(permuted, self.start, self.stop):
-            where = tuple(offsets[place] for place in inverse)
-            found.append(Box(where, tuple(sizes[place] for place in inverse), position))
-            position += found[-1].numel
+        found, at = [], self.start
+        while at < self.stop:  # the largest box that begins here
+            offsets = [at // numel % size for size, numel in zip(shape, inner, strict=True)]
+            first = [at % numel == 0 and at + numel <= self.stop for numel in inner].index(True)
+            rows = min((self.stop - at) // inner[first], shape[first] - offsets[first])
+            sizes = [*[1] * first, rows, *shape[first + 1 :]]
+            where, extent = (tuple(of[place] for place in inverse) for of in (offsets, sizes))
+            found.append(Box(where, extent, at - self.start))
+            at += found[-1].numel
         return found
 
     def view(self, values: torch.Tensor, box: Box) -> torch.Tensor:
@@ -99,32 +104,6 @@ class Range:
 
     def _inverse(self) -> list[int]:
         return sorted(range(len(self.order)), key=self.order.__getitem__)
-
-
-def _cut(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:
-    """Return (offsets, sizes) of the boxes of a range of a contiguous tensor."""
-    if start >= stop:
-        return []
-    if not shape:
-        return [((), ())]
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
-    rest = shape[1:]
-    inner = math.prod(rest)
-    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
-
-    def within(row: int, begin: int, end: int) -> list[tuple[Shape, Shape]]:
-        return [((row, *o), (1, *s)) for o, s in _cut(rest, begin, end)]
-
-    if first == last:
-        return within(first, head, tail)
-    found = []
-    if head:
-        found += within(first, head, inner)
-        first += 1
-    if first < last:
-        found.append(((first, *(0 for _ in rest)), (last - first, *rest)))
-    return found + within(last, 0, tail)
 
 
 @dataclass(frozen=True)
