@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerofx.codegen.numbers import HostNumbers, Number, unique
 from zerofx.codegen.operations import NumberOperand, Value
+from zerofx.ir.reach import reached
 
 Kind = Literal["parameter", "gradient", "state", "new state"]
 
@@ -157,14 +158,8 @@ class Program:
 
 def without_dead_values(program: Program) -> Program:
     """Drop what no result needs; a stream that is not read is not loaded either."""
-    alive: set[Value] = set()
-    pending = [stream.store for stream in program.streams if stream.store is not None]
-    pending += [program.squares] if program.squares is not None else []
-    while pending:
-        value = pending.pop()
-        if value not in alive:
-            alive.add(value)
-            pending += value.values
+    wanted = (program.squares, *(stream.store for stream in program.streams))
+    alive = set(reached(filter(None, wanted), lambda value: value.values))
     streams = tuple(
         stream if stream.load in alive else replace(stream, load=None) for stream in program.streams
     )

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
-from zerofx.ir.graph import erase_unused, program_order
+from zerofx.ir.graph import erase_unused
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.fuse.fold_gradient_work import may_be_overwritten
 from zerofx.passes.fuse.together import result_of, run_together
@@ -37,20 +37,18 @@ def fold_gradient_norms(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     updates, and is left alone; so is one of whose gradients any cannot be folded.
     """
     graph = gm.graph
-    order = program_order(graph)
     number = folded = 0
     for start in [node for node in graph.nodes if node.target is ops.all_reduce_start]:
         for members in _totals(start):
-            found = [(square, _update_of(square, start, order)) for square in members]
+            found = [(square, _update_of(square, start)) for square in members]
             updates = {update for _, update in found}
             if None in updates or len(updates) < len(members):
                 continue
             for square, update in found:
                 assert update is not None
-                place, value = order[update], square.meta["val"]
+                value = square.meta["val"]
                 by = "fold_gradient_norms"
                 together = run_together(graph, [update], by, squares=value, norm=number)
-                order[together] = place
                 square.replace_all_uses_with(result_of(together, 1))
                 erase_unused(graph, [square])
                 folded += 1
@@ -96,7 +94,7 @@ def _total_of(part: fx.Node) -> fx.Node | None:
     return stacked if total is not None and _is_of_order_2(total) else None
 
 
-def _update_of(square: fx.Node, start: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+def _update_of(square: fx.Node, start: fx.Node) -> fx.Node | None:
     """The update that has the elements at hand of which a norm's square is; None if none has."""
     norm = square.args[0] if square.target is aten.pow.Tensor_Scalar else None
     if norm is None or square.args[1] != 2 or list(norm.users) != [square]:
@@ -110,11 +108,11 @@ def _update_of(square: fx.Node, start: fx.Node, order: dict[fx.Node, int]) -> fx
             return None
     if norm.meta["val"].dtype is not torch.float32 or gradient.meta["val"].dtype not in _SUMMED:
         return None
-    if list(square.users) != [start.args[0]] or may_be_overwritten(gradient, norm, order):
+    if list(square.users) != [start.args[0]] or may_be_overwritten(gradient, norm):
         return None
     for update in gradient.users:
         is_its = update.target is ops.update and update.args[1] is gradient
-        if is_its and order[update] < order[start.args[0]]:
+        if is_its and update < start.args[0]:
             return update
     return None
 

@@ -7,7 +7,7 @@ from torch import fx
 from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, writers
-from zerofx.ir.graph import erase_unused, program_order
+from zerofx.ir.graph import erase_unused
 from zerofx.ir.interface import set_gradient_work
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.sizes import value_bytes
@@ -33,16 +33,15 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """
     graph = gm.graph
     known: dict[tuple, GradientWork] = {}
-    order = program_order(graph)
     runs = _runs(graph)
     folded_nodes = 0
     for update in list(filter(is_update_alone, graph.nodes)):
-        folded = _foldable(update, order, runs)
+        folded = _foldable(update, runs)
         if folded is None:
             continue
         nodes, gradient = folded
         work, coefficients = GradientWork.of(nodes, gradient)
-        if any(may_be_overwritten(number, update, order) for number in coefficients):
+        if any(may_be_overwritten(number, update) for number in coefficients):
             continue  # it is read by then, and not where the step reads it
         work = known.setdefault(work.computation, work)
         together = run_together(
@@ -54,7 +53,7 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             coefficients=coefficients,
         )
         set_gradient_work(together, work)
-        order[together], runs[together] = order[update], runs[update]
+        runs[together] = runs[update]
         folded_nodes += erase_unused(graph, [nodes[-1]])
     return {"kinds of work": len(known), "operators": folded_nodes}
 
@@ -68,9 +67,7 @@ def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
     return runs
 
 
-def _foldable(
-    update: fx.Node, order: dict[fx.Node, int], runs: dict[fx.Node, int]
-) -> tuple[list[fx.Node], fx.Node] | None:
+def _foldable(update: fx.Node, runs: dict[fx.Node, int]) -> tuple[list[fx.Node], fx.Node] | None:
     """The most work before an update that starts from one flat tensor; and that tensor."""
     (operands,) = operands_of_updates(update)
     shape = tuple(operands.gradient.meta["val"].shape)
@@ -78,7 +75,7 @@ def _foldable(
     edge = {operands.gradient}
     found: tuple[list[fx.Node], fx.Node] | None = None
     while edge:
-        node = max(edge, key=order.__getitem__)
+        node = max(edge)
         if not (may_be_work(node) and tuple(node.meta["val"].shape) == shape):
             break
         if not _is_needed_here_alone(node, inside, runs):
@@ -87,8 +84,8 @@ def _foldable(
         inside.add(node)
         edge.update(item for item in node.all_input_nodes if item.meta["val"].dim())
         gradient, *others = edge
-        if not others and not may_be_overwritten(gradient, update, order):
-            found = sorted(inside - {update}, key=order.__getitem__), gradient
+        if not others and not may_be_overwritten(gradient, update):
+            found = sorted(inside - {update}), gradient
     return found
 
 
@@ -106,7 +103,7 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
     return all(user.op == "call_function" and runs[user] == runs[node] for user in others)
 
 
-def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
+def may_be_overwritten(operand: fx.Node, reader: fx.Node) -> bool:
     """Return whether a tensor may lie in memory that is written to before ``reader`` would read it.
 
     In a world of one, what has been gathered or reduced is what it was made of.
@@ -118,7 +115,7 @@ def may_be_overwritten(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, i
             role = node.meta.get("zerofx_input")
             if role is not None and role.kind in ("parameter", "buffer"):
                 return True
-        if any(order[writer] < order[reader] for writer in writers(node) - {reader}):
+        if any(writer < reader for writer in writers(node)):
             return True
         moves = ops.is_collective(node) or node.target is ops.take_shard
         sources = node.all_input_nodes if moves else aliased_inputs(node)

@@ -6,7 +6,6 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import memory_of, writers
-from zerofx.ir.graph import program_order
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -26,7 +25,6 @@ def reduce_unflattened(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     stays if what it reads is freed or written to before the reduction starts.
     """
     reduced = 0
-    order = program_order(gm.graph)
     for start in gm.graph.nodes:
         if start.target is not ops.reduce_scatter_start:
             continue
@@ -34,7 +32,7 @@ def reduce_unflattened(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if flat.target is not ops.flatten_bucket or list(flat.users) != [start]:
             continue
         changes = {change for piece in flat.args[0] for change in _changes(piece)}
-        if not any(order[flat] < order[change] < order[start] for change in changes):
+        if not any(flat < change < start for change in changes):
             start.target, start.args = ops.reduce_bucket_start, (*flat.args, *others)
             gm.graph.erase_node(flat)
             reduced += 1

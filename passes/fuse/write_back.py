@@ -6,7 +6,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, mutated_inputs, readers, writers
-from zerofx.ir.graph import erase_unused, is_owned, program_order
+from zerofx.ir.graph import erase_unused, is_owned
 from zerofx.ir.interface import STANDS_FOR, input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Provenance, Role, bucket_of, parameter_of, role
@@ -33,11 +33,10 @@ def write_back(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     the other ranks' ranges, from the gather's start on: all readers of its old value must come
     before, and all that is gathered must be parameters that this program updates once.
     """
-    order = program_order(gm.graph)
     found = {
         wait: writes
         for wait in gm.graph.nodes
-        if wait.target is ops.wait and (writes := _writes_of(wait, ctx.table, order))
+        if wait.target is ops.wait and (writes := _writes_of(wait, ctx.table))
     }
     for wait, writes in found.items():
         _write_together(gm.graph, wait, writes)
@@ -63,9 +62,7 @@ def _write_together(graph: fx.Graph, wait: fx.Node, writes: list[fx.Node]) -> No
         erase_unused(graph, [value])
 
 
-def _writes_of(
-    wait: fx.Node, table: ParameterTable, order: dict[fx.Node, int]
-) -> list[fx.Node] | None:
+def _writes_of(wait: fx.Node, table: ParameterTable) -> list[fx.Node] | None:
     """The copies of each part of a gathered bucket into its parameter; None if they must stay."""
     start = wait.args[0]
     if start.target is not ops.all_gather_start or list(start.users) != [wait]:
@@ -78,7 +75,7 @@ def _writes_of(
     seen = aliases(wait)
     writes = []
     for shard, index in zip(shards, parameters, strict=True):
-        write = _only_write(shard, index, seen, order)
+        write = _only_write(shard, index, seen)
         if write is None:
             return None
         writes.append(write)
@@ -96,9 +93,7 @@ def _is_whole_bucket(parameters: list[int], packed: fx.Node, table: ParameterTab
     return sorted(parameters) == sorted(members)
 
 
-def _only_write(
-    update: fx.Node, index: int, gathered: set[fx.Node], order: dict[fx.Node, int]
-) -> fx.Node | None:
+def _only_write(update: fx.Node, index: int, gathered: set[fx.Node]) -> fx.Node | None:
     """The copy that ends a parameter's only update; None if its old value is needed later."""
     cut = update.args[0]
     before = {update.args[1].args[0]} if is_owned(update) else set()
@@ -120,4 +115,4 @@ def _only_write(
     found -= {write, cut}
     if any(reader.target is ops.take_shard for reader in found):  # taken for a copy
         return None
-    return None if any(order[reader] > order[update] for reader in found) else write
+    return None if any(reader > update for reader in found) else write

@@ -10,8 +10,9 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir.aliases import aliased_inputs, is_view, mutated_inputs
-from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import input_role
+from zerofx.ir.reach import reached
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.memory.minimum_cut import UNLIMITED, Network
 
@@ -66,6 +67,19 @@ def backward_calls(graph: fx.Graph) -> list[list[fx.Node]]:
     return calls
 
 
+def made_of_parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """By node that only parameters and gradients are computed into, or that is one, these."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "placeholder":
+            if input_role(node).kind in ("parameter", "gradient"):
+                found[node] = frozenset({node})
+        elif sources and all(source in found for source in sources):
+            found[node] = frozenset().union(*map(found.__getitem__, sources))
+    return found
+
+
 Choice = tuple[Collection[str], Mapping[str, str]]
 """The values that one backward computes again, and the reason for each that it keeps: names."""
 
@@ -86,26 +100,19 @@ class SavedValues:
     """
 
     def __init__(self, graph: fx.Graph):
-        self.order = program_order(graph)
-        self.parameters: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.parameters = made_of_parameters(graph)
         self.number: dict[fx.Node, int] = {}  # equal for what computes the same
         self.known: dict[object, int] = {}
         self.level: dict[fx.Node, int] = {}
-        self.first_write: dict[fx.Node, int] = {}
+        self.first_write: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             self._note(node)
 
     def _note(self, node: fx.Node) -> None:
-        sources = node.all_input_nodes
-        if node.op == "placeholder":
-            if input_role(node).kind in ("parameter", "gradient"):
-                self.parameters[node] = frozenset({node})
-        elif sources and all(source in self.parameters for source in sources):
-            self.parameters[node] = self.parameters_of(sources)
         self.number[node] = self._computation(node)
         self.level[node] = self.reading_level(node) + (not is_fused(node))
         for source in mutated_inputs(node):
-            self.first_write.setdefault(_base(source), self.order[node])
+            self.first_write.setdefault(_base(source), node)
 
     def _computation(self, node: fx.Node) -> int:
         key: object = node
@@ -135,7 +142,7 @@ class SavedValues:
         """
         first: dict[int, fx.Node] = {}
         found: dict[fx.Node, fx.Node] = {}
-        for node in sorted(nodes, key=self.order.__getitem__):
+        for node in sorted(nodes):
             same = first.setdefault(self.number[node], node)
             stays = any(r.op == "output" or mutated_inputs(r) for r in _readers(node))
             if same is not node and not stays:
@@ -153,7 +160,7 @@ class _Backward:
     def __init__(self, program: SavedValues, nodes: list[fx.Node]):
         self.program = program
         self.nodes = set(nodes)
-        self.first, self.last = program.order[nodes[0]], program.order[nodes[-1]]
+        self.first, self.last = nodes[0], nodes[-1]
         self.wanted: dict[fx.Node, None] = {}
         self.parameters: frozenset[fx.Node] = frozenset()
         for node in nodes:
@@ -202,18 +209,13 @@ class _Backward:
 
     def _cone(self) -> list[fx.Node]:
         """Return the wanted values and all that they may be computed from, in program order."""
-        found = dict(self.wanted)
-        pending = list(found)
-        while pending:
-            node = pending.pop()
+
+        def repeated_from(node: fx.Node) -> list[fx.Node]:
             self.reasons[node] = self._why_never_repeated(node)
-            if self.reasons[node]:
-                continue
-            for source in node.all_input_nodes:
-                if source not in found and source not in self.program.parameters:
-                    found[source] = None
-                    pending.append(source)
-        return sorted(found, key=self.program.order.__getitem__)
+            sources = [] if self.reasons[node] else node.all_input_nodes
+            return [source for source in sources if source not in self.program.parameters]
+
+        return sorted(reached(self.wanted, repeated_from))
 
     def _why_kept(self, node: fx.Node, chain: int) -> str:
         """Why a value is kept if backward needs it; an empty string if there is a choice."""
@@ -256,7 +258,7 @@ class _Backward:
         return ""
 
     def _is_later(self, reader: fx.Node) -> bool:
-        return reader not in self.nodes and self.program.order[reader] > self.first
+        return reader not in self.nodes and reader > self.first
 
     def _is_held(self, node: fx.Node) -> bool:
         """Return whether a value that is not repeated is in memory during backward anyway."""
@@ -296,13 +298,8 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Those who read a value or a view of it."""
-    pending = list(node.users)
-    while pending:
-        reader = pending.pop()
-        if is_view(reader):
-            pending.extend(reader.users)
-        else:
-            yield reader
+    found = reached(node.users, lambda reader: reader.users if is_view(reader) else ())
+    return (reader for reader in found if not is_view(reader))
 
 
 def _packet(node: fx.Node) -> object:

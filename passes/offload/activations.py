@@ -21,9 +21,8 @@ from zerofx.ir.aliases import (
     readers,
 )
 from zerofx.ir.graph import is_backward, program_order
-from zerofx.ir.interface import input_role
 from zerofx.ir.sizes import hinted_bytes
-from zerofx.passes.memory.saved_values import is_fused
+from zerofx.passes.memory.saved_values import is_fused, made_of_parameters
 
 aten = torch.ops.aten
 
@@ -51,21 +50,10 @@ def saved_activations(graph: fx.Graph, device: torch.device) -> list[Activation]
     what is written to, and what the step returns: that stays on the device.  Sizes are those that
     there were when the step was captured.
     """
-    order = program_order(graph)
-    of_parameters: set[fx.Node] = set()
-    found = []
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        if node.op == "placeholder":
-            if input_role(node).kind in ("parameter", "gradient"):
-                of_parameters.add(node)
-        elif sources and all(source in of_parameters for source in sources):
-            of_parameters.add(node)
-        elif _makes_a_value(node, device):
-            activation = _between_its_readers(node, order)
-            if activation is not None:
-                found.append(activation)
-    return found
+    order, of_parameters = program_order(graph), made_of_parameters(graph)
+    values = [n for n in order if n not in of_parameters and _makes_a_value(n, device)]
+    found = (_between_its_readers(node, order) for node in values)
+    return [activation for activation in found if activation is not None]
 
 
 def _makes_a_value(node: fx.Node, device: torch.device) -> bool:
@@ -93,7 +81,7 @@ def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation
     first = next((order[reader] for reader in found if is_backward(reader)), None)
     if first is None:
         return None
-    before = [done_with(reader, order) for reader in found if order[reader] < first]
+    before = [order[done_with(reader)] for reader in found if order[reader] < first]
     if node.target is operator.getitem:  # the tuple of all results holds them too
         before += [order[part] for part in node.args[0].users]
     leaves = max([order[node], *before]) + 1

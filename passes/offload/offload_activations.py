@@ -12,7 +12,7 @@ from zerofx.cost.program import seconds
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases
-from zerofx.ir.graph import Builder, erase_unused, program_order
+from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import mark_kept, note_decisions, recorded, why_kept
 from zerofx.ir.offload import assign_slots, copies_activation, copies_to_device, is_staged
 from zerofx.ir.roles import Role
@@ -117,12 +117,10 @@ def _planned(
             nodes, activations, times, lambda activation: copy_s(activation.nbytes)
         )
     large = [activation for activation in activations if activation.nbytes >= SMALLEST_BYTES]
-    order = program_order(graph)
     arriving = [
-        (order[wait], hinted_bytes(start))
-        for start in nodes
-        if copies_to_device(start)
-        for wait in start.users
+        (position, hinted_bytes(node))
+        for position, node in enumerate(nodes)
+        if ops.is_wait(node) and copies_to_device(node.args[0])
     ]
     lanes = Lanes(times, cuts, copy_s, arriving)
     if budget is None:

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, mutated_inputs, shard_of
-from zerofx.ir.graph import Builder, program_order
+from zerofx.ir.graph import Builder
 from zerofx.ir.interface import placeholders
 from zerofx.ir.offload import copies_activation, copies_to_device, released_at, uses_of_files
 from zerofx.ir.parameters import ParameterInfo
@@ -175,26 +175,24 @@ class _Filing:
         uses = uses_of_files(self.graph)
         sizes = [hinted_bytes(use) for use in uses]
         room = cache_bytes or BUCKETS_AHEAD * max(sizes, default=0)
-        order = program_order(self.graph)
-        behind = max(placeholders(self.graph), key=order.__getitem__, default=None)
+        behind = max(placeholders(self.graph), default=None)
         let_go: dict[object, fx.Node] = {}  # by what it is of, the last node that has
-        nodes = list(self.graph.nodes)
-        gone: list[int] = []  # where what is no longer there has been let go of, sorted
+        gone: list[fx.Node] = []  # with which what is no longer there has been let go of, sorted
         last_start, num_gone, held = None, 0, 0
         for position, use in enumerate(uses):
             held += sizes[position]
             while held > room and num_gone < position:
                 held -= sizes[num_gone]
-                insort(gone, order[released_at(uses[num_gone])])
+                insort(gone, released_at(uses[num_gone]))
                 num_gone += 1
             if ops.is_wait(use):
                 (start,) = use.args
-                earlier = bisect_left(gone, order[use])
-                needs = [nodes[gone[earlier - 1]]] if earlier else []
+                earlier = bisect_left(gone, use)
+                needs = gone[earlier - 1 : earlier] if earlier else []
                 parts = (let_go[part] for part in _parts_of(start) if part in let_go)
-                needs += [release for release in parts if order[release] < order[use]]
+                needs += [release for release in parts if release < use]
                 needs += [*start.all_input_nodes, *([behind] if behind else [])]
-                latest = max(needs, key=order.__getitem__)
+                latest = max(needs)
                 if last_start is not None and latest is behind:
                     last_start.append(start)
                 else:

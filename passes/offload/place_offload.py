@@ -15,7 +15,7 @@ from torch import fx
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, memory_of, writers
-from zerofx.ir.graph import Builder, is_owned, program_order
+from zerofx.ir.graph import Builder, is_owned
 from zerofx.ir.interface import note_decisions, recorded
 from zerofx.ir.offload import assign_slots, is_staged
 from zerofx.ir.roles import Role
@@ -109,7 +109,7 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             )
     if ctx.options.delayed_update:
         check_can_be_delayed(gm.graph, updates, ctx.table)
-    groups = _groups(gm.graph, updates, ctx)
+    groups = _groups(updates, ctx)
     for group in groups:
         group.ready = group.updates[-1]
     _find_readers(groups, gm.graph.output_node())
@@ -151,13 +151,12 @@ class _Group:
         return [update.args[3] for update in self.updates]
 
 
-def _groups(graph: fx.Graph, updates: list[fx.Node], ctx: PassContext) -> list[_Group]:
+def _groups(updates: list[fx.Node], ctx: PassContext) -> list[_Group]:
     """Sort updates into groups, in the order in which their gradients are complete.
 
     All of a group wait for the last one's gradient, so nobody may read what one of them has made
     or write to what one reads before that.
     """
-    order = program_order(graph)
     groups: list[_Group] = []
     opened: dict[tuple, _Group] = {}
     for update in updates:
@@ -165,21 +164,19 @@ def _groups(graph: fx.Graph, updates: list[fx.Node], ctx: PassContext) -> list[_
         dtypes = tuple(operand.meta["val"].dtype for operand in (values, gradient))
         key = (ctx.table[index].place.bucket, optimizer, tuple(rest), dtypes)
         group = opened.get(key)
-        if group is None or not _may_wait_for(group, update, order):
+        if group is None or not _may_wait_for(group, update):
             group = opened[key] = _Group()
             groups.append(group)
         group.updates.append(update)
-    return sorted(groups, key=lambda group: order[group.updates[-1]])
+    return sorted(groups, key=lambda group: group.updates[-1])
 
 
-def _may_wait_for(group: _Group, update: fx.Node, order: dict[fx.Node, int]) -> bool:
-    here = order[update]
+def _may_wait_for(group: _Group, update: fx.Node) -> bool:
     for member in group.updates:
-        if member.args[3] == update.args[3] or any(order[user] < here for user in member.users):
+        if member.args[3] == update.args[3] or any(user < update for user in member.users):
             return False
         for operand in member.args[:2]:
-            changes = writers(operand) - {member}
-            if any(order[member] < order[writer] < here for writer in changes):
+            if any(member < writer < update for writer in writers(operand)):
                 return False
     return True
 

@@ -14,6 +14,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import readers
 from zerofx.ir.graph import program_order
 from zerofx.ir.offload import copies_to_device
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
@@ -35,13 +36,11 @@ PREPARING = (Role.GATHER_CAST, Role.PACK, Role.SHARD_ON_DEVICE, Role.SHARD_TO_DE
 
 def chain_of(wait: fx.Node) -> list[fx.Node]:
     """The start of a gather and what prepares its input, last node first."""
-    chain, pending = {wait.args[0]}, [wait.args[0]]
-    while pending:
-        for operand in pending.pop().all_input_nodes:
-            if role(operand) in PREPARING and operand not in chain:
-                chain.add(operand)
-                pending.append(operand)
-    return sorted(chain, reverse=True)
+
+    def prepared_by(node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in node.all_input_nodes if role(operand) in PREPARING]
+
+    return sorted(reached([wait.args[0]], prepared_by), reverse=True)
 
 
 class _Fixed:

@@ -90,7 +90,7 @@ class GatherSpan:
         return GatherSpan(self.first, after.last, self.uses + after.uses)
 
 
-def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> list[GatherUnit]:
+def group_sources(sources: list[GatherSource]) -> list[GatherUnit]:
     """Put sources of one bucket together, if all have their shards before anyone reads one."""
     groups: dict[tuple, list[GatherSource]] = {}
     for source in sources:
@@ -101,15 +101,15 @@ def group_sources(sources: list[GatherSource], order: dict[fx.Node, int]) -> lis
         key = (shared, origin, source.regather, source.dtype, source.shard.meta["val"].dtype)
         groups.setdefault(key, []).append(source)
 
-    def first_read(source: GatherSource) -> int:
-        return min(order[reader] for reader, _ in source.uses)
+    def first_read(source: GatherSource) -> fx.Node:
+        return min(reader for reader, _ in source.uses)
 
     units: list[GatherUnit] = []
     for group in groups.values():
         unit: list[GatherSource] = []
         for source in sorted(group, key=first_read):
             is_there = any(other.parameter is source.parameter for other in unit)
-            if not unit or is_there or order[source.shard] >= first_read(unit[0]):
+            if not unit or is_there or not source.shard < first_read(unit[0]):
                 unit = []
                 units.append(GatherUnit(unit))
             unit.append(source)
@@ -197,7 +197,7 @@ def insert_gathers(
     if not wanted:
         return {"gathers": 0}
     order = program_order(builder.graph)
-    units = group_sources(wanted, order)
+    units = group_sources(wanted)
     spans = plan_spans(units, order, ctx.num_backwards)
     planned = sum(map(len, spans.values()))
     decides = ctx.options.memory_budget is not None or ctx.decided.residency
@@ -212,9 +212,8 @@ def insert_gathers(
         for number, span in enumerate(spans[unit]):
             reason = _why_gathered(unit, span, number, ctx.options.memory_budget)
             gathered.append(_gather(builder, unit, span, reason))
-    order = program_order(builder.graph)
     for wait in gathered:
-        last = last_use(aliases(wait), order)
+        last = last_use(aliases(wait))
         if last.op == "output":
             continue  # the caller's now
         origin = {"parameter": parameter_of(wait), "bucket": bucket_of(wait), "like": last}

@@ -19,6 +19,7 @@ from zerofx.ir.aliases import aliased_inputs, aliases, memory_of, mutated_inputs
 from zerofx.ir.graph import Builder, erase_unused, rank_varying
 from zerofx.ir.interface import InputRole, input_role, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import PassContext
@@ -306,12 +307,8 @@ class ShardPropagation:
         source = self.values[node].source
         if source is None or source.node.op != "placeholder":
             return False
-        pending, repeated = [node], set()
-        while pending:
-            found = pending.pop()
-            if found in source.chain and found not in repeated:
-                repeated.add(found)
-                pending += found.all_input_nodes
+        chain = source.chain
+        repeated = reached({node} & chain, lambda found: chain.intersection(found.all_input_nodes))
         computed = [found for found in repeated if not aliased_inputs(found)]
         return bool(computed) and any(
             min(computed) < writer < reader for writer in writers(source.node)

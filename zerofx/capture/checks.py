@@ -221,11 +221,9 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 
 def _makes_sparse_gradients(node: fx.Node) -> bool:
     functional = torch.nn.functional
-    return bool(
-        (node.target is functional.embedding and argument(node, 6, "sparse"))
-        or (node.target is functional.embedding_bag and argument(node, 7, "sparse"))
-        or (node.target is torch.embedding_bag and argument(node, 5, "sparse"))
-    )
+    embeddings = {functional.embedding: 6, functional.embedding_bag: 7, torch.embedding_bag: 5}
+    position = embeddings.get(node.target)
+    return position is not None and bool(argument(node, position, "sparse"))
 
 
 def _location(node: fx.Node) -> str:

@@ -108,15 +108,15 @@ class _Memory:
         last: dict[tuple[fx.Node, int], int] = {}
         for node in nodes:
             self.roots[node] = self._roots_of(node)
-            death = max((done_with(user, order) for user in node.users), default=order[node])
+            death = order[max(map(done_with, node.users), default=node)]
             for root in self.roots[node]:
                 last[root] = max(last.get(root, 0), death)
         for (node, part), nbytes in self.sizes.items():
             yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
         for node in nodes:
             if nbytes := self._own_bytes(node):
-                end = done_with(node, order) if ops.rules(node).reduces else order[node]
-                yield Allocation(node, 0, order[node], end, nbytes, own=True)
+                end = done_with(node) if ops.rules(node).reduces else node
+                yield Allocation(node, 0, order[node], order[end], nbytes, own=True)
 
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""

@@ -11,6 +11,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import parameter_of
 
 aten = torch.ops.aten
@@ -135,13 +136,7 @@ def readers(node: fx.Node) -> set[fx.Node]:
 
 def memory_of(node: fx.Node) -> set[fx.Node]:
     """``node`` and every earlier node whose memory it may share."""
-    found = {node}
-    pending = [node]
-    while pending:
-        sources = set(aliased_inputs(pending.pop())) - found
-        found |= sources
-        pending += sources
-    return found
+    return set(reached([node], aliased_inputs))
 
 
 def is_kept_on_host(node: fx.Node) -> bool:
@@ -165,8 +160,8 @@ def writers(node: fx.Node) -> set[fx.Node]:
     return {reader for reader, alias in uses(node) if alias in mutated_inputs(reader)}
 
 
-def done_with(reader: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Return when a reader is done with its operands: a start reads them until its wait."""
+def done_with(reader: fx.Node) -> fx.Node:
+    """The node with which a reader is done with its operands: a start reads them until its wait."""
     if ops.is_collective(reader) or ops.is_move(reader):
-        return max(done_with(user, order) for user in reader.users)
-    return order[reader]
+        return max(map(done_with, reader.users))
+    return reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
@@ -127,11 +127,9 @@ class Builder:
         node.meta.pop("tensor_meta", None)
 
 
-def last_use(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+def last_use(nodes: Collection[fx.Node]) -> fx.Node:
     """The last reader of any of ``nodes`` (or the last of them, if nobody reads it)."""
-    nodes = list(nodes)
-    readers = [user for node in nodes for user in node.users] or nodes
-    return max(readers, key=order.__getitem__)
+    return max([user for node in nodes for user in node.users] or nodes)
 
 
 def program_order(graph: fx.Graph) -> dict[fx.Node, int]:

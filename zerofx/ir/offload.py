@@ -11,7 +11,6 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import is_kept_on_host, readers
-from zerofx.ir.graph import program_order
 from zerofx.ir.roles import parameter_of
 from zerofx.ir.rules import FILES, TO_DEVICE, TO_HOST
 from zerofx.ir.sizes import hinted_bytes
@@ -101,15 +100,14 @@ def staging_bytes(
     return staging
 
 
-def staged_until(start: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Return the last place where the staging buffer of a copy to the host is read.
+def staged_until(start: fx.Node) -> fx.Node:
+    """The last node that reads the staging buffer of a copy to the host.
 
     What is started reads it until its wait.
     """
-    last = [order[start]]
-    for reader in readers(start):
-        last += [order[wait] for wait in reader.users] if ops.starts(reader) else [order[reader]]
-    return max(last)
+    found = readers(start)
+    waits = {wait for reader in found if ops.starts(reader) for wait in reader.users}
+    return max({start} | found | waits)
 
 
 def assign_slots(
@@ -121,21 +119,21 @@ def assign_slots(
     ``choose`` is given a start, the buffers that are free where it stands and the bytes of all, and
     returns one of the free, or None for a new one.  Return how many there are.
     """
-    order = program_order(starts[0].graph) if starts else {}
-    first = max((slot_of(node) for node in order if is_staged(node)), default=-1) + 1
-    free_from: list[int] = []
+    nodes = starts[0].graph.nodes if starts else ()
+    first = max((slot_of(node) for node in nodes if is_staged(node)), default=-1) + 1
+    last_readers: list[fx.Node] = []
     sizes: list[int] = []
     for start in starts:
-        free = [slot for slot, position in enumerate(free_from) if position < order[start]]
+        free = [slot for slot, reader in enumerate(last_readers) if reader < start]
         slot = choose(start, free, sizes)
         if slot is None:
-            slot = len(free_from)
-            free_from.append(0)
+            slot = len(last_readers)
+            last_readers.append(start)
             sizes.append(0)
-        free_from[slot] = staged_until(start, order)
+        last_readers[slot] = staged_until(start)
         sizes[slot] = max(sizes[slot], hinted_bytes(start))
         start.update_arg(3, first + slot)
-    return len(free_from)
+    return len(last_readers)
 
 
 def is_fetch(node: fx.Node, what: str) -> bool:

@@ -150,19 +150,14 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
     Raises: ValueError if the tensor has holes or overlaps (an expanded or strided view).
     """
-    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
-    # Dimensions of size 1 may carry any stride: place them where they already stand.
-    contiguous, expected = list(order), 1
-    for dim in reversed(order):
-        if shape[dim] == 1:
-            continue
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+    sized = [dim for dim in order if shape[dim] != 1]  # the others may carry any stride
+    expected = 1
+    for dim in reversed(sized):
         if stride[dim] != expected and math.prod(shape) > 0:
             raise ValueError(f"a tensor of shape {shape} and strides {stride} is not dense")
         expected *= shape[dim]
-    sized = [dim for dim in contiguous if shape[dim] != 1]
-    if sized == sorted(sized):
-        return tuple(range(len(shape)))
-    return order
+    return tuple(sorted(order) if sized == sorted(sized) else order)
 
 
 @dataclass(frozen=True)

@@ -102,20 +102,17 @@ def provenance(node: fx.Node) -> Provenance | None:
 
 def parameter_of(node: fx.Node) -> int:
     """Index of the parameter that an inserted node is for; -1 for several, or none."""
-    origin = provenance(node)
-    return origin.parameter if origin else -1
+    return getattr(provenance(node), "parameter", -1)
 
 
 def bucket_of(node: fx.Node) -> int:
     """Number of the bucket that an inserted node serves; -1 for none."""
-    origin = provenance(node)
-    return origin.bucket if origin else -1
+    return getattr(provenance(node), "bucket", -1)
 
 
 def role(node: fx.Node) -> Role | None:
     """The role of an inserted node; None for the user's own."""
-    origin = provenance(node)
-    return origin.role if origin else None
+    return getattr(provenance(node), "role", None)
 
 
 def served(node: fx.Node, table: ParameterTable) -> str:

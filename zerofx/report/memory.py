@@ -258,7 +258,7 @@ def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
     found = []
     for node in nodes:
         if is_staged(node) and hinted_bytes(node):
-            span, nbytes = (order[node], staged_until(node, order)), hinted_bytes(node)
+            span, nbytes = (order[node], order[staged_until(node)]), hinted_bytes(node)
             found.append(Piece(node, "host", "staging", *span, nbytes, node.meta["val"]))
     return found
 

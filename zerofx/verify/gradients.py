@@ -10,7 +10,8 @@ from zerofx.ir.graph import rank_varying
 from zerofx.ir.interface import input_role, recorded
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import Role, provenance
+from zerofx.ir.reach import reached
+from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.verify.broken import broken
 
 
@@ -55,10 +56,8 @@ def _stored_gradients_are_what_they_are_called(
     """Check that ``p.grad`` is left the same on all ranks, or declared to be unreduced."""
     results = graph.output_node().args[0]
     declared = recorded(graph).unreduced
-    for position, parameter in {
-        **recorded(graph).gradients,
-        **recorded(graph).written_gradients,
-    }.items():
+    slots = recorded(graph).gradients | recorded(graph).written_gradients
+    for position, parameter in slots.items():
         result = results[position]
         if result in varying and position not in declared and result.op != "placeholder":
             raise broken(
@@ -72,17 +71,12 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
     reduction = reduced.args[0] if reduced.target is ops.wait else reduced
-    if reduction.target is ops.reduce_bucket_start:
-        parameters = reduction.args[1]
-    elif reduction.target is not ops.reduce_scatter_start:
-        return False
-    elif reduction.args[0].target is not ops.flatten_bucket:
-        return False
-    else:
-        parameters = reduction.args[0].args[1]
+    flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
     return (
-        ops.argument(reduction, "reduction") == "mean"
-        and info.index in parameters
+        flat.target in (ops.flatten_bucket, ops.reduce_bucket_start)
+        and flat is not reduced
+        and ops.argument(reduction, "reduction") == "mean"
+        and info.index in flat.args[1]
         and (dim, start) == (0, info.position_in_shard)
         and stop - start == info.shard_numel
     )
@@ -90,27 +84,19 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
 
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
     """Return whether ``gradient`` is computed from the parameter's averaged gradient."""
-    parameter = info.index
-    pending, seen = [gradient], set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+
+    def is_average(node: fx.Node) -> bool | None:
+        """None if that depends on what it is computed from."""
         if node.op == "placeholder":
-            role_of_input = input_role(node)
-            is_gradient = role_of_input.kind == "gradient" and not role_of_input.unreduced
-            if is_gradient and role_of_input.parameter == parameter:
-                return True
-            continue
-        origin = provenance(node)
-        if origin and origin.role == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            if origin.parameter == parameter and ops.argument(node.args[0], "reduction") == "mean":
-                return True
-            continue
-        if origin and origin.role == Role.REDUCED_GRADIENT:
-            if origin.parameter == parameter and _is_own_range(node, info):
-                return True
-            continue
-        pending.extend(node.all_input_nodes)
-    return False
+            given = input_role(node)
+            is_its = given.kind == "gradient" and given.parameter == info.index
+            return is_its and not given.unreduced
+        is_its = parameter_of(node) == info.index
+        if role(node) == Role.REDUCE_GRADIENT and node.target is ops.wait:
+            return is_its and ops.argument(node.args[0], "reduction") == "mean"
+        return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None
+
+    def computed_from(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if is_average(node) is None else []
+
+    return any(map(is_average, reached([gradient], computed_from)))

@@ -34,50 +34,50 @@ def _goes_on(node: fx.Node) -> bool:
     return ops.starts(node) and ops.lane(node) in (TO_HOST, TO_DEVICE, UPDATES)
 
 
-def verify_offload(graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]) -> None:
+def verify_offload(graph: fx.Graph, table: ParameterTable) -> None:
     """Check every rule of a program's moves, and of what reads and writes host memory.
 
     Raises: GraphError.
     """
-    _nothing_changes_while_it_moves(graph, order)
-    _staging_buffers_are_free(graph, order)
-    _what_left_comes_back(graph, order)
+    _nothing_changes_while_it_moves(graph)
+    _staging_buffers_are_free(graph)
+    _what_left_comes_back(graph)
     _moves_carry_what_they_say(graph, table)
 
 
-def _nothing_changes_while_it_moves(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _nothing_changes_while_it_moves(graph: fx.Graph) -> None:
     """Check that nothing overwrites the operands of a copy or a started update before its wait."""
     for start in filter(_goes_on, graph.nodes):
         wait = ops.wait_of(start)
         is_move = ops.is_move(start)
         for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
-                if order[start] < order[writer] < order[wait]:
+                if start < writer < wait:
                     what = "copies" if is_move else "reads"
                     raise broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
 
 
-def _staging_buffers_are_free(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _staging_buffers_are_free(graph: fx.Graph) -> None:
     """A staging buffer is written to again only when all of it has been read."""
-    used: dict[int, tuple[fx.Node, int]] = {}
+    used: dict[int, tuple[fx.Node, fx.Node]] = {}
     for start in graph.nodes:
         if not is_staged(start) or slot_of(start) < 0:
             continue
         slot = slot_of(start)
-        if slot in used and used[slot][1] >= order[start]:
+        if slot in used and not used[slot][1] < start:
             raise broken(
                 start, f"writes to staging buffer {slot}, which {used[slot][0].name} still uses."
             )
-        used[slot] = start, staged_until(start, order)
+        used[slot] = start, staged_until(start)
 
 
-def _what_left_comes_back(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _what_left_comes_back(graph: fx.Graph) -> None:
     """Check that a value that has left the device is read only after it has come back, once."""
     for start in filter(copies_activation, graph.nodes):
         if len(start.args[0]) != 1:
             raise broken(start, "moves several values as if they were one.")
         if is_staged(start):
-            _is_read_before_it_leaves(start, order)
+            _is_read_before_it_leaves(start)
             continue
         origin = _before_files(start.args[0][0])
         leaves = origin.args[0] if ops.is_wait(origin) else origin
@@ -97,7 +97,7 @@ def _before_files(there: fx.Node) -> fx.Node:
     return there.args[0] if there.target is ops.evict else there
 
 
-def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None:
+def _is_read_before_it_leaves(start: fx.Node) -> None:
     (wait,) = start.users
     (value,) = start.args[0]
     for source in memory_of(value) - {value}:
@@ -112,7 +112,7 @@ def _is_read_before_it_leaves(start: fx.Node, order: dict[fx.Node, int]) -> None
             wait, f"is in host memory, to be brought back to the device once; {readers} reads it."
         )
     for reader, alias in uses(value):
-        if order[reader] > order[wait]:
+        if reader > wait:
             raise broken(reader, f"reads {alias.name}, which has left the device at {wait.name}.")
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import Heirs, aliases, heirs_in, mutated_inputs, readers, shard_of, uses
-from zerofx.ir.graph import program_order, updates
+from zerofx.ir.graph import updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
 from zerofx.ir.offload import copies_activation, is_staged
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
@@ -60,17 +60,16 @@ def verify(
 
     Raises: GraphError naming the node, the rule and the user's line.
     """
-    order = program_order(gm.graph)
     verify_names(gm.graph, table)
     _starts_are_waited_once(gm.graph)
-    verify_offload(gm.graph, table, order)
+    verify_offload(gm.graph, table)
     verify_files(gm.graph, table)
-    _nothing_reads_freed_memory(gm.graph, order)
+    _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph)
-    _nothing_reads_what_was_overwritten(gm.graph, order)
+    _nothing_reads_what_was_overwritten(gm.graph)
     _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
     _sharded_inputs_are_read_as_shards(gm.graph)
-    _buckets_hold_what_they_say(gm.graph, table, order)
+    _buckets_hold_what_they_say(gm.graph, table)
     _regions_are_runs_of_compute(gm.graph)
     _updates_are_those_captured(gm.graph, table)
     if "averaged_gradients" in facts:
@@ -100,10 +99,10 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
             raise broken(node, f"is over axis {axis!r}, and the mesh has {ops.DATA!r}.")
 
 
-def _nothing_reads_freed_memory(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _nothing_reads_freed_memory(graph: fx.Graph) -> None:
     for free in [node for node in graph.nodes if node.target is ops.free]:
         for reader, alias in uses(free.args[0]):
-            if order[reader] > order[free]:
+            if reader > free:
                 what = f"reads {alias.name}, whose memory {free.name} has freed before."
                 raise broken(reader, what)
 
@@ -118,7 +117,7 @@ def _gathers_are_freed(graph: fx.Graph) -> None:
             raise broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
 
 
-def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
     """Whoever wants the old value reads it before; the new value is the writer's result.
 
     A gathered buffer counts as the shard's memory, which it is in a world of one.
@@ -131,7 +130,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph, order: dict[fx.Node, in
                 (reader, alias)
                 for alias in aliases(target, heirs) - renewed
                 for reader in alias.users
-                if order[reader] > order[writer]
+                if reader > writer
                 and reader is not output
                 and reader not in renewed
                 and reader.target is not ops.free
@@ -202,13 +201,11 @@ def _sharded_inputs_are_read_as_shards(graph: fx.Graph) -> None:
                 raise broken(reader, f"reads {node.name} as if it were whole, but it is a shard.")
 
 
-def _buckets_hold_what_they_say(
-    graph: fx.Graph, table: ParameterTable, order: dict[fx.Node, int]
-) -> None:
+def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
     """Check that a parameter's part of a bucket is its own, and is read from its place."""
     for node in graph.nodes:
         if node.target is ops.write_back:
-            _writes_back_what_was_gathered(node, order)
+            _writes_back_what_was_gathered(node)
         elif node.target is ops.pack:
             for part, info in _members(node, table, num_shards=1):
                 if shard_of(part) != info.index:
@@ -231,7 +228,7 @@ def _buckets_hold_what_they_say(
                 _reads_its_own_range(node, packed, table[parameter_of(node)])
 
 
-def _writes_back_what_was_gathered(node: fx.Node, order: dict[fx.Node, int]) -> None:
+def _writes_back_what_was_gathered(node: fx.Node) -> None:
     """The parameters may lie in what was gathered: nothing reads an old value after its update."""
     gathered, wholes, indices = node.args
     sent = gathered.args[0].args[0]
@@ -245,7 +242,7 @@ def _writes_back_what_was_gathered(node: fx.Node, order: dict[fx.Node, int]) -> 
         made = updated[index]
         update = made.args[0] if made.target is operator.getitem else made
         for reader in readers(whole):
-            if reader is not node and order[reader] > order[update]:
+            if reader is not node and reader > update:
                 raise broken(
                     reader,
                     f"reads {whole.name} after {update.name}, which may have written it in place.",
