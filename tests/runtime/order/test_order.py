@@ -261,6 +261,7 @@ def test_copies_beside_the_step_are_in_order_and_need_each_wait(run):
     for _ in range(2):
         values = run.on_device()
         host = copies.wait(copies.to_host_start([values], 0))
+        values.mul_(3)  # the device may use it again
         copies.memory.settle(host)  # for the host itself
         values = host.add_(1)
         back = copies.wait(copies.to_device_start([host], CPU))
