@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kit.order.blocks import put, unite
@@ -173,7 +174,7 @@ def _may_lag(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _is_strange(tensor: Tensor) -> bool:
     """Return whether a tensor has no memory of its own: fake, on meta, not strided."""
     return (
-        isinstance(tensor, FakeTensor)
+        isinstance(tensor, (FakeTensor, FunctionalTensor))
         or tensor.device.type != "cpu"
         or tensor.layout is not torch.strided
         or torch._is_functional_tensor(tensor)
