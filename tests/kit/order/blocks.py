@@ -59,6 +59,7 @@ class Blocks:
 
     def __init__(self, on_given: Callable[[Block], Any]) -> None:
         self._on_given = on_given
+        self.before_given: dict[int, Callable[[int], object]] = {}  # by where a block starts
         self._starts: list[int] = []
         self._held: dict[int, _Held] = {}
         self._dropped: deque[_Held] = deque()
@@ -107,6 +108,7 @@ class Blocks:
                 unite((block.group, other.block.group))
 
         def is_dead(_reference: Any) -> None:
+            self.before_given.pop(start, lambda start: None)(start)
             if held.block.inside is None:
                 self._on_given(held.block)
             self._dropped.append(held)

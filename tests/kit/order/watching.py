@@ -101,9 +101,13 @@ def _memory(notes: Notes) -> Iterator[Any]:
         notes.lies_in(memory, Where.PINNED if pinned else Where.HOST, "HostMemory.empty")
         return memory
 
-    def aligned_empty(nbytes: int, *, pinned: bool = False, **more: Any) -> Tensor:
-        memory = taken["aligned_empty"](nbytes, pinned=False, **more)
+    def aligned_empty(
+        nbytes: int, *, pinned: bool = False, before_free: Callable[[int], object] | None = None
+    ) -> Tensor:
+        memory = taken["aligned_empty"](nbytes)
         notes.lies_in(memory, Where.PINNED if pinned else Where.HOST, "aligned_empty")
+        if before_free is not None:
+            notes.blocks.before_given[memory.data_ptr()] = before_free
         return memory
 
     yield mock.patch.object(HostMemory, "empty", host_empty)
