@@ -40,11 +40,9 @@ class DeferredTensor(_Deferred, torch.Tensor):
 @functools.cache
 def deferred_class(own: type) -> type:
     """The class that guards a tensor of class ``own``."""
-    if own is nn.Parameter:
-        return DeferredParameter
-    if own is torch.Tensor:
-        return DeferredTensor
     base = DeferredParameter if issubclass(own, nn.Parameter) else DeferredTensor
+    if own in (nn.Parameter, torch.Tensor):
+        return base
     return type(f"Deferred{own.__name__}", (base, own), {"__module__": own.__module__})
 
 

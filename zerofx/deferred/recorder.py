@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Recorder(compat.scalars.DispatchMode):
         super().__init__()
         self.exact = exact
         # By storage; after the block nobody sees writes any more, and their versions tell.
-        self._constants: dict[int, list[weakref.ref[Constant]]] = {}
+        self._constants: dict[int, WeakSet[Constant]] = defaultdict(WeakSet)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -66,9 +67,7 @@ class Recorder(compat.scalars.DispatchMode):
                 return call.run()
         if not call.returns_tensors and not call.written:
             return call.run_on_values()
-        if call.written:
-            return self._write(call)
-        return self._make(call)
+        return self._write(call) if call.written else self._make(call)
 
     # New tensors
 
@@ -155,18 +154,14 @@ class Recorder(compat.scalars.DispatchMode):
     def _constant(self, tensor: Tensor) -> Constant:
         constant = Constant(tensor)
         if not constant.is_copy:
-            self._constants.setdefault(compat.tensors.storage_key(tensor), []).append(
-                weakref.ref(constant)
-            )
+            self._constants[compat.tensors.storage_key(tensor)].add(constant)
         return constant
 
     def _keep_constants(self, written: Iterable[Tensor]) -> None:
         """Copy what recorded operations read of the memory of these, before it is written to."""
         for tensor in written if self._constants else ():
-            for reference in self._constants.pop(compat.tensors.storage_key(tensor), ()):
-                constant = reference()
-                if constant is not None:
-                    constant.keep()
+            for constant in self._constants.pop(compat.tensors.storage_key(tensor), ()):
+                constant.keep()
 
     # Random numbers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def replay(given: Mapping[Memory, torch.UntypedStorage]) -> None:
             # Operators run as they were recorded: below autocast.
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(ordinary_tensors())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         for write in writes:
             _run(write, storages, given)
             for memory in list(storages):
@@ -53,7 +54,8 @@ def _run(write: Write, storages: _Storages, given: Container[Memory]) -> None:
 
     arguments, keywords = replaced(write.arguments, write.keywords, real)
     draws = write.draw.by_default() if write.draw is not None else contextlib.nullcontext()
-    with draws, _default_dtype(write.default_dtype):
+    torch.set_default_dtype(write.default_dtype)
+    with draws:
         results = write.op(*arguments, **keywords)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     for position, made in write.made.items():
@@ -75,13 +77,3 @@ def zeros(memory: Memory) -> torch.UntypedStorage:
     with ordinary_tensors():
         flat = torch.zeros(memory.nbytes, dtype=torch.uint8, device=memory.device)
         return flat.untyped_storage()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

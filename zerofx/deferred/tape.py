@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from zerofx.accelerator import is_accelerator, module_of
 from zerofx.errors import StepError
@@ -92,21 +92,19 @@ class Constant:
 
     def __init__(self, tensor: Tensor) -> None:
         is_lent = not tensor.untyped_storage().resizable()  # numpy's, or shared: written unseen
-        self.is_copy = tensor.nbytes <= _COPIED_BYTES or is_lent or tensor.is_inference()
         self.tensor = tensor  # not detached: below autograd that would have its own version
-        if self.is_copy:
-            self._copy()
-        self._version = self.tensor._version
-
-    def _copy(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
+        self.is_copy = False
+        if tensor.nbytes <= _COPIED_BYTES or is_lent or tensor.is_inference():
+            self.keep()
+        else:
+            self._version = tensor._version
 
     def keep(self) -> None:
-        """Copy it now: its owner is about to write to it."""
+        """Copy it, if it is no copy: its owner may write to it."""
         if not self.is_copy:
-            self._copy()
-            self.is_copy, self._version = True, self.tensor._version
+            with torch.inference_mode(False), torch.no_grad():
+                self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
+            self.is_copy = True
 
     def check(self) -> None:
         if not self.is_copy and self.tensor._version != self._version:
@@ -132,18 +130,15 @@ class Draw:
     state: Tensor | None = None
     seed: int = 0
 
-    def set(self, generator: torch.Generator) -> None:
-        if self.state is not None:
-            generator.set_state(self.state)
-        else:
-            generator.manual_seed(self.seed)
-
     @contextlib.contextmanager
     def by_default(self) -> Iterator[None]:
         """Have the device's generator as the operation has found its own; then as it was."""
         generator = default_generator(self.device)
         before = generator.get_state()
-        self.set(generator)
+        if self.state is not None:
+            generator.set_state(self.state)
+        else:
+            generator.manual_seed(self.seed)
         try:
             yield
         finally:
@@ -241,10 +236,5 @@ def replaced(
     arguments: Sequence[Any], keywords: Mapping[str, Any], replace: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An operator's arguments with each leaf exchanged."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [replace(item) for item in value]
-        return replace(value)
-
-    return tuple(map(one, arguments)), {name: one(value) for name, value in keywords.items()}
+    positional, named = fx.node.map_aggregate((tuple(arguments), keywords), replace)
+    return positional, dict(named)
