@@ -69,31 +69,26 @@ class _Kind:
         return self.read(value)
 
 
-def _named(values: Mapping[str, object], name_of: Callable[[Any], str] = str) -> Any:
-    """Return what reads one of a few values by its name."""
-
-    def read(value: Any) -> object:
-        if name_of(value) not in values:
-            raise ValueError(f"must be one of {', '.join(values)}, not {value!r}")
-        return values[name_of(value)]
-
-    return read
+def _one_of(values: Mapping[str, object], name: str, given: object) -> Any:
+    if name not in values:
+        raise ValueError(f"must be one of {', '.join(values)}, not {given!r}")
+    return values[name]
 
 
 def _choice(*choices: object) -> _Kind:
     """One of a few values of one type."""
-    kind = type(choices[0])
-    values = {str(choice): choice for choice in choices}
-    return _Kind((kind,), f"one of {', '.join(values)} ({kind.__name__})", _named(values))
+    kind, values = type(choices[0]), {str(choice): choice for choice in choices}
+    expected = f"one of {', '.join(values)} ({kind.__name__})"
+    return _Kind((kind,), expected, lambda value: _one_of(values, str(value), value))
 
 
 def _dtype(*allowed: torch.dtype) -> _Kind:
     """One of a few dtypes, or its name."""
+    values = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
 
-    def name_of(dtype: object) -> str:
-        return str(dtype).removeprefix("torch.")
+    def read(value: Any) -> Any:
+        return _one_of(values, str(value).removeprefix("torch."), value)
 
-    read = _named({name_of(dtype): dtype for dtype in allowed}, name_of)
     return _Kind((torch.dtype, str), "a torch.dtype or its name", read)
 
 
@@ -148,7 +143,10 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 _SWITCHED = dict(zip("0 1 false true off on no yes".split(), (False, True) * 4, strict=True))
 _SWITCH = _Kind(
-    (bool, int, str), "True or False", _named(_SWITCHED, lambda v: str(v).lower()), refuses=()
+    (bool, int, str),
+    "True or False",
+    lambda value: _one_of(_SWITCHED, str(value).lower(), value),
+    refuses=(),
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
