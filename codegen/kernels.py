@@ -20,7 +20,7 @@ from zerofx.codegen.triton.launch import TritonKernel
 logger = logging.getLogger("zerofx")
 
 # Given a file's name and text, where somebody wants to read what is generated.
-Keep = Callable[[str, str], None]
+Keep = Callable[[str, str], object]
 
 
 Kernel = UpdateKernel | TritonKernel | Update

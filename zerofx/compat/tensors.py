@@ -10,7 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import _disable_current_modes
+
+# Names as short as ``f32``, by dtype.
+short_dtypes = dtype_abbrs
 
 # A context in which new tensors are real although a compilation is under way.
 real_tensors = unset_fake_temporarily

@@ -167,7 +167,7 @@ class Program:
                     open_files=self._open_files,
                     delayed=self.function.delayed if options.delayed_update else None,
                 ),
-                keep_source=self.dump.write_kernel if self.dump else None,
+                keep_source=self.dump.write_file if self.dump else None,
             )
         except Exception as error:
             self.function.agreement.fail(f"{type(error).__name__}: {error}")

@@ -88,7 +88,8 @@ def _passes(program: Program, with_seconds: bool) -> str:
     """Return a table with a row for each pass: what it did, or why it is off."""
     rows = []
     for report in program.reports:
-        what = report.skipped or _counts(report.counts)
+        counts = ", ".join(f"{what}: {count}" for what, count in report.counts.items() if count)
+        what = report.skipped or counts
         if report.skipped == TURNED_OFF:
             what += f"; ZEROFX_{report.option.upper()}=1 turns it on"
         row = [report.name, "off" if report.skipped else "on", what]
@@ -173,10 +174,6 @@ def _files(program: Program) -> list[tuple[str, str]]:
         ("written per step, at most", size_text(files.written_bytes)),
         ("of that in host memory", f"{held} of at most {bound}"),
     ]
-
-
-def _counts(counts) -> str:
-    return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
 
 
 def memory_by_stage(program: Program) -> list[str]:

@@ -68,7 +68,10 @@ def claim(path: str | Path, run: str) -> DumpFolder:
     folder = DumpFolder(path)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder.path):
+        with contextlib.ExitStack() as stack:
+            directory = os.open(folder.path, os.O_RDONLY)
+            stack.callback(os.close, directory)
+            _lock(directory, fcntl.LOCK_EX)  # one process claims a folder at a time
             claimed = _claimed(folder.path, run)
     except OSError as error:
         folder.fail(folder.path, error)
@@ -149,17 +152,6 @@ def _remove_dumps(folder: Path) -> None:
     (folder / CLAIM).unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Keep other processes from claiming a folder below ``path`` meanwhile."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        _lock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
 
 
 def _lock(descriptor: int, how: int) -> bool:

@@ -94,12 +94,8 @@ def alive(pieces: Iterable[Piece], count: int, place: str = "device") -> dict[st
         if piece.place == place:
             changes[piece.kind][piece.begin] += piece.nbytes
             changes[piece.kind][piece.end + 1] -= piece.nbytes
-    found = {}
-    for kind, steps in changes.items():
-        column = list(itertools.accumulate(steps[:count]))
-        if any(column):
-            found[kind] = column
-    return found
+    columns = {kind: list(itertools.accumulate(of[:count])) for kind, of in changes.items()}
+    return {kind: column for kind, column in columns.items() if any(column)}
 
 
 def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:

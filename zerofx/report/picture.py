@@ -69,8 +69,14 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     _draw_lanes(axes[-1], spans, rows)
     axes[-1].set_xlim(0, end_us)
     axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
-    figure.suptitle(trace["zerofx"]["title"], fontsize=11)
-    figure.supxlabel("\n".join(_subtitle(trace["zerofx"])), fontsize=8)
+    ours = trace["zerofx"]
+    words = [
+        ours["words"][0],
+        *([ours["measured"]] if "measured" in ours else []),
+        ours["hardware"],
+    ]
+    figure.suptitle(ours["title"], fontsize=11)
+    figure.supxlabel("\n".join(words), fontsize=8)
     with written_anew(path) as part:
         figure.savefig(part, format="png", dpi=100)
 
@@ -133,7 +139,3 @@ def _draw_lanes(
     axis.tick_params(axis="x", labelsize=8)
     if spans:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-
-
-def _subtitle(ours: dict[str, Any]) -> list[str]:
-    return [ours["words"][0], *([ours["measured"]] if "measured" in ours else []), ours["hardware"]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zerofx import compat
 from zerofx.ir import ops
 
 WIDTH = 100
@@ -34,24 +35,14 @@ def value_text(value: Any) -> str:
         return f"({', '.join(map(value_text, value))})"
     if not isinstance(value, torch.Tensor):
         return "" if value is None else one_line(without_addresses(str(value)))
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = compat.tensors.short_dtypes.get(value.dtype) or str(value.dtype).removeprefix("torch.")
     shape = ", ".join(map(str, value.shape))
     strides = ""
     sizes = [*value.shape, *value.stride()]
     if all(type(size) is int for size in sizes) and not value.is_contiguous():
         strides = f"[{', '.join(map(str, value.stride()))}]"
-    return f"{_SHORT.get(dtype, dtype)}[{shape}]{strides}{value.device}"
+    return f"{dtype}[{shape}]{strides}{value.device}"
 
-
-_SHORT = {
-    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
-    "bfloat16": "bf16",
-    "bool": "b8",
-    "complex64": "c64",
-    "complex128": "c128",
-}
 
 EXACT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
 EXACT |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}

@@ -124,11 +124,12 @@ def function_folders(folder: Path, rank: int, function: str | None = None) -> li
     for found in ([folder], sorted((folder / f"rank{rank}").glob("*")), sorted(folder.glob("*"))):
         functions = [path for path in found if path.is_dir() and any(path.glob("00_captured.py"))]
         if functions:
+            functions.sort(key=_order)
             wanted = [path for path in functions if function in (None, path.name)]
             if not wanted:
-                known = ", ".join(path.name for path in sorted(functions, key=_order))
+                known = ", ".join(path.name for path in functions)
                 raise CommandError(f"there is no function {function!r}; there is {known}")
-            return sorted(wanted, key=_order)
+            return wanted
     ranks = ", ".join(sorted(path.name for path in folder.glob("rank*")))
     raise CommandError(
         f"{folder} holds no dump of rank {rank}; it holds {ranks or 'no ranks'}. Run the training "

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -92,13 +93,8 @@ class ProgramText:
     def file(self) -> str:
         """Return the program's file, without a header."""
         program = self._program()  # first: it notes optimizers, constants and obstacles
-        facts = self.facts()
-        facts = {
-            "PARAMETERS": facts.pop("PARAMETERS"),
-            "OPTIMIZERS": [self.optimizers.get(handle, {}) for handle in self.handles],
-            **facts,
-            "OBSTACLES": self.obstacles,
-        }
+        optimizers = [self.optimizers.get(handle, {}) for handle in self.handles]
+        facts = {**self.facts(), "OPTIMIZERS": optimizers, "OBSTACLES": self.obstacles}
         literals = [literal_text(name, value) for name, value in facts.items()]
         return "\n\n".join([*literals, _IMPORTS, self._constants(), f"\n{program}\n", f"{_RUN}\n"])
 
@@ -276,23 +272,17 @@ def _described(info: ParameterInfo) -> dict[str, Any]:
         "requires_grad": info.requires_grad,
     }
     if info.assigned is not None:
-        place = info.assigned
-        described["place"] = (place.bucket, place.offset, place.extent, place.shard_numel)
+        described["place"] = astuple(info.assigned)
     return described
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return, by node, the nodes that nothing reads after it."""
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            seen.update(node.all_input_nodes)
-        elif node.op != "placeholder":
-            unread = [] if node in seen else [node]
-            last = [read for read in node.all_input_nodes if read not in seen]
-            seen.update(last)
-            dying[node] = [*(read for read in last if read.op != "placeholder"), *unread]
+    dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            dying[max(node.users, key=order.__getitem__, default=node)].append(node)
     return dying
 
 
@@ -302,13 +292,10 @@ def _source(node: fx.Node) -> str:
     if not place:
         return ""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
-    module = f" ({_module_path(modules[-1][0])})" if modules else ""
-    return f"{place}{module}: {one_line(text)}"
-
-
-def _module_path(source: str) -> str:
-    """``G['model'].blocks.0`` -> ``model.blocks.0``."""
-    return re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", one_line(source))
+    if not modules:
+        return f"{place}: {one_line(text)}"
+    path = re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", one_line(modules[-1][0]))  # G['model'].head
+    return f"{place} ({path}): {one_line(text)}"
 
 
 def _annotation(node: fx.Node) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,20 +175,12 @@ class _Writer:
             source = begins.get(span.node.args[0]) if ops.is_wait(span.node) else None
             if source is None or span.lane != "waiting":
                 continue
+            arrow = {"bp": "e", "id": self.order[span.node], "pid": PREDICTED}
+            arrow |= {"name": "awaited", "cat": "awaited"}
             ends = [("s", source.lane, source.begin_s), ("f", "waiting", span.end_s - 1e-9)]
             for phase, lane, at_s in ends:
-                found.append(
-                    {
-                        "ph": phase,
-                        "bp": "e",
-                        "id": self.order[span.node],
-                        "pid": PREDICTED,
-                        "tid": 1 + LANES.index(lane),
-                        "ts": _microseconds(max(at_s, 0.0)),
-                        "name": "awaited",
-                        "cat": "awaited",
-                    }
-                )
+                where = {"tid": 1 + LANES.index(lane), "ts": _microseconds(max(at_s, 0.0))}
+                found.append({"ph": phase, **arrow, **where})
         return found
 
     def serves(self, node: fx.Node, most: int | None = None) -> str:
@@ -243,18 +237,15 @@ def _counters(
     Several nodes may run at one time, if they take none: the highest and the last are shown.
     """
     kinds = alive(pieces, len(issued_s), place)
-    columns = list(zip(*kinds.values(), strict=True))
+    columns = zip(map(_microseconds, issued_s), zip(*kinds.values(), strict=True), strict=False)
     events: list[dict[str, Any]] = []
     shown = None
-    for at_us, group in itertools.groupby(
-        range(len(columns)), lambda p: _microseconds(issued_s[p])
-    ):
-        positions = list(group)
-        highest = max(positions, key=lambda position: sum(columns[position]))
-        for position in (highest, positions[-1]):
-            if columns[position] == shown:
+    for at_us, group in itertools.groupby(columns, operator.itemgetter(0)):
+        there = [column for _, column in group]
+        for column in (max(there, key=sum), there[-1]):
+            if column == shown:
                 continue
-            shown = columns[position]
+            shown = column
             event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": at_us}
             events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}})
             by_kind = dict(zip(kinds, shown, strict=True))
@@ -306,10 +297,10 @@ def _waiting(timeline: Timeline) -> str:
 
 
 def _longest_waits(writer: _Writer) -> list[str]:
-    waits: dict[fx.Node, float] = {}
+    waits: dict[fx.Node, float] = defaultdict(float)
     for span in writer.timeline.spans:
         if span.lane == "waiting":
-            waits[span.node] = waits.get(span.node, 0.0) + span.end_s - span.begin_s
+            waits[span.node] += span.end_s - span.begin_s
     longest = sorted(waits, key=lambda node: (-waits[node], writer.order[node]))[:_LONGEST]
     if not longest:
         return []

@@ -102,7 +102,10 @@ class ProgramDump:
         content = "\n".join([*head, "", text])
         path = self.write_file(f"{stem}.py", content)
         if len(self.constants) > self._num_saved:
-            self.write_file(CONSTANTS_FILE, _saved(self.constants))
+            buffer = io.BytesIO()
+            with compat.tensors.real_tensors():
+                torch.save({name: its.cpu() for name, its in self.constants.items()}, buffer)
+            self.write_file(CONSTANTS_FILE, buffer.getvalue())
             self._num_saved = len(self.constants)
         compat.aot.trace_program(f"zerofx_{stem}", lambda: content)
         return path
@@ -127,10 +130,6 @@ class ProgramDump:
             state_bytes=state_bytes,
         )
         self.write_file(f"{program}{SUFFIX}", text_of(trace))
-
-    def write_kernel(self, name: str, source: str) -> None:
-        """Write a kernel that was generated for the program."""
-        self.write_file(name, source)
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
         """Write a table of the passes: what each did, its seconds, and the costs around it."""
@@ -207,10 +206,3 @@ def _shown(before: Costs | None, after: Costs) -> tuple[str, ...]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
-
-
-def _saved(constants: Mapping[str, torch.Tensor]) -> bytes:
-    buffer = io.BytesIO()
-    with compat.tensors.real_tensors():
-        torch.save({name: tensor.cpu() for name, tensor in constants.items()}, buffer)
-    return buffer.getvalue()

@@ -52,7 +52,7 @@ class StepRuntime:
         graph: fx.Graph,
         trained: Trained,
         setup: ProgramSetup,
-        keep_source: Callable[[str, str], None] | None = None,
+        keep_source: Callable[[str, str], object] | None = None,
     ):
         self.communicator = communicator
         self.table = trained.table
