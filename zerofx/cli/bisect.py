@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import math
 import re
-import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,21 +84,17 @@ def run(chosen: argparse.Namespace) -> int:
         raise CommandError("bisect runs a command: give it behind --, as you would type it")
     command = Command(words, chosen.out, chosen.metric, chosen.timeout)
     search = Search(command, chosen.tolerance)
+    status = 0
     try:
         with interruptible():
             found = list(search.run())
     except KeyboardInterrupt:
-        print(f"{search.table()}\n\nInterrupted: no pass is named.")
-        return _INTERRUPTED
-    except CommandError:
+        found, status = ["Interrupted: no pass is named."], _INTERRUPTED
+    finally:
         if command.trials:
-            print(f"{search.table()}\n")
-            sys.stdout.flush()
-        raise
-    print(f"{search.table()}\n")
-    for line in found:
-        print(line)
-    return 0
+            print(f"{search.table()}\n", flush=True)
+    print("\n".join(found))
+    return status
 
 
 def _pattern(text: str) -> re.Pattern[str]:

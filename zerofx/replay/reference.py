@@ -140,14 +140,9 @@ class Reference:
         return flat
 
     def reduce_bucket_start(
-        self,
-        wholes: list[Tensor],
-        parameters: list[int],
-        numel: int,
-        reduction: str,
-        world_size: int,
+        self, wholes: list[Tensor], *, reduction: str, world_size: int, **bucket: Any
     ) -> Tensor:
-        flat = self.flatten_bucket(wholes, parameters, numel)
+        flat = self.flatten_bucket(wholes, **bucket)
         return self.reduce_scatter_start(flat, reduction, world_size)
 
     def write_back(self, gathered: Tensor, wholes: list[Tensor], parameters: list[int]) -> None:
