@@ -79,34 +79,13 @@ def bound_parameters(*owners: nn.Module | Optimizer) -> list[ParameterState]:
     return list(dict.fromkeys(bound for bound in found if bound is not None))
 
 
-def sharded_in(optimizer: Optimizer) -> dict[int, ParameterState]:
-    """Return the parameters whose states in this optimizer are shards, by their ``id``."""
-    attachment = REGISTRY.attached.get(optimizer)
-    if attachment is None:
-        return {}
-    bounds = attachment.bounds(optimizer)
-    return {id(bound.parameter): bound for bound in bounds if bound in attachment.sharded}
-
-
 def check_model(model: object) -> None:
     """Raise TypeError if ``model`` is no module."""
     if not isinstance(model, nn.Module):
+        what = "None" if model is None else f"of type {type(model).__name__}"
         raise TypeError(
-            f"model is {_what(model)}; expected a torch.nn.Module: path, model and optimizer, in "
-            "this order"
+            f"model is {what}; expected a torch.nn.Module: path, model and optimizer, in this order"
         )
-
-
-def check_extra(extra: Mapping[str, Any] | None) -> None:
-    """Raise TypeError if ``extra`` is no mapping."""
-    if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(
-            f"extra is {_what(extra)}; expected values by name, such as {{'step': 100}}, or None"
-        )
-
-
-def _what(value: object) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -261,7 +240,7 @@ class Contents:
         return Piece(held, dtype, self.snapshot.add(parameter, sources, own, name))
 
     def _states_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-        sharded = sharded_in(optimizer)
+        attachment = REGISTRY.attached.get(optimizer)
         found: dict[str, Any] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -269,11 +248,11 @@ class Contents:
                 if not state:
                     continue
                 name = names[id(parameter)]
-                bound = sharded.get(id(parameter))
-                if bound is not None:
+                bound = REGISTRY.lookup(parameter)
+                if bound is not None and attachment is not None and bound in attachment.sharded:
                     found[name] = dict(self._sharded_state(state, bound))
                 else:
-                    alike = REGISTRY.lookup(parameter) is not None
+                    alike = bound is not None
                     found[name] = {
                         key: self._whole_state(value, parameter, alike, f"{key} of {name}")
                         for key, value in state.items()

@@ -217,11 +217,6 @@ class Draft:
             ) from error
 
 
-def next_serial(parent: Path) -> int:
-    complete, _ = checkpoints_in(parent)
-    return complete[-1][0].serial + 1 if complete else 1
-
-
 SKIPPED: set[Path] = set()
 """Damaged checkpoints that ``resume`` went past: the training will save under their names."""
 

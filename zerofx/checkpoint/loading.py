@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def load(
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.load()")
     ranks.check_same(path=folder, strict=strict)
-    reading = _checked(folder, model, optimizers, ranks, strict)
-    reading.read_on()
-    return reading.extra
+    reading = _Reading(folder, model, optimizers, ranks)
+    reading.check(strict)
+    return reading.read_on()
 
 
 def resume(
@@ -95,8 +96,9 @@ def resume(
         SKIPPED.add(path.absolute())
     paths = [path for _, path in reversed(complete)]
     for path in paths:
+        reading = _Reading(path, model, optimizers, ranks)
         try:
-            reading = _checked(path, model, optimizers, ranks, strict=True)
+            reading.check(strict=True)
         except (MismatchError, RankError):
             raise
         except (CheckpointError, FileNotFoundError) as error:
@@ -105,55 +107,48 @@ def resume(
             logger.error("%s The one before it is loaded.", error)
             SKIPPED.add(path.absolute())
             continue
-        reading.read_on()
+        extra = reading.read_on()
         if reading.rng is not None:
             set_rng_state(reading.rng)
         else:
             logger.warning("%s is of other ranks: random numbers go on as seeded", path)
-        return reading.extra
+        return extra
     return {}
 
 
-def _checked(
-    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, strict: bool
-) -> _Reading:
-    """Return a load that all ranks have checked, and that has changed nothing yet.  Collective."""
-    readings: list[_Reading] = []
-    ranks.together(lambda: readings.append(_Reading(folder, model, optimizers, ranks, strict)))
-    return readings[0]
-
-
+@dataclass
 class _Reading:
-    """One rank's part of a load.  Everything that will be read is checked when this is made.
+    """One rank's part of a load.  ``rng`` is the state of its generators, if it was saved."""
 
-    Raises: MismatchError if there are differences and ``strict`` is set; CheckpointError.
-    """
+    folder: Path
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    ranks: Ranks
+    rng: dict[str, Any] | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        ranks: Ranks,
-        strict: bool,
-    ) -> None:
-        self.folder, self.ranks, self.optimizers = folder, ranks, optimizers
-        there = folder.resolve()  # a link may point to another checkpoint before all is read
+    def check(self, strict: bool) -> None:
+        """Check on all ranks everything that will be read, and change nothing.  Collective.
+
+        Raises: MismatchError if there are differences and ``strict`` is set; CheckpointError.
+        """
+        self.ranks.together(lambda: self._check(strict))
+
+    def _check(self, strict: bool) -> None:
+        there = self.folder.resolve()  # a link may point to another checkpoint before all is read
         metadata = read_metadata(there)
         self.reader = Reader(there, metadata)
         saved = sort_out(metadata)
         if not saved.model:
+            roots = sorted({entry.partition(".")[0] for entry in metadata.state_dict_metadata})
             raise MismatchError(
-                f"{folder} has no tensors under 'model', which is where zerofx.save and the "
+                f"{self.folder} has no tensors under 'model', which is where zerofx.save and the "
                 f"examples of torch.distributed.checkpoint put a model's: it has "
-                f"{', '.join(saved.roots[:8]) or 'nothing'}. Save it as {{'model': ..., "
+                f"{', '.join(roots[:8]) or 'nothing'}. Save it as {{'model': ..., "
                 "'optimizer': ...}."
             )
-        self.matching = Matching(saved, model, optimizers, self.reader.value)
-        self.extra = self.matching.extra
-        self.rng: dict[str, Any] | None = None
-        if len(saved.rng) == ranks.world_size:
-            self.rng = self.reader.value(saved.rng[ranks.rank])
+        self.matching = Matching(saved, self.model, self.optimizers, self.reader.value)
+        if len(saved.rng) == self.ranks.world_size:
+            self.rng = self.reader.value(saved.rng[self.ranks.rank])
         differences = self.matching.differences
         if differences and strict:
             raise MismatchError(
@@ -161,12 +156,12 @@ class _Reading:
                 "the model to the dtype that was saved, or leave out what does not fit with "
                 "strict=False."
             )
-        self.reader.check_all(self.matching.targets, ranks.rank, ranks.world_size)
+        self.reader.check_all(self.matching.targets, self.ranks.rank, self.ranks.world_size)
         if differences:
             logger.warning("zerofx.load left out what does not fit: %s", differences)
 
-    def read_on(self) -> None:
-        """Read everything into its place.  Collective.
+    def read_on(self) -> dict[str, Any]:
+        """Read everything into its place, and return ``extra``.  Collective.
 
         Raises: CheckpointError on all ranks if one cannot read a part that was whole before.
         """
@@ -174,6 +169,7 @@ class _Reading:
             self.ranks.together(self._read)
         self.matching.forget()
         self.reader.values.clear()  # what reads late keeps the reader
+        return self.matching.extra
 
     def _read(self) -> None:
         try:

@@ -10,7 +10,7 @@ import pickle
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -46,15 +46,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return _path
+            return PurePath  # where it was written to, maybe on another system
         if (module, name) in _SAFE:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of metadata")
-
-
-def _path(*parts: str) -> str:
-    """Return the path that a checkpoint was written to, maybe on another system, as text."""
-    return os.path.join(*parts) if parts else ""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -158,11 +153,6 @@ class Saved:
         """Return the metadata of a tensor; None if the entry is something else."""
         found = self.metadata.state_dict_metadata[entry]
         return found if isinstance(found, TensorStorageMetadata) else None
-
-    @property
-    def roots(self) -> list[str]:
-        """The names at the top, for errors about a checkpoint of something else."""
-        return sorted({entry.partition(".")[0] for entry in self.metadata.state_dict_metadata})
 
 
 def sort_out(metadata: Metadata) -> Saved:

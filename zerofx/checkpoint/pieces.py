@@ -11,7 +11,7 @@ import io
 import math
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,30 +101,19 @@ class Range:
         return sorted(range(len(self.order)), key=self.order.__getitem__)
 
 
-def _cut(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:
-    """Return (offsets, sizes) of the boxes of a range of a contiguous tensor."""
-    if start >= stop:
-        return []
-    if not shape:
-        return [((), ())]
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
-    rest = shape[1:]
-    inner = math.prod(rest)
-    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
-
-    def within(row: int, begin: int, end: int) -> list[tuple[Shape, Shape]]:
-        return [((row, *o), (1, *s)) for o, s in _cut(rest, begin, end)]
-
-    if first == last:
-        return within(first, head, tail)
-    found = []
-    if head:
-        found += within(first, head, inner)
-        first += 1
-    if first < last:
-        found.append(((first, *(0 for _ in rest)), (last - first, *rest)))
-    return found + within(last, 0, tail)
+def _cut(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield (offsets, sizes) of a contiguous tensor's range in boxes, each as large as can be."""
+    if not shape and start < stop:
+        yield (), ()
+        return
+    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while start < stop:
+        offsets = tuple(start // numel % size for size, numel in zip(shape, inner, strict=True))
+        whole = (start % numel == 0 and start + numel <= stop for numel in inner)
+        dim = list(whole).index(True)
+        rows = min((stop - start) // inner[dim], shape[dim] - offsets[dim])
+        yield offsets, (*[1] * dim, rows, *shape[dim + 1 :])
+        start += rows * inner[dim]
 
 
 @dataclass(frozen=True)

@@ -170,13 +170,8 @@ class Reader:
         """Fill ``into``, ``[stop - start]``, with a range of a tensor."""
         items = self.items(entry, wanted)
         self._check_again(entry, [item.storage_index for item in items])
-
-        def resolve(item: ReadItem) -> torch.Tensor:
-            view = wanted.view_at(into, item.dest_index.offset)
-            ranges = zip(item.dest_offsets, item.lengths, strict=True)
-            return view[tuple(slice(offset, offset + length) for offset, length in ranges)]
-
-        self._reader.read_data(LoadPlan(items), _Filling(resolve)).wait()
+        planner = _Filling(lambda index: wanted.view_at(into, index.offset))
+        self._reader.read_data(LoadPlan(items), planner).wait()
 
     def value(self, name: str) -> Any:
         """Check and read an entry that is no tensor, once.  Runs no code from the file.
@@ -206,18 +201,15 @@ def in_use() -> set[Path]:
 class _Filling(DefaultLoadPlanner):
     """Lets torch's reader read into memory that is there already, and values as they are."""
 
-    resolve: Callable[[ReadItem], torch.Tensor] | None = None
+    find: Callable[[MetadataIndex], torch.Tensor] | None = None
     data: bytes = b""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.data = value.getvalue()
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert self.resolve is not None
-        return self.resolve(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place already."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert self.find is not None
+        return self.find(index)
 
 
 def _check_sums(part: bytes) -> None:

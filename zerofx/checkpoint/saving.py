@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from zerofx import compat
 from zerofx.checkpoint.barrier import Ranks, Saving, meet
-from zerofx.checkpoint.contents import Contents, as_list, check_extra, check_model
+from zerofx.checkpoint.contents import Contents, as_list, check_model
 from zerofx.checkpoint.folders import (
     METADATA,
     Draft,
     Notes,
     as_path,
-    next_serial,
+    checkpoints_in,
     prune,
 )
 from zerofx.checkpoint.pieces import Piece
@@ -69,7 +69,11 @@ def save(
     """
     target, optimizers = as_path(path), as_list(optimizer)
     check_model(model)
-    check_extra(extra)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra is of type {type(extra).__name__}; expected values by name, such as "
+            "{'step': 100}, or None"
+        )
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
@@ -134,7 +138,9 @@ def _write(contents: dict[str, Any], draft: Draft, ranks: Ranks, keep: int | Non
         _check_files(draft.folder, sum(results, []))
         parent = draft.target.parent
         crc = zlib.crc32((draft.folder / METADATA).read_bytes())
-        draft.publish(Notes(next_serial(parent), keep, crc))
+        complete, _ = checkpoints_in(parent)
+        serial = complete[-1][0].serial + 1 if complete else 1
+        draft.publish(Notes(serial, keep, crc))
         if keep is not None:
             prune(parent, keep, set().union(*(unread for _, unread in written)))
         return [None] * ranks.world_size
