@@ -71,8 +71,7 @@ def read_metadata(folder: Path) -> Metadata:
         )
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        _check_version(getattr(metadata, "version", None), path)
-        _check_shape(metadata)
+        _check(metadata, path)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle fails in any way at all
@@ -100,7 +99,9 @@ def _why_none(folder: Path) -> str:
     )
 
 
-def _check_version(version: str | None, path: Path) -> None:
+def _check(metadata: Any, path: Path) -> None:
+    """Raise for a newer format, and for other types than metadata has: later code believes them."""
+    version = getattr(metadata, "version", None)
     numbers = tuple(int(part) for part in (version or "0").split(".")[:2])
     if numbers > NEWEST_VERSION:
         known = ".".join(map(str, NEWEST_VERSION))
@@ -108,10 +109,6 @@ def _check_version(version: str | None, path: Path) -> None:
             f"{path} is of format {version}, and formats up to {known} are known here. Use the "
             f"torch that wrote it (this is {torch.__version__}), and a zerofx for it."
         )
-
-
-def _check_shape(metadata: Any) -> None:
-    """Raise for parts of other types than metadata has: later code would believe them."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     if not isinstance(metadata.state_dict_metadata, dict):

@@ -11,7 +11,7 @@ import io
 import math
 import operator
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,18 @@ class Range:
         """
         if math.prod(self.shape) == 0:
             return [Box((0,) * len(self.shape), self.shape, 0)]
-        permuted = tuple(self.shape[dim] for dim in self.order)
+        shape = [self.shape[dim] for dim in self.order] or [1]
+        inner = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         inverse = self._inverse()
-        found, position = [], 0
-        for offsets, sizes in _cut(permuted, self.start, self.stop):
-            where = tuple(offsets[place] for place in inverse)
-            found.append(Box(where, tuple(sizes[place] for place in inverse), position))
-            position += found[-1].numel
+        found, at = [], self.start
+        while at < self.stop:  # the largest box that begins here
+            offsets = [at // numel % size for size, numel in zip(shape, inner, strict=True)]
+            first = [at % numel == 0 and at + numel <= self.stop for numel in inner].index(True)
+            rows = min((self.stop - at) // inner[first], shape[first] - offsets[first])
+            sizes = [*[1] * first, rows, *shape[first + 1 :]]
+            where, extent = (tuple(of[place] for place in inverse) for of in (offsets, sizes))
+            found.append(Box(where, extent, at - self.start))
+            at += found[-1].numel
         return found
 
     def view(self, values: torch.Tensor, box: Box) -> torch.Tensor:
@@ -99,21 +104,6 @@ class Range:
 
     def _inverse(self) -> list[int]:
         return sorted(range(len(self.order)), key=self.order.__getitem__)
-
-
-def _cut(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (offsets, sizes) of a contiguous tensor's range in boxes, each as large as can be."""
-    if not shape and start < stop:
-        yield (), ()
-        return
-    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    while start < stop:
-        offsets = tuple(start // numel % size for size, numel in zip(shape, inner, strict=True))
-        whole = (start % numel == 0 and start + numel <= stop for numel in inner)
-        dim = list(whole).index(True)
-        rows = min((stop - start) // inner[dim], shape[dim] - offsets[dim])
-        yield offsets, (*[1] * dim, rows, *shape[dim + 1 :])
-        start += rows * inner[dim]
 
 
 @dataclass(frozen=True)
