@@ -135,7 +135,10 @@ class Recorder(compat.scalars.DispatchMode):
             if isinstance(value, Tensor):
                 memory = LEDGER.memory_of(value)
                 if memory is None:
-                    return self._constant(value)
+                    constant = Constant(value)
+                    if not constant.is_copy:
+                        self._constants[compat.tensors.storage_key(value)].add(constant)
+                    return constant
                 operand = Operand.of(value, memory)
                 if call.overwrites and any(value is one for one in written):
                     operand = operand.overwritten()
@@ -150,12 +153,6 @@ class Recorder(compat.scalars.DispatchMode):
                 memory.last = write
 
     # What operations read that is there
-
-    def _constant(self, tensor: Tensor) -> Constant:
-        constant = Constant(tensor)
-        if not constant.is_copy:
-            self._constants[compat.tensors.storage_key(tensor)].add(constant)
-        return constant
 
     def _keep_constants(self, written: Iterable[Tensor]) -> None:
         """Copy what recorded operations read of the memory of these, before it is written to."""
