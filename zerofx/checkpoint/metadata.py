@@ -209,11 +209,7 @@ def why_another_kind(
 @functools.cache
 def _hyperparameters() -> frozenset[str]:
     """Return the names of hyperparameters of torch's own optimizers."""
-    kinds = [one for one in vars(torch.optim).values() if inspect.isclass(one)]
-    return frozenset(
-        name
-        for kind in kinds
-        if issubclass(kind, Optimizer) and kind is not Optimizer
-        for name in inspect.signature(kind).parameters
-        if name != "params"
-    )
+    classes = filter(inspect.isclass, vars(torch.optim).values())
+    kinds = {one for one in classes if issubclass(one, Optimizer)} - {Optimizer}
+    names = [inspect.signature(kind).parameters for kind in kinds]
+    return frozenset().union(*names) - {"params"}

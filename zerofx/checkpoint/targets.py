@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,19 +15,11 @@ from zerofx.deferred.tape import Source
 from zerofx.runtime.optimizer.lazy_states import standing_for
 from zerofx.runtime.parameters.parameter import ParameterState
 
+if TYPE_CHECKING:
+    from zerofx.checkpoint.reading import Reader
+    from zerofx.checkpoint.safetensors import OpenFile
+
 Keep = Callable[[torch.Tensor], object]
-
-
-class Files(Protocol):
-    """The files that targets are filled from.  Their ``name`` is the same on all ranks."""
-
-    name: str
-
-    def read(self, entry: str, wanted: Range, into: torch.Tensor) -> object:
-        """Fill ``into``, ``[stop - start]``, with a range of a tensor."""
-
-    def check(self, entry: str) -> object:
-        """Raise StepError if the files have changed or are gone.  Call it before a late read."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,8 @@ class Target:
     take: Callable[[Source], object]
     is_lazy: bool = False
 
-    def fill(self, files: Files) -> None:
+    def fill(self, files: Reader | OpenFile) -> None:
+        """Take it from files, which are checked again before they are read late."""
         # What is read late must not refer to this, whose ``take`` refers to what keeps it.
         entry, shape = self.entry, self.part.shape
 

@@ -111,8 +111,7 @@ class Recorder(compat.scalars.DispatchMode):
     # Writes in place
 
     def _write(self, call: _Call) -> Any:
-        there = [tensor for tensor in call.written if LEDGER.memory_of(tensor) is None]
-        there = [tensor for tensor in there if tensor.numel()]
+        there = [one for one in call.written if one.numel() and LEDGER.memory_of(one) is None]
         if len(there) == len(call.written):
             self._keep_constants(there)
             return call.run_on_values()
@@ -135,7 +134,10 @@ class Recorder(compat.scalars.DispatchMode):
             if isinstance(value, Tensor):
                 memory = LEDGER.memory_of(value)
                 if memory is None:
-                    return self._constant(value)
+                    constant = Constant(value)
+                    if not constant.is_copy:
+                        self._constants[compat.tensors.storage_key(value)].add(constant)
+                    return constant
                 operand = Operand.of(value, memory)
                 if call.overwrites and any(value is one for one in written):
                     operand = operand.overwritten()
@@ -150,12 +152,6 @@ class Recorder(compat.scalars.DispatchMode):
                 memory.last = write
 
     # What operations read that is there
-
-    def _constant(self, tensor: Tensor) -> Constant:
-        constant = Constant(tensor)
-        if not constant.is_copy:
-            self._constants[compat.tensors.storage_key(tensor)].add(constant)
-        return constant
 
     def _keep_constants(self, written: Iterable[Tensor]) -> None:
         """Copy what recorded operations read of the memory of these, before it is written to."""
@@ -223,14 +219,12 @@ class _Call:
     @property
     def written(self) -> list[Tensor]:
         """The tensors that it writes to, in the order of its arguments."""
-        found: list[Tensor] = []
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                is_by_position = position < len(self.arguments)
-                name = argument.name
-                value = self.arguments[position] if is_by_position else self.keywords.get(name)
-                found += [one for one in leaves([value], {}) if isinstance(one, Tensor)]
-        return found
+        schema = self.op._schema.arguments
+        given = dict(zip((one.name for one in schema), self.arguments, strict=False))
+        given |= self.keywords
+        written = (one.name for one in schema if one.alias_info and one.alias_info.is_write)
+        values = [given.get(name) for name in written]
+        return [one for one in leaves(values, {}) if isinstance(one, Tensor)]
 
     @property
     def returns_tensors(self) -> bool:

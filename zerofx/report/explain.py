@@ -36,6 +36,8 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     peak = gathered_peak(program.gm, program.table)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)
     limit = program.rewritten.ctx.bucket_bytes
+    busiest = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
+    lanes = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busiest if seconds)
     numbers = [
         ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", size_text(kept_bytes(program))),
@@ -53,7 +55,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("link and compute", f"{program.figures} ({program.figures.source})"),
         ("bucket_bytes", "a layer" if limit == math.inf else size_text(int(limit))),
         ("predicted for a step", str(timeline)),
-        ("what each lane has to do", _lanes(timeline)),
+        ("what each lane has to do", lanes),
         ("no schedule of these beats", milliseconds(timeline.bound_s)),
         ("what limits the step", limit_text(timeline)),
     ]
@@ -120,12 +122,6 @@ _REMEDIES = {
     "updates": "A larger batch hides them; a memory_budget leaves some to the device",
     "files": "Several disks in offload_dir read together; offload_cache_bytes keeps more in memory",
 }
-
-
-def _lanes(timeline: Timeline) -> str:
-    """Return the seconds of each lane, the busiest first."""
-    busy = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
-    return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busy if seconds)
 
 
 def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:

@@ -96,7 +96,11 @@ class ProgramText:
         optimizers = [self.optimizers.get(handle, {}) for handle in self.handles]
         facts = {**self.facts(), "OPTIMIZERS": optimizers, "OBSTACLES": self.obstacles}
         literals = [literal_text(name, value) for name, value in facts.items()]
-        return "\n\n".join([*literals, _IMPORTS, self._constants(), f"\n{program}\n", f"{_RUN}\n"])
+        constants = literal_text("CONSTANTS", self.constants)
+        if self.reads_file:
+            path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
+            constants += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
+        return "\n\n".join([*literals, _IMPORTS, constants, f"\n{program}\n", f"{_RUN}\n"])
 
     def facts(self) -> dict[str, Any]:
         """Return the parameters, inputs and results of the program, as its file names them."""
@@ -108,13 +112,6 @@ class ProgramText:
             "GRADIENTS": {position: self.table[index].name for position, index in gradients},
             "SHARDED_RESULTS": sorted(recorded(graph).sharded),
         }
-
-    def _constants(self) -> str:
-        text = literal_text("CONSTANTS", self.constants)
-        if self.reads_file:
-            path = f"Path(__file__).with_name({CONSTANTS_FILE!r})"
-            text += f"\nCONSTANTS |= torch.load({path}, weights_only=True)"
-        return text
 
     def _input(self, node: fx.Node) -> dict[str, Any]:
         role, value = input_role(node), node.meta.get("val")

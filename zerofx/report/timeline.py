@@ -154,18 +154,11 @@ class _Writer:
         self.order = {node: position for position, node in enumerate(nodes)}
 
     def spans(self) -> list[dict[str, Any]]:
-        return [
-            span_event(
-                PREDICTED,
-                span.lane,
-                span.node.name,
-                self._kind(span.node, span.lane),
-                span.begin_s,
-                span.end_s,
-                **self._facts(span.node, span.lane),
-            )
-            for span in self.timeline.spans
-        ]
+        found = []
+        for node, lane, begin_s, end_s in self.timeline.spans:
+            kind, facts = self._kind(node, lane), self._facts(node, lane)
+            found.append(span_event(PREDICTED, lane, node.name, kind, begin_s, end_s, **facts))
+        return found
 
     def arrows(self) -> list[dict[str, Any]]:
         """Lead an arrow from each transfer to the wait that it holds up."""
