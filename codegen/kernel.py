@@ -129,18 +129,15 @@ class UpdateKernel:
             return
         for rows, blocks in in_blocks(len(tensors[0]), BLOCKS_AT_ONCE) or [_NOTHING]:
             num_rows = blocks.stop - blocks.start
+            shape = (num_rows, (rows.stop - rows.start) // num_rows) if num_rows else (0, 1)
             pieces = [
-                tensor[blocks] if stream.is_per_block else _in_rows(tensor[rows], num_rows)
+                tensor[blocks] if stream.is_per_block else tensor[rows].view(shape)
                 for tensor, stream in zip(tensors, streams, strict=True)
             ]
             yield [*pieces, *([self._first + rows.start] * self.program.counts)]
 
 
 _NOTHING = (slice(0, 0), slice(0, 0))
-
-
-def _in_rows(flat: Tensor, num_rows: int) -> Tensor:
-    return flat.view(num_rows, len(flat) // num_rows if num_rows else 1)
 
 
 def elements_graph(program: Program, near_weights: bool) -> fx.GraphModule:

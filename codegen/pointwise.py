@@ -26,11 +26,7 @@ from zerofx.codegen.operations import (
     rule_of,
 )
 from zerofx.codegen.program import Kind, Program, Result, Stream, without_dead_values
-from zerofx.codegen.rewrite.elementwise import (
-    UpdateError,
-    operation_line,
-    source_line,
-)
+from zerofx.codegen.rewrite.elementwise import UpdateError, is_tensor, operation_line, source_line
 from zerofx.codegen.rewrite.gradient_work import GradientWork, sum_of_squares
 from zerofx.codegen.rewrite.rounding import BLOCK, LOW, round_to
 from zerofx.codegen.trace.functions import add_call, example, note_of, trace_call
@@ -98,13 +94,13 @@ class Builder:
         known = self.update.inputs
         added = (f"added.{node.name}" for node in self.placeholders[len(known) :])
         paired = zip(self.placeholders, (*known, *added), strict=True)
-        for node, path in sorted(paired, key=lambda pair: _is_tensor(pair[0])):
+        for node, path in sorted(paired, key=lambda pair: is_tensor(pair[0])):
             if node in self.shards:
                 taken = tuple(self.stream_names.values())
                 self.stream_names[node] = unique(_last_name(path), taken)
             else:  # a 0-dim tensor and its number are one
                 if path not in by_path:
-                    source_name = None if _is_tensor(node) else node.meta.get("source_name")
+                    source_name = None if is_tensor(node) else node.meta.get("source_name")
                     name = identifier(source_name or _last_name(path))
                     by_path[path] = unique(name, tuple(by_path.values()))
                 names[node] = by_path[path]
@@ -114,7 +110,7 @@ class Builder:
         """Load every stream, and do work to the gradient."""
         gradient = self.placeholders[1]
         for node in self.shards:
-            if not _is_tensor(node):
+            if not is_tensor(node):
                 raise self.refusal(node, "does not say in meta['val'] which dtype it has")
             dtype = node.meta["val"].dtype
             if node is gradient and work is not None:
@@ -137,11 +133,7 @@ class Builder:
         return self._finish(output)
 
     def emit(
-        self,
-        operation: str | partial,
-        *operands: Operand,
-        dtype: torch.dtype,
-        node: fx.Node,
+        self, operation: str | partial, *operands: Operand, dtype: torch.dtype, node: fx.Node
     ) -> Value:
         """Append the value of one operation, which serves ``node``."""
         line = "" if self.note else source_line(node)
@@ -218,7 +210,7 @@ class Builder:
 
     def _computed(self, node: fx.Node) -> Value | None:
         rule = rule_of(node.target, in_function=bool(self.note))
-        if not _is_tensor(node) or (rule is None and not self.by_inductor):
+        if not is_tensor(node) or (rule is None and not self.by_inductor):
             raise self.refusal(node, "is not known to the kernel")
         try:
             return (rule or as_it_is)(self, node)
@@ -229,7 +221,7 @@ class Builder:
 
     def _call(self, node: fx.Node) -> None:
         """Take over what a Python function of elements does, operation by operation."""
-        if not all(map(_is_tensor, node.all_input_nodes)):
+        if not all(map(is_tensor, node.all_input_nodes)):
             raise self.refusal(node, "is not an operation on tensors")
         *inner, output = trace_call(node).nodes
         num_operands = len(node.all_input_nodes)
@@ -316,9 +308,6 @@ class Builder:
             self.current[root] = named
         return named
 
-    def _is_gradient(self, node: fx.Node) -> bool:
-        return node is self.placeholders[1]
-
     def _finish(self, output: Any) -> Program:
         streams = list(map(self._stream, self.shards))
         results: list[Result] = []
@@ -332,7 +321,7 @@ class Builder:
                 kept.append(node)
                 continue
             root = self.root[node]
-            if root in self.stream_names and not self._is_gradient(root):
+            if root in self.stream_names and root is not self.placeholders[1]:
                 results.append(("stream", self.stream_names[root]))
                 continue
             if root not in new:
@@ -364,7 +353,7 @@ class Builder:
     def _stream(self, node: fx.Node) -> Stream:
         name, load, value = self.stream_names[node], self.loads[node], self.current[node]
         dtype = node.meta["val"].dtype
-        if self._is_gradient(node):
+        if node is self.placeholders[1]:
             return Stream(name, "gradient", self.gradient_dtype, load)
         kind: Kind = "parameter" if node is self.placeholders[0] else "state"
         is_scale = self.placeholders.index(node) in self.update.scales
@@ -374,7 +363,6 @@ class Builder:
 
     def _name_of_result(self, position: int) -> str:
         """The name of the state, or of the part of one, that a result becomes."""
-
         for owner in (self.update.state, self.update.group):
             for path, leaf in named_leaves(dict(owner)):
                 if leaf == Slot(position):
@@ -400,22 +388,16 @@ def _read_again(graph: fx.Graph) -> fx.Node | None:
     if not written:
         return None
     last = written[-1]
-    if last.target is aten.copy_.default and _is_result(last.args[1], parameter.dtype):
-        if any(user is not last for user in last.args[1].users):
+    if last.target is aten.copy_.default and last.args[1].op == "call_function":
+        value = last.args[1].meta.get("val")
+        is_result = isinstance(value, torch.Tensor) and value.dtype == parameter.dtype
+        if is_result and len(last.args[1].users) > 1:
             return last.args[1]
     for node in nodes[nodes.index(last) + 1 :]:
         reads = any(root[operand] is nodes[0] for operand in node.all_input_nodes)
         if reads and isinstance(node.target, torch._ops.OpOverload):  # others ask for its length
             return last
     return None
-
-
-def _is_result(node: fx.Node, dtype: torch.dtype) -> bool:
-    return node.op == "call_function" and _is_tensor(node) and node.meta["val"].dtype == dtype
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_alias(node: fx.Node) -> bool:

@@ -43,21 +43,17 @@ def _detach_shapes_from_parameters(gm: fx.GraphModule) -> int:
         for node in list(parameter.users):
             if node.target not in (aten.empty_like.default, *fills):
                 continue
-            value = node.meta["val"]
+            value, fill = node.meta["val"], fills.get(node.target)
+            layout = (list(value.shape), list(value.stride()))
             options = {"dtype": value.dtype, "device": value.device}
             with gm.graph.inserting_before(node):
-                replacement = gm.graph.call_function(
-                    aten.empty_strided.default, (list(value.shape), list(value.stride())), options
-                )
+                made = [gm.graph.call_function(aten.empty_strided.default, layout, options)]
+                if fill is not None:
+                    made.append(gm.graph.call_function(aten.fill.Scalar, (*made, fill)))
+            for replacement in made:
                 replacement.meta = dict(node.meta)
                 builder.refresh(replacement)
-                if node.target in fills:
-                    replacement = gm.graph.call_function(
-                        aten.fill.Scalar, (replacement, fills[node.target])
-                    )
-            replacement.meta = dict(node.meta)
-            builder.refresh(replacement)
-            node.replace_all_uses_with(replacement)
+            node.replace_all_uses_with(made[-1])
             gm.graph.erase_node(node)
             detached += 1
     return detached
@@ -70,7 +66,7 @@ def _drop_copies(gm: fx.GraphModule) -> None:
         if node.target is not aten.copy.default:
             continue
         into, source = node.args[0], node.args[1]
-        if not _same_layout(into.meta["val"], source.meta["val"]):
+        if _layout(into.meta["val"]) != _layout(source.meta["val"]):
             continue
         if kept & memory_of(source):
             continue  # a copy of a parameter or gradient must not become its alias
@@ -93,10 +89,5 @@ def _drop_identity_writes(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (
-        left.dtype == right.dtype
-        and left.device == right.device
-        and left.shape == right.shape
-        and left.stride() == right.stride()
-    )
+def _layout(value: torch.Tensor) -> tuple:
+    return value.dtype, value.device, value.shape, value.stride()

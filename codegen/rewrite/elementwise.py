@@ -45,7 +45,7 @@ def check_elementwise(
                 "parameters, or an elementwise optimizer."
             )
         reads_whole = any(operand in found for operand in node.all_input_nodes)
-        if (reads_whole and _is_tensor(node)) or is_whole_factory(node, shape):
+        if (reads_whole and is_tensor(node)) or is_whole_factory(node, shape):
             found.add(node)
     return found
 
@@ -86,7 +86,7 @@ def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str
         return None  # scalar arithmetic
     if torch.Tag.nondeterministic_seeded in target.tags:
         return "draws random numbers, which would differ from those of the whole parameter"
-    operands = [operand for operand in node.all_input_nodes if _is_tensor(operand)]
+    operands = [operand for operand in node.all_input_nodes if is_tensor(operand)]
     if not any(operand in whole for operand in operands):
         return None
     is_known = rule_of(target) is not None or operator_names(target)[0] in ALIASES
@@ -100,7 +100,7 @@ def why_not_elementwise(node: fx.Node, shape: tuple, whole: set[fx.Node]) -> str
             return f"combines the parameter's elements with another tensor, of shape {size}"
     if any(written not in whole for written in mutated_inputs(node)):
         return "writes the parameter's elements into a scalar"
-    size = tuple(node.meta["val"].shape) if _is_tensor(node) else shape
+    size = tuple(node.meta["val"].shape) if is_tensor(node) else shape
     return None if size == shape else f"gives shape {size} where the parameter's is {shape}"
 
 
@@ -132,7 +132,8 @@ def is_whole_factory(node: fx.Node, shape: tuple) -> bool:
     return any(tuple(node.args[position]) == shape for position in _positions(node, "size"))
 
 
-def _is_tensor(node: fx.Node) -> bool:
+def is_tensor(node: fx.Node) -> bool:
+    """Return whether a node's result is known to be a tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 

@@ -5,6 +5,8 @@ These functions stand in an update's graph as they are; a compiler traces throug
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -125,12 +127,8 @@ def in_blocks(numel: int, at_once: int | None = None) -> list[tuple[slice, slice
     Returns which elements, and which blocks.  Nothing for no elements.
     """
     whole = numel // BLOCK
-    step = max(at_once or whole, 1)
-    cuts = [
-        (slice(first * BLOCK, last * BLOCK), slice(first, last))
-        for first in range(0, whole, step)
-        for last in [min(first + step, whole)]
-    ]
+    ends = [*range(0, whole, at_once or max(whole, 1)), whole]
+    cuts = [(slice(at * BLOCK, to * BLOCK), slice(at, to)) for at, to in pairwise(ends)]
     if numel % BLOCK:
         cuts.append((slice(whole * BLOCK, numel), slice(whole, whole + 1)))
     return cuts

@@ -171,7 +171,8 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
 
     for node in inputs:
         copy(node)
-    extras = {name: graph.placeholder(_identifier(name)) for name in stored.extras}
+    words = {name: name.removeprefix("zerofx.").replace(".", "_") for name in stored.extras}
+    extras = {name: graph.placeholder(word) for name, word in words.items()}
     numbers = {"offset": example(0, torch.int64), "key": example(0, torch.int32)}
     for name, node in extras.items():
         dims = 1 if name.endswith(SCALE) else num_dims
@@ -260,10 +261,6 @@ def rewritten(update: Update, stored: Stored, positions: Mapping[str, int]) -> U
         state=tuple((state | templates).items()),
         clones_gradient=update.clones_gradient and stored.gradient == stored.compute,
     )
-
-
-def _identifier(name: str) -> str:
-    return name.removeprefix("zerofx.").replace(".", "_")
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ lies between, the Newton-Schulz iteration, reads a whole matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from zerofx.codegen.rewrite.elementwise import (
 )
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
+from zerofx.ir.reach import reached
 
 
 def newton_schulz_flops(shape: Sequence[int], group: Mapping[str, Any]) -> int:
@@ -117,35 +118,34 @@ class _Division:
     def __init__(self, update: Update, shape: tuple[int, ...]) -> None:
         self.update, self.shape = update, shape
         self.gm = update.graph_module
-        self.order = {node: position for position, node in enumerate(self.gm.graph.nodes)}
-        self.inputs = [node for node in self.order if node.op == "placeholder"]
-        self.calls = [node for node in self.order if node.op == "call_function"]
+        self.inputs = self.gm.graph.find_nodes(op="placeholder")
+        self.calls = [node for node in self.gm.graph.nodes if node.op == "call_function"]
         self.output = self.gm.graph.output_node()
         # One element per element of the parameter, and whatever is computed from one.
         marked = zip(self.inputs, update.shards, strict=False)
         self.elements = {node for node, is_shard in marked if is_shard}
         self.derived = set(self.elements)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.order:
+        for node in self.gm.graph.nodes:
             sources = [self.roots[source] for source in aliased_inputs(node)]
             self.roots[node] = set().union(*sources) if sources else {node}
 
     def divided(self) -> DividedUpdate:
         core = self._core()
         read = {operand for node in core for operand in node.all_input_nodes} - core
-        taken = self._in_order(read & self.elements)
-        numbers = self._in_order(node for node in read - self.elements if node.op != "get_attr")
-        given = self._in_order(n for n in core if any(user not in core for user in n.users))
+        taken = sorted(read & self.elements)
+        numbers = sorted(node for node in read - self.elements if node.op != "get_attr")
+        given = sorted(n for n in core if any(user not in core for user in n.users))
         if core and (len(taken) != 1 or len(given) != 1 or given[0] not in self.elements):
             self._refuse(
-                self._in_order(core)[0],
+                sorted(core)[0],
                 f"begins what takes {len(taken)} and gives {len(given)} tensors of its elements",
             )
         first = self._first(core, [*taken, *numbers])
         last = {node for node in self.calls if node not in core and node not in first}
         self._check_memory(first, core, last)
         reads_last = {operand for node in last for operand in node.all_input_nodes}
-        left = self._in_order((reads_last | set(self.output.all_input_nodes)) & first)
+        left = sorted((reads_last | set(self.output.all_input_nodes)) & first)
         core_gm = self._part(core, [*taken, *numbers], given[0])[0] if core else None
         first_gm, of_first = self._part(first, self.inputs, [*taken, *numbers, *left])
         last_gm, of_last = self._part(last, [*self.inputs, *left, *given], self.output.args[0])
@@ -158,7 +158,7 @@ class _Division:
 
     def _core(self) -> set[fx.Node]:
         """The operations that are not elementwise, and those between two of them."""
-        core = set()
+        core: set[fx.Node] = set()
         for node in self.calls:
             operands = set(node.all_input_nodes)
             value = node.meta.get("val")
@@ -174,14 +174,9 @@ class _Division:
                 core.add(node)
             if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
                 self.elements.add(node)
-        behind, before = set(core), set(core)
-        for node in self.calls:
-            if not behind.isdisjoint(node.all_input_nodes):
-                behind.add(node)
-        for node in reversed(self.calls):
-            if not before.isdisjoint(node.users):
-                before.add(node)
-        return behind & before
+        behind = reached(core, lambda node: node.users)
+        before = reached(core, lambda node: node.all_input_nodes)
+        return set(behind) & set(before)
 
     def _first(self, core: set[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
         """All numbers, and what the core's elements are computed from."""
@@ -197,7 +192,7 @@ class _Division:
             first.add(node)
             pending += node.all_input_nodes
             pending += self._writers_before(node)
-        for node in self._in_order(first):
+        for node in sorted(first):
             if self.inputs[0] in self._written(node):
                 self._refuse(node, "changes the parameter before it")
         return first
@@ -205,8 +200,7 @@ class _Division:
     def _writers_before(self, node: fx.Node) -> list[fx.Node]:
         """Return the writes, maybe through another view, to what a node reads."""
         touched = self._touched(node)
-        earlier = self.calls[: self.calls.index(node)]
-        return [other for other in earlier if self._written(other) & touched]
+        return [other for other in self.calls if other < node and self._written(other) & touched]
 
     def _check_memory(self, first: set[fx.Node], core: set[fx.Node], last: set[fx.Node]) -> None:
         """Refuse what reads or writes memory in another order once it is divided."""
@@ -217,7 +211,7 @@ class _Division:
             if conflicts and place[node] > place[later]:
                 self._refuse(later, "shares memory with an operation before it")
         kept = set(self.inputs).union(*map(self._touched, (*last, *self.output.all_input_nodes)))
-        for node in self._in_order(core):
+        for node in sorted(core):
             if self._written(node) & kept - core:
                 self._refuse(node, "writes to what the rest of the step reads")
 
@@ -229,17 +223,14 @@ class _Division:
         copies = {node: graph.placeholder(node.name) for node in inputs}
         for node, copy in copies.items():
             copy.meta = dict(node.meta)
-        constants = [node for node in self.order if node.op == "get_attr"]
-        for node in self._in_order([*nodes, *constants]):
+        constants = self.gm.graph.find_nodes(op="get_attr")
+        for node in sorted({*nodes, *constants}):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(fx.node.map_arg(results, copies.__getitem__))
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users:
                 graph.erase_node(node)
         return fx.GraphModule(self.gm, graph), copies
-
-    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        return sorted(nodes, key=self.order.__getitem__)
 
     def _touched(self, node: fx.Node) -> set[fx.Node]:
         operands = (self.roots[operand] for operand in node.all_input_nodes)

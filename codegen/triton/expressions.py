@@ -186,10 +186,6 @@ class Expressions:
         return text.format(*texts, dtype=DTYPES[value.dtype]), hold
 
 
-def is_bool(value: Value | NumberOperand) -> bool:
-    return value.dtype is torch.bool
-
-
 def _constant(value: int | float | bool) -> str:
     text = repr(value)
     return f'float("{text}")' if text in ("inf", "nan") else text

@@ -31,7 +31,7 @@ from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import Value
 from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program, Stream
 from zerofx.codegen.rewrite.rounding import BLOCK as SHARED
-from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions, is_bool
+from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions
 
 CHUNK = 8192
 """Elements per entry of ``segment_of_chunk``: the largest block there may be."""
@@ -238,7 +238,7 @@ class _Writer:
                 source = f"tl.load(numbers + {places[operand.number]})"
             else:
                 source = f"tl.load({operand.number.name}_ptr)"
-            convert = " != 0" if is_bool(operand) else f".to({DTYPES[operand.dtype]})"
+            convert = " != 0" if operand.dtype is torch.bool else f".to({DTYPES[operand.dtype]})"
             lines.append(f"    {name} = {source}{convert}")
         full, last = ["lane", "lane < BLOCK"], ["lane", "lane < rest"]
         lines.append("    lane = tl.arange(0, BLOCK)")

@@ -44,14 +44,8 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if any(may_be_overwritten(number, update) for number in coefficients):
             continue  # it is read by then, and not where the step reads it
         work = known.setdefault(work.computation, work)
-        together = run_together(
-            graph,
-            [update],
-            "fold_gradient_work",
-            gradient,
-            work=work.text,
-            coefficients=coefficients,
-        )
+        added = {"work": work.text, "coefficients": coefficients}
+        together = run_together(graph, [update], "fold_gradient_work", gradient, **added)
         set_gradient_work(together, work)
         runs[together] = runs[update]
         folded_nodes += erase_unused(graph, [nodes[-1]])

@@ -33,11 +33,8 @@ def write_back(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     the other ranks' ranges, from the gather's start on: all readers of its old value must come
     before, and all that is gathered must be parameters that this program updates once.
     """
-    found = {
-        wait: writes
-        for wait in gm.graph.nodes
-        if wait.target is ops.wait and (writes := _writes_of(wait, ctx.table))
-    }
+    waits = gm.graph.find_nodes(op="call_function", target=ops.wait)
+    found = {wait: writes for wait in waits if (writes := _writes_of(wait, ctx.table))}
     for wait, writes in found.items():
         _write_together(gm.graph, wait, writes)
     return {"buckets": len(found), "copies": sum(map(len, found.values()))}

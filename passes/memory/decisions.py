@@ -141,11 +141,7 @@ def with_cuts(planned: Planned, cuts: Cuts) -> Planned:
 
 
 def keep_gathered(
-    planned: Planned,
-    alive: list[int],
-    budget: int,
-    ahead: bool,
-    transfer_s: Callable[[int], float],
+    planned: Planned, alive: list[int], budget: int, ahead: bool, transfer_s: Callable[[int], float]
 ) -> Cuts:
     """Keep parameters from forward to backward as far as ``budget`` bytes go.
 

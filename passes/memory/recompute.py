@@ -37,10 +37,7 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     num_checkpointed = 0
     for backward in backward_calls(gm.graph):
         num_checkpointed += _repeat(builder, backward, checkpointed, "checkpointed")
-    counts = {
-        "checkpointed": len(checkpointed),
-        "recomputed": num_checkpointed,
-    }
+    counts = {"checkpointed": len(checkpointed), "recomputed": num_checkpointed}
     if ctx.options.lowering == "inductor":
         counts |= _repeat_what_is_cheap(gm, builder, ctx.decided.saved)
     return counts
@@ -79,10 +76,7 @@ def _repeat_what_is_cheap(
 
 
 def _repeat(
-    builder: Builder,
-    backward: list[fx.Node],
-    chosen: Collection[fx.Node],
-    reason: str,
+    builder: Builder, backward: list[fx.Node], chosen: Collection[fx.Node], reason: str
 ) -> int:
     """Give one backward its own copies of the chosen nodes that it reads; return how many."""
     repeated: dict[fx.Node, fx.Node] = {}
@@ -91,9 +85,8 @@ def _repeat(
         pending = [node]  # and no recursion: checkpointed chains are as long as a model is deep
         while pending:
             current = pending[-1]
-            sources = [source for source in current.all_input_nodes if source in chosen]
-            missing = [source for source in sources if source not in repeated]
-            if missing and current not in repeated:
+            missing = [s for s in current.all_input_nodes if s in chosen and s not in repeated]
+            if missing:
                 pending += missing
                 continue
             pending.pop()

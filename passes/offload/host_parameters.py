@@ -84,11 +84,8 @@ class _Placing:
 
     def bring_to_updates(self) -> int:
         """Run the updates of the device's on copies that are stored afterwards; count them."""
-        updates = [
-            node
-            for node in self.graph.nodes
-            if node.target is ops.update and is_kept_on_host(node.args[0])
-        ]
+        updates = self.graph.find_nodes(op="call_function", target=ops.update)
+        updates = [update for update in updates if is_kept_on_host(update.args[0])]
         before: fx.Node | None = None
         for run in self._runs(updates):
             before = self._update_on_device(run, before)

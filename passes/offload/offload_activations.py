@@ -19,11 +19,7 @@ from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.memory.decisions import bytes_with_gathers
-from zerofx.passes.offload.activations import (
-    Activation,
-    saved_activations,
-    where_to_cut,
-)
+from zerofx.passes.offload.activations import Activation, saved_activations, where_to_cut
 from zerofx.passes.offload.offload_schedule import Lanes, Trip, fit, worth_it
 from zerofx.passes.schedule.start_times import MARGIN, explain_transfers
 

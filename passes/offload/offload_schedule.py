@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerofx.passes.offload.activations import Activation
 
@@ -33,6 +34,7 @@ class Trip:
         return self.activation.leaves, self.gone, self.back, self.activation.returns
 
 
+@dataclass
 class Lanes:
     """The program's clock, the positions where moves may stand, and the two lanes of copies.
 
@@ -41,16 +43,15 @@ class Lanes:
     position where each is waited for, and its bytes.  Each lane carries one copy at a time.
     """
 
-    def __init__(
-        self,
-        times: Sequence[float],
-        cuts: Sequence[int],
-        copy_s: Callable[[int], float],
-        others: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self.times, self.cuts, self.copy_s = times, cuts, copy_s
-        self.others = list(others)
-        self.cut_times = [times[cut] for cut in cuts]
+    times: Sequence[float]
+    cuts: Sequence[int]
+    copy_s: Callable[[int], float]
+    others: Sequence[tuple[int, int]] = ()
+
+    @cached_property
+    def cut_times(self) -> list[float]:
+        """When each position is reached where a move may stand."""
+        return [self.times[cut] for cut in self.cuts]
 
     def idle_s(self, activation: Activation) -> float:
         """For how long nobody reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -119,12 +120,8 @@ class _Filing:
 
     def file_shards(self) -> int:
         """Read shards for each move and update that is about them there; count these."""
-        uses = [
-            node
-            for node in self.graph.nodes
-            if (ops.is_move(node) or ops.updates_on_host(node))
-            and not self.filed.isdisjoint(_parameters_of(node))
-        ]
+        nodes = [n for n in self.graph.nodes if ops.is_move(n) or ops.updates_on_host(n)]
+        uses = [node for node in nodes if not self.filed.isdisjoint(_parameters_of(node))]
         for use in uses:
             indices = [index for index in _parameters_of(use) if index in self.filed]
             infos = [self.table[index] for index in indices]
@@ -209,14 +206,9 @@ def _parts_of(start: fx.Node) -> list[object]:
 
 def _parameters_of(use: fx.Node) -> list[int]:
     """Whose shards on the host a use is about, in the table's order."""
-    found = {
-        shard_of(source)
-        for operand in use.all_input_nodes
-        if is_kept_on_host(operand)
-        for source in memory_of(operand)
-        if source.op == "placeholder"
-    }
-    return sorted(found)
+    kept = filter(is_kept_on_host, use.all_input_nodes)
+    sources = itertools.chain.from_iterable(map(memory_of, kept))
+    return sorted({shard_of(source) for source in sources if source.op == "placeholder"})
 
 
 def assumed_state_bytes(info: ParameterInfo, precision: Precision) -> int:

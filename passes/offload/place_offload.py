@@ -22,11 +22,7 @@ from zerofx.ir.roles import Role
 from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.memory.decisions import decide
 from zerofx.passes.offload.delay import DELAYED_CONFLICTS, check_can_be_delayed
-from zerofx.passes.offload.host_parameters import (
-    keep_on_host,
-    place_parameters,
-    take_apart,
-)
+from zerofx.passes.offload.host_parameters import keep_on_host, place_parameters, take_apart
 from zerofx.passes.zero.shard_optimizer import needs_sharded_states
 
 aten = torch.ops.aten
@@ -93,13 +89,10 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     if residency is None:  # nothing is gathered that could be kept
         residency = decide(gm.graph, ctx, {})
     note_decisions(gm.graph, residency=residency)
-    updates = [
-        node
-        for node in gm.graph.nodes
-        if "optimizer" in ctx.options.offload
-        and node.target is ops.update
-        and node.args[2:4] not in residency.states
-    ]
+    updates = []
+    if "optimizer" in ctx.options.offload:
+        updates = gm.graph.find_nodes(op="call_function", target=ops.update)
+        updates = [update for update in updates if update.args[2:4] not in residency.states]
     for update in updates:
         if is_owned(update):
             raise StepError(
@@ -131,15 +124,13 @@ class _Group:
     """Updates of one bucket that move together.
 
     ``ready`` stands where all their gradients are there, ``needed`` is the first node that reads
-    what they have made.  ``targets`` are what they updated, ``values`` and ``gradients`` the moves
-    to the host, ``updating`` the update there, ``back`` the move to the device; ``origin`` is the
-    provenance of all these.
+    what they have made.  ``values`` and ``gradients`` are the moves to the host, ``updating`` the
+    update there, ``back`` the move to the device; ``origin`` is the provenance of all these.
     """
 
     updates: list[fx.Node] = field(default_factory=list)
     ready: Any = None
     needed: Any = None
-    targets: list[fx.Node] = field(default_factory=list)
     values: Any = None
     gradients: Any = None
     updating: Any = None
@@ -204,25 +195,20 @@ class _Moving:
     def begin(self, group: _Group) -> None:
         """Start moving a group to the host and updating it; wait for who has left before it."""
         group.updates.sort(key=lambda update: self.table[update.args[3]].place.offset)
-        group.targets = [update.args[0] for update in group.updates]
         group.origin = {"like": group.updates[-1], **self.builder.serving(group.indices)}
         while len(self.updating) >= self.most_under_way:
             self._send_back(group.ready)
-        is_kept = all(map(is_kept_on_host, group.targets))
-        if not is_kept:
-            group.values = self._to_host(group, group.targets, Role.VALUES_TO_HOST)
+        targets = [update.args[0] for update in group.updates]
+        start, values = ops.update_start_shards, targets
+        if not all(map(is_kept_on_host, targets)):
+            group.values = self._to_host(group, targets, Role.VALUES_TO_HOST)
+            start, values = ops.update_start, group.values
         gradients = [update.args[1] for update in group.updates]
         group.gradients = self._to_host(group, gradients, Role.GRADIENTS_TO_HOST)
         _, _, optimizer, _, *found_inf = group.updates[0].args
+        given = (values, group.gradients, optimizer, group.indices, *found_inf)
         with self.builder.before(group.ready, role=Role.UPDATE, **group.origin) as call:
-            group.updating = call(
-                ops.update_start_shards if is_kept else ops.update_start,
-                group.targets if is_kept else group.values,
-                group.gradients,
-                optimizer,
-                group.indices,
-                *found_inf,
-            )
+            group.updating = call(start, *given)
         self.leaving.append(group)
         self.updating.append(group)
         while len(self.leaving) > 1:
@@ -290,7 +276,8 @@ class _Moving:
             like = group.origin["like"]
             pieces = take_apart(self.builder, arrived, group.indices, Role.UPDATED_VALUE, like)
             renewed = []
-            for update, target, piece in zip(group.updates, group.targets, pieces, strict=True):
+            for update, piece in zip(group.updates, pieces, strict=True):
+                target = update.args[0]
                 if any(source.op == "placeholder" for source in memory_of(target)):
                     of = {"role": Role.STORE, "parameter": update.args[3], "like": update}
                     piece = self.builder.call(aten.copy_.default, target, piece, **of)
@@ -301,5 +288,3 @@ class _Moving:
         """Have the readers of a group's updates read the new values."""
         for update, new in zip(group.updates, renewed, strict=True):
             update.replace_all_uses_with(new)
-            for other in (*self.updating, *self.returning):
-                other.targets = [new if target is update else target for target in other.targets]

@@ -22,8 +22,10 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     start is moved no later than its first reader.
     """
     pairs = sorted(pairs)
-    for _, wait in pairs:
-        _sink_ranges(wait)
+    ranges = [user for _, wait in pairs for user in wait.users if user.users]
+    for part in ranges:
+        if role(part) == Role.REDUCED_GRADIENT:
+            min(part.users).prepend(part)  # taken only where it is read
     for (_, wait), (following, _) in itertools.pairwise(pairs):
         # Not two flat buckets at once: wait before the next one is filled.
         filled = following.args[0] if following.args[0].target is ops.flatten_bucket else following
@@ -55,18 +57,9 @@ def sink_past_fused(node: fx.Node) -> None:
     has made: the gradient of a gated product would take one activation more.
     """
     anchor = node
-    while _is_in_region(anchor.next) and node not in anchor.next.all_input_nodes:
-        anchor = anchor.next
+    while node not in (following := anchor.next).all_input_nodes:
+        if not (is_compute(following) and is_backward(following) and is_fused(following)):
+            break
+        anchor = following
     if anchor is not node:
         anchor.append(node)
-
-
-def _is_in_region(node: fx.Node) -> bool:
-    return is_compute(node) and is_backward(node) and is_fused(node)
-
-
-def _sink_ranges(wait: fx.Node) -> None:
-    """Take the ranges of a bucket's result only where they are read."""
-    for part in [user for user in wait.users if role(user) == Role.REDUCED_GRADIENT]:
-        if part.users:
-            min(part.users).prepend(part)

@@ -219,10 +219,7 @@ def insert_gathers(
         origin = {"parameter": parameter_of(wait), "bucket": bucket_of(wait), "like": last}
         with builder.before(last.next, role=Role.FREE, **origin) as call:
             call(ops.free, wait)
-    return {
-        "gathers": len(gathered),
-        "kept from forward to backward": planned - len(gathered),
-    }
+    return {"gathers": len(gathered), "kept from forward to backward": planned - len(gathered)}
 
 
 def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int | None) -> str:

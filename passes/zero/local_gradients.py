@@ -14,13 +14,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import Builder
-from zerofx.ir.interface import (
-    input_role,
-    placeholders,
-    recorded,
-    set_input_role,
-    written_input,
-)
+from zerofx.ir.interface import input_role, placeholders, recorded, set_input_role, written_input
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
 from zerofx.passes.schedule.placement import hoist

@@ -59,12 +59,8 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     The whole local gradient lives until its first reader; stage 2 reduces it at once.
     Source: ZeRO, Rajbhandari et al. 2020, section 5.1.
     """
-    updated = {
-        index
-        for node in gm.graph.nodes
-        if node.target is ops.optimizer_step
-        for index in node.args[4]
-    }
+    steps = gm.graph.find_nodes(op="call_function", target=ops.optimizer_step)
+    updated = {index for step in steps for index in step.args[4]}
     propagation = ShardPropagation(gm, ctx, "shard_optimizer")
     pairs = scatter_gradients(propagation, ctx, updated)
     counts = propagation.run()

@@ -7,6 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders, written_input
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.zero.propagate import ShardPropagation
@@ -35,14 +36,10 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     gathered = _gathered_updates(gm.graph)
     for node in placeholders(gm.graph, "parameter"):
         propagation.shard_input(node, regather=True)
+        index = input_role(node).parameter
         for cast in [user for user in node.users if role(user) == Role.HOISTED_CAST]:
-            propagation.add_source(
-                cast,
-                input_role(node).parameter,
-                node,
-                regather=True,
-                cast_to=cast.meta["val"].dtype,
-            )
+            dtype = cast.meta["val"].dtype
+            propagation.add_source(cast, index, node, regather=True, cast_to=dtype)
     for whole, shard in gathered:
         propagation.add_source(whole, parameter_of(whole), shard, regather=True)
     return {"sharded parameters": len(placeholders(gm.graph, "parameter")), **propagation.run()}
@@ -78,15 +75,12 @@ def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     shards = {-1: packed}
     if packed.target is ops.pack:
         shards = dict(zip(packed.args[1], packed.args[0], strict=True))
-    found = []
-    pending = [wait]
-    while pending:
-        node = pending.pop()
-        parts = [user for user in node.users if role(user) == Role.WHOLE]
-        if not parts and node is not wait:
-            found.append((node, shards.get(parameter_of(node), packed)))
-        pending += parts
-    return found
+
+    def parts_of(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if role(user) == Role.WHOLE]
+
+    wholes = [node for node in reached(parts_of(wait), parts_of) if not parts_of(node)]
+    return [(node, shards.get(parameter_of(node), packed)) for node in wholes]
 
 
 def _is_new_value(node: fx.Node) -> bool:

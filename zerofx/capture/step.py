@@ -61,17 +61,14 @@ class StepCapture:
         owners |= {
             id(p.grad): p for p in self.inputs if isinstance(p, nn.Parameter) and p.grad is not None
         }
-        tensors: list[nn.Parameter] = []
-        infos: list[ParameterInfo] = []
-        index_of: dict[int, int] = {}
+        known: dict[int, tuple[ParameterInfo, nn.Parameter]] = {}
 
         def index(parameter: nn.Parameter, source: str) -> int:
-            if id(parameter) not in index_of:
-                index_of[id(parameter)] = len(tensors)
-                name = names[id(parameter)][0] if id(parameter) in names else readable(source)
-                infos.append(_describe(len(tensors), name, parameter, rank, world_size))
-                tensors.append(parameter)
-            return index_of[id(parameter)]
+            key = id(parameter)
+            if key not in known:
+                name = names[key][0] if key in names else readable(source)
+                known[key] = _describe(len(known), name, parameter, rank, world_size), parameter
+            return known[key][0].index
 
         roles = []
         for node, value in zip(self.placeholders, self.inputs, strict=True):
@@ -91,16 +88,13 @@ class StepCapture:
             else:
                 roles.append(InputRole("other"))
         self.roles = tuple(roles)
-        self.tensors = tuple(tensors)
-        self.table = ParameterTable(tuple(infos))
+        self.tensors = tuple(parameter for _, parameter in known.values())
+        self.table = ParameterTable(tuple(info for info, _ in known.values()))
         self.buffers = tuple(
             value for role, value in zip(roles, self.inputs, strict=True) if role.kind == "buffer"
         )
-        self.index_of_input = {
-            node: role.parameter
-            for node, role in zip(self.placeholders, roles, strict=True)
-            if role.kind == "parameter"
-        }
+        paired = zip(self.placeholders, roles, strict=True)
+        self.index_of_input = {n: role.parameter for n, role in paired if role.kind == "parameter"}
 
     def _mark_gradients(self) -> None:
         """Insert ``zerofx::gradient`` after each gradient of a parameter."""

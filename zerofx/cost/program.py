@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ def live_bytes(
     """
     nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
-    for made in _Memory(world_size, sockets, hinted, table, ignored).of(nodes):
+    bytes_of = hinted_tensor_bytes if hinted else tensor_bytes
+    for made in _Memory(world_size, sockets, bytes_of, table, frozenset(ignored)).of(nodes):
         changes[made.begin] += made.nbytes
         changes[made.end + 1] -= made.nbytes
     return list(itertools.accumulate(changes[:-1]))
@@ -81,26 +83,21 @@ def allocations(
     At any position, the bytes of those allocations that are alive there add up to it.  But no
     guard is made of a symbolic size: this is for who looks at programs, and must not change them.
     """
-    memory = _Memory(world_size, sockets, hinted=True)
+    memory = _Memory(world_size, sockets, hinted_tensor_bytes)
     return list(memory.of(list(graph.nodes))), memory.roots
 
 
+@dataclass
 class _Memory:
     """The allocations of a program's nodes, and those that each result lies in."""
 
-    def __init__(
-        self,
-        world_size: int,
-        sockets: bool,
-        hinted: bool,
-        table: ParameterTable | None = None,
-        ignored: Collection[fx.Node] = (),
-    ) -> None:
-        self.world_size, self.sockets, self.table = world_size, sockets, table
-        self.bytes_of = hinted_tensor_bytes if hinted else tensor_bytes
-        self.ignored = set(ignored)
-        self.roots: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
-        self.sizes: dict[tuple[fx.Node, int], int] = {}
+    world_size: int
+    sockets: bool
+    bytes_of: Callable[[Any], int]
+    table: ParameterTable | None = None
+    ignored: Collection[fx.Node] = ()
+    roots: dict[fx.Node, set[tuple[fx.Node, int]]] = field(default_factory=dict)
+    sizes: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
 
     def of(self, nodes: Sequence[fx.Node]) -> Iterator[Allocation]:
         """Yield the allocations of these nodes, in order; note the places of results."""
@@ -218,12 +215,9 @@ def flops(node: fx.Node) -> int:
             return torch.empty(sizes, dtype=value.dtype, device="meta")
         return compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value
 
-    def value_of(operand: fx.Node) -> Any:
-        return sized(operand.meta.get("val"))
-
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    result = node.meta.get("val")
-    made = tuple(map(sized, result)) if isinstance(result, (tuple, list)) else sized(result)
+    given = node.args, dict(node.kwargs)
+    args, kwargs = fx.node.map_arg(given, lambda operand: sized(operand.meta.get("val")))
+    made = fx.node.map_aggregate(node.meta.get("val"), sized)
     try:
         return int(count(*args, **kwargs, out_val=made))
     except (AssertionError, IndexError, TypeError, ValueError):

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.cost.program import owned_bytes
 from zerofx.ir import ops
-from zerofx.ir.offload import copies_activation, staging_bytes
+from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import served
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
@@ -103,11 +103,8 @@ def moved_bytes(gm: fx.GraphModule) -> MovedBytes:
     moved: dict[str, list[int]] = {TO_HOST: [], TO_DEVICE: []}
     for node in filter(ops.is_move, gm.graph.nodes):
         moved[ops.lane(node)].append(sum(map(hinted_bytes, ops.argument(node, "values"))))
-    activations = [
-        hinted_bytes(node)
-        for node in gm.graph.nodes
-        if copies_activation(node) and ops.lane(node) == TO_HOST
-    ]
+    leaving = filter(copies_activation, filter(is_staged, gm.graph.nodes))
+    activations = list(map(hinted_bytes, leaving))
     return MovedBytes(
         to_host=sum(moved[TO_HOST]),
         to_device=sum(moved[TO_DEVICE]),

@@ -49,8 +49,6 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 Arguments = tuple[tuple[int, str], ...]
 """Positions and names."""
 
-_NONE: Arguments = ()
-
 _KNOWN: dict[int, tuple[Arguments, Arguments, Any]] = {}
 """By the ``id`` of an operator, which is kept: to hash one takes torch longer."""
 
@@ -61,7 +59,7 @@ def _memory_arguments(target: Any) -> tuple[Arguments, Arguments, Any]:
     if known is not None:
         return known
     if not isinstance(target, torch._ops.OpOverload):
-        return _NONE, _NONE, None
+        return (), (), None
     schema = target._schema
     marked = [
         (argument.alias_info.is_write, (position, argument.name))

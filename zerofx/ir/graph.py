@@ -26,10 +26,7 @@ aten = torch.ops.aten
 
 def updates(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """Count the program's updates: (optimizer, parameter) -> count."""
-    found: Counter[tuple[int, int]] = Counter()
-    for node in graph.nodes:
-        found.update(updated_by(node))
-    return found
+    return Counter(update for node in graph.nodes for update in updated_by(node))
 
 
 def updated_by(node: fx.Node) -> list[tuple[int, int]]:

@@ -111,8 +111,7 @@ def staged_until(start: fx.Node) -> fx.Node:
 
 
 def assign_slots(
-    starts: Sequence[fx.Node],
-    choose: Callable[[fx.Node, list[int], list[int]], int | None],
+    starts: Sequence[fx.Node], choose: Callable[[fx.Node, list[int], list[int]], int | None]
 ) -> int:
     """Number staging buffers behind those there are: none is written to before it has been read.
 

@@ -109,10 +109,8 @@ class ParameterInfo:
         place = self.place
         if not place.extent:
             return 0
-        first = place.offset // place.shard_numel
-        last = (place.offset + place.extent - 1) // place.shard_numel
-        extents = map(self.extent_of, range(first, last + 1))
-        return max(stop - start for start, stop in extents)
+        first = min(place.extent, place.shard_numel - place.offset % place.shard_numel)
+        return max(first, min(place.extent - first, place.shard_numel))
 
     @cached_property
     def position_in_shard(self) -> int:

@@ -37,11 +37,10 @@ def _updates_read_averaged_gradients(
             operands = list(zip(node.args[1], node.args[4], strict=True))
         else:
             operands = [(update.gradient, update.parameter) for update in operands_of_updates(node)]
-        if operands and node.target is not ops.optimizer_step:
-            for value in mutated_inputs(node):
-                if value in written:
-                    raise broken(node, f"updates what {written[value].name} has updated.")
-                written[value] = node
+        for value in mutated_inputs(node) if operands else ():
+            if value in written:
+                raise broken(node, f"updates what {written[value].name} has updated.")
+            written[value] = node
         for gradient, parameter in operands:
             what = f"updates {table[parameter].name!r} with {gradient.name}, which"
             if not _is_average_of(gradient, table[parameter]):
@@ -73,8 +72,8 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     reduction = reduced.args[0] if reduced.target is ops.wait else reduced
     flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
     return (
-        flat.target in (ops.flatten_bucket, ops.reduce_bucket_start)
-        and flat is not reduced
+        ops.rules(reduction).reduces
+        and flat.target in (ops.flatten_bucket, ops.reduce_bucket_start)
         and ops.argument(reduction, "reduction") == "mean"
         and info.index in flat.args[1]
         and (dim, start) == (0, info.position_in_shard)

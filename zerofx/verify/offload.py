@@ -149,7 +149,7 @@ def _takes_parts_of_a_bucket(start: fx.Node, table: ParameterTable) -> None:
     if copies_to_device(start):
         _pieces_are_read_where_they_lie(start, infos)
         if any(map(is_kept_on_host, start.args[0])):
-            _brings_what_it_says(start, table)
+            _brings_what_it_says(start, infos)
         else:
             _is_return_of_an_update(start, table)
     if start.target is ops.copy_start_shards:
@@ -258,10 +258,8 @@ def _is_update_of_what_has_arrived(update: fx.Node, table: ParameterTable) -> No
         raise broken(update, f"what it makes is moved back {len(wait.users)} times, not once.")
 
 
-def _brings_what_it_says(start: fx.Node, table: ParameterTable) -> None:
-    """Return whether a move to the device takes the shards of the parameters that it names."""
-    for piece, index in zip(*start.args[:2], strict=True):
-        if not is_kept_on_host(piece) or shard_of(piece) != index:
-            raise broken(
-                start, f"moves {piece.name} as if it were the shard of {table[index].name!r}."
-            )
+def _brings_what_it_says(start: fx.Node, infos: list[ParameterInfo]) -> None:
+    """Check that a move to the device takes the shards of the parameters that it names."""
+    for piece, info in zip(start.args[0], infos, strict=True):
+        if not is_kept_on_host(piece) or shard_of(piece) != info.index:
+            raise broken(start, f"moves {piece.name} as if it were the shard of {info.name!r}.")

@@ -39,7 +39,7 @@ class GlooWork(Work):
         self.work: dist.Work | None = work
         self.buffers = buffers
         for abandoned in [known for known in self._known if known.work is None]:
-            abandoned._forget_if_released()
+            abandoned._settle()
         self._known.add(self)
 
     def wait(self) -> None:
@@ -52,17 +52,15 @@ class GlooWork(Work):
 
     def abandon(self) -> None:
         self.work = None
-        self._forget_if_released()
+        self._settle()
 
-    def _forget_if_released(self) -> bool:
-        released = not any(map(compat.tensors.is_held_elsewhere, self.buffers))
-        if released:
-            self._known.discard(self)
-        return released
-
-    def _settle(self, deadline: float) -> None:
-        while not self._forget_if_released() and time.monotonic() < deadline:
+    def _settle(self, deadline: float = 0.0) -> None:
+        """Forget its buffers once gloo has let go of them, if it does until ``deadline``."""
+        while any(map(compat.tensors.is_held_elsewhere, self.buffers)):
+            if time.monotonic() >= deadline:
+                return
             time.sleep(1e-5)
+        self._known.discard(self)
 
     @classmethod
     def settle_all(cls) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,16 @@ from zerofx.runtime.comm.transport import REDUCTIONS, Started, Work, divide
 from zerofx.runtime.memory.pages import BufferPool
 
 
+@dataclass(eq=False)
 class PeerWork(Work):
     """A collective among ranks that read each other's memory: it happens at the wait."""
 
-    def __init__(
-        self,
-        memory: PeerMemory,
-        sources: Sequence[torch.Tensor],
-        collect: Callable[[dict[int, list[int]]], None],
-    ) -> None:
-        self.memory = memory
-        self.sources = sources
-        self.collect = collect
-        self.number = memory.post(sources)
+    memory: PeerMemory
+    sources: Sequence[torch.Tensor]
+    collect: Callable[[dict[int, list[int]]], None]
+
+    def __post_init__(self) -> None:
+        self.number = self.memory.post(self.sources)
 
     def wait(self) -> None:
         """Read what this rank needs of the others, which may have to start it first."""

@@ -73,12 +73,8 @@ class _Peer:
     board: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Moment:
-    """The moment when a rank had finished so many collectives since so many failures."""
-
-    failures: int
-    finished: int
+_Moment = tuple[int, int]
+"""When a rank had had so many failures, and finished so many collectives since."""
 
 
 class AnotherProgramError(StepError):
@@ -131,12 +127,7 @@ class PeerMemory:
         self._open: dict[int, tuple] = {}  # what is not finished here, by number
         self._leaving: deque[tuple[_Moment, tuple]] = deque()  # what is not finished elsewhere
         self._seen = _Progress(), _Entry()
-        # Stores become visible in program order on x86 alone.
-        self._read = (
-            _process_vm_readv()
-            if sys.platform == "linux" and platform.machine() == "x86_64"
-            else None
-        )
+        self._read = _process_vm_readv()
         address = ctypes.addressof(self.board)
         card = torch.tensor([os.getpid(), address, self.board.nonce, self._read is not None])
         cards = [torch.empty_like(card) for _ in range(self.world_size)]
@@ -147,12 +138,8 @@ class PeerMemory:
             for rank, (process, board, *_) in enumerate(known)
             if rank != self.rank
         ]
-        readable = torch.tensor(
-            int(
-                all(able for *_, able in known)
-                and all(self._nonce(peer) == known[peer.rank][2] for peer in self.peers)
-            )
-        )
+        is_known = (self._nonce(peer) == known[peer.rank][2] for peer in self.peers)
+        readable = torch.tensor(int(all(able for *_, able in known) and all(is_known)))
         dist.all_reduce(readable, dist.ReduceOp.MIN, group=group)
         self.is_readable = bool(readable)
         if self.is_readable:
@@ -242,18 +229,15 @@ class PeerMemory:
                 copied -= done
                 while done < here.nbytes:
                     left = here.nbytes - done
-                    done += self._transfer(
-                        peer,
-                        (_Range(here.address + done, left),),
-                        (_Range(there.address + done, left),),
-                    )
+                    mine, its = (_Range(one.address + done, left) for one in (here, there))
+                    done += self._transfer(peer, (mine,), (its,))
 
     def finish(self, number: int) -> None:
         """Tell the others that this rank will read no more of a collective."""
         progress = self.board.progress
         progress.finished += 1
         source = self._open.pop(number)
-        self._leaving.append((_Moment(progress.failures, progress.finished), source))
+        self._leaving.append(((progress.failures, progress.finished), source))
 
     def forget(self) -> bool:
         """Let go of what all others have finished too; return whether nothing is left."""
@@ -283,7 +267,7 @@ class PeerMemory:
         What was posted stays readable until they have failed too.
         """
         progress = self.board.progress
-        failed = _Moment(progress.failures + 1, 0)
+        failed = progress.failures + 1, 0
         self._leaving.extend((failed, source) for source in self._open.values())
         self._open.clear()
         self.count = 0
@@ -295,8 +279,8 @@ class PeerMemory:
         try:
             progress, _ = self._look(peer, 0)
         except RuntimeError:
-            return _Moment(sys.maxsize, 0)
-        return _Moment(progress.failures, progress.finished)
+            return sys.maxsize, 0
+        return progress.failures, progress.finished
 
     def _look(self, peer: _Peer, number: int) -> tuple[_Progress, _Entry]:
         progress, entry = self._seen
@@ -353,6 +337,8 @@ def _range(value: ctypes.Structure | ctypes.Array | c_int64) -> _Range:
 
 
 def _process_vm_readv() -> Callable[..., int] | None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None  # stores become visible in program order on x86 alone
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if function is not None:
         unsigned = ctypes.c_ulong

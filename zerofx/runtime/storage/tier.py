@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import threading
@@ -20,6 +19,7 @@ from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.memory.pages import aligned_empty
 from zerofx.runtime.storage.bucket import Bucket, Left, Location, ValueBucket, words_for
 from zerofx.runtime.storage.disk import FileStore, HostCache, Key
+from zerofx.runtime.storage.disk.stripes import NO_ROOM
 from zerofx.runtime.storage.disk.system import SystemCalls
 from zerofx.runtime.storage.memory import HostMemory
 
@@ -98,7 +98,7 @@ class FileTier:
             try:
                 self.store.add([bucket.layout for bucket in new])
             except FileTierError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in NO_ROOM:
                     raise self._no_room(new, error) from error
                 raise
             for bucket in new:
@@ -124,18 +124,16 @@ class FileTier:
                 available = self.host.available_bytes() or 0
                 self.cache.memory_bytes = int(available * DEFAULT_SHARE) // self.options.ranks_here
             self.cache.memory_bytes = max(self.cache.memory_bytes, least)
-        elif given < 2 * sizes[largest]:
-            raise StepError(
-                f"offload_cache_bytes={given} is less than two of the largest "
-                f"buckets of {largest.what}: {largest.name!r} takes {sizes[largest]} bytes on this "
-                "rank, and one is read while another is used. Give at least "
-                f"{least}, or a smaller {smaller}."
-            )
         elif given < least:
+            why = f"what a step has in use at once of what is in files: {least} bytes on this rank"
+            if given < 2 * sizes[largest]:
+                why = (
+                    f"two of the largest buckets of {largest.what}: {largest.name!r} takes "
+                    f"{sizes[largest]} bytes on this rank, and one is read while another is used"
+                )
             raise StepError(
-                f"offload_cache_bytes={given} is less than what a step has in use "
-                f"at once of what is in files: {least} bytes on this rank. Give at least that, or "
-                f"a smaller {smaller}."
+                f"offload_cache_bytes={given} is less than {why}. Give at least {least}, or a "
+                f"smaller {smaller}."
             )
 
     def _no_room(self, new: Sequence[Bucket], error: FileTierError) -> FileTierError:
@@ -296,9 +294,6 @@ class FileTier:
         for bucket in buckets:
             bucket.forget()
         self.lost, self._lost_with = None, []
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileTiers:

@@ -136,7 +136,7 @@ class Stripes:
             if nbytes:
                 self._system.allocate(file.fileno(), nbytes)
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 raise self._no_room(directory, needed, error) from error
             raise FileTierError(
                 f"cannot make a file of {nbytes} bytes in {directory}: errno {error.errno},"
@@ -163,19 +163,19 @@ def _check_directory(directory: str) -> None:
     if os.path.isdir(directory):
         return
     if os.path.exists(directory):
-        raise FileTierError(
+        code = errno.ENOTDIR
+        words = (
             f"{directory!r} is not a directory: the file tier keeps its scratch files in one."
-            " Name a directory on a fast local disk",
-            path=directory,
-            errno=errno.ENOTDIR,
+            " Name a directory on a fast local disk"
         )
-    raise FileTierError(
-        f"the directory {directory!r} does not exist: the file tier makes files in it, never the"
-        f" directory itself, for its disk may not be mounted. Create it (mkdir -p {directory}) or"
-        " name another one",
-        path=directory,
-        errno=errno.ENOENT,
-    )
+    else:
+        code = errno.ENOENT
+        words = (
+            f"the directory {directory!r} does not exist: the file tier makes files in it, never"
+            " the directory itself, for its disk may not be mounted. Create it"
+            f" (mkdir -p {directory}) or name another one"
+        )
+    raise FileTierError(words, path=directory, errno=code)
 
 
 def _cannot_make(directory: str, error: OSError) -> FileTierError:
@@ -196,7 +196,7 @@ def _cannot_make(directory: str, error: OSError) -> FileTierError:
 
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = {
     errno.EMFILE: "Too many files are open in this process: raise the limit (ulimit -n), name"
     " fewer directories or make larger buckets"

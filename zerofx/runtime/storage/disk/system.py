@@ -6,6 +6,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -45,12 +46,9 @@ class SystemCalls:
         """The kind of a directory's file system, ``ext4`` or ``tmpfs``; empty if not known."""
         device = os.stat(directory).st_dev
         wanted = f"{os.major(device)}:{os.minor(device)}"
-        try:
-            with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-                for line in mounts:
-                    before, _, after = line.partition(" - ")
-                    if before.split()[2] == wanted:
-                        return after.split()[0]
-        except OSError:
-            return ""
+        with suppress(OSError), open("/proc/self/mountinfo", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted:
+                    return after.split()[0]
         return ""
