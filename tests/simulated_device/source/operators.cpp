@@ -38,10 +38,13 @@ at::Tensor shown(const at::Tensor& tensor) {
                                 tensor.element_size());
   TORCH_CHECK(tensor.numel() == 0 || needed <= storage.nbytes(), "a tensor of ", needed,
               " bytes lies in a storage of ", storage.nbytes());
-  auto* data = static_cast<char*>(shadow(storage.data()));
-  if (data) data += tensor.storage_offset() * tensor.element_size();
-  auto made = at::from_blob(data, tensor.sizes(), tensor.strides(),
-                            at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+  c10::Storage seen(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                    c10::DataPtr(shadow(storage.data()), at::kCPU), c10::GetAllocator(at::kCPU),
+                    true);  // some kernels resize what they have been given to and fro
+  auto made = at::detail::make_tensor<at::TensorImpl>(
+      std::move(seen), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                    tensor.storage_offset());
   if (tensor.is_conj()) made._set_conj(true);
   if (tensor.is_neg()) made._set_neg(true);
   return made;
@@ -414,10 +417,17 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     if (returned.back().isTensor() && !returned.back().toTensor().defined() && writes->empty())
       writes->emplace_back();
   }
+  // What a kernel has resized is elsewhere, and is copied back.
+  std::vector<std::pair<at::Tensor, at::Tensor>> outs;
+  for (size_t index = 0; index < schema.returns().size() && !in_place; index++)
+    if (const auto of = aliased(schema, schema.returns()[index]); of && kernel[*of].isTensor())
+      outs.emplace_back(kernel[*of].toTensor(), shown(given[*of].toTensor()));
   auto arguments = std::make_shared<Stack>(std::move(kernel));
-  enqueue(stream, full.c_str(), [op, arguments, writes, full] {
+  enqueue(stream, full.c_str(), [op, arguments, writes, full, outs] {
     const auto& schema = op.schema();
     op.callBoxed(arguments.get());
+    for (auto [given, pristine] : outs)
+      if (given.storage().data() != pristine.storage().data()) pristine.copy_(given);
     size_t position = 0;
     for (size_t index = 0; index < schema.returns().size(); index++) {
       if (aliased(schema, schema.returns()[index])) continue;
