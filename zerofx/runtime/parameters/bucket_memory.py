@@ -93,7 +93,9 @@ def _is_shared(parameter: nn.Parameter) -> bool:
 def _over(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     """A parameter over this memory, in a storage object of its own.
 
-    As bytes: numpy and DLPack know fewer dtypes than torch.
+    As bytes: numpy and DLPack know fewer dtypes than torch.  As a capsule: ``__dlpack__`` refuses
+    devices that aren't current, and those of PrivateUse1.
     """
-    alone = torch.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
+    capsule = torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
+    alone = torch.from_dlpack(capsule).view(flat.dtype)
     return whole_from_flat(alone, info)
