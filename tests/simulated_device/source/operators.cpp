@@ -488,9 +488,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("_fused_sdp_choice", math_attention);
-  // torch's own kernels of these know the backends by name.
-  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_operator>());
-  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+  // torch's own kernels of these know the backends by name, or are others than the CPU's.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
+                           "native_group_norm", "silu_backward", "mish_backward", "addr"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
 }
 
 }  // namespace sim
