@@ -18,7 +18,14 @@ from tests.simulated_device import training
 
 pytestmark = pytest.mark.nightly
 SEEDS = 200
-OFFLOADS = ("", "optimizer", "params", "activations", "optimizer,params", "all")
+OFFLOADS = (
+    "",
+    "optimizer",
+    "params",
+    "activations",
+    "optimizer,params",
+    "optimizer,params,activations",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,6 +150,20 @@ def test_a_stream_that_does_not_wait_for_a_collective_reads_old_values(devices):
 def test_alone_every_form_computes_what_the_cpu_does(name, policy, devices):
     stage = sorted(FORMS).index(name) % 4
     devices(1).run(training.check, name, stage, policy)
+
+
+@pytest.mark.parametrize("policy", ("early", "late", "random"))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_an_asynchronous_save_holds_what_was_there(stage, policy, devices, tmp_path):
+    devices(2).run(training.check_save, str(tmp_path / "save"), stage, policy)
+
+
+@pytest.mark.parametrize("tier", ("cpu", "nvme"))
+@pytest.mark.parametrize("offload", OFFLOADS[1:])
+@pytest.mark.parametrize("policy", ("early", "late"))
+def test_what_is_offloaded_comes_back_in_time(offload, tier, policy, devices):
+    options = {"offload": offload, "offload_tier": tier}
+    devices(1).run(training.check, "plain", 3, policy, 0, options)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

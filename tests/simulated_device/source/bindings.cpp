@@ -20,6 +20,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("waits", [] { return Scheduler::get().waits(); });
   m.def("tasks", [] { return Scheduler::get().tasks(); });
   m.def("stop", [] { Scheduler::get().stop(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
   m.def("device_count", [] { return DEVICES; });
   m.def("current_device", &current_device);
   m.def("set_device", &set_current_device);

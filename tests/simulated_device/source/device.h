@@ -28,6 +28,11 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
 // What `record_stream` promises: the block is not given to others before the stream is here.
 void used_on(const void* address, int64_t stream);
+// The same of pinned memory, which a copy uses until then.
+void used_until(const void* address, const MarkPtr& mark);
+// Pin memory that is not ours, as cudaHostRegister does.
+void register_host(int64_t address, int64_t bytes);
+void unregister_host(int64_t address);
 int64_t allocated_bytes(int device);
 int64_t peak_bytes(int device);
 void reset_peak(int device);

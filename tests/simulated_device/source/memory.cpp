@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
@@ -209,12 +210,8 @@ void PinnedAllocator::release(void* context) {
   auto& all = pinned();
   std::lock_guard<std::mutex> guard(all.mutex);
   auto found = all.alive.find(static_cast<char*>(context));
-  Block* block = found->second;
+  all.pending.push_back(found->second);
   all.alive.erase(found);
-  for (auto stream : block->streams)
-    block->users.push_back(Scheduler::get().record(stream, true));
-  block->streams.clear();
-  all.pending.push_back(block);
   all.reclaim();
 }
 
@@ -248,15 +245,42 @@ bool is_pinned(const void* address) {
 
 void used_on(const void* address, int64_t stream) {
   if (!address) return;
-  if (is_device_memory(address)) {
-    auto& all = devices();
-    std::lock_guard<std::mutex> guard(all.mutex);
-    auto found = all.by_base.upper_bound(static_cast<char*>(const_cast<void*>(address)));
-    if (found != all.by_base.begin()) add_stream(std::prev(found)->second, stream);
-    return;
-  }
+  auto& all = devices();
+  std::lock_guard<std::mutex> guard(all.mutex);
+  auto found = all.by_base.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+  if (found != all.by_base.begin()) add_stream(std::prev(found)->second, stream);
+}
+
+void used_until(const void* address, const MarkPtr& mark) {
   std::lock_guard<std::mutex> guard(pinned().mutex);
-  if (Block* block = pinned().holding(address)) add_stream(block, stream);
+  Block* block = pinned().holding(address);
+  if (!block) return;
+  auto is_done = [](const MarkPtr& one) { return Scheduler::get().is_done(one); };
+  block->users.erase(std::remove_if(block->users.begin(), block->users.end(), is_done),
+                     block->users.end());
+  block->users.push_back(mark);
+}
+
+void register_host(int64_t address, int64_t bytes) {
+  std::lock_guard<std::mutex> guard(pinned().mutex);
+  auto* base = reinterpret_cast<char*>(address);
+  pinned().alive[base] = new Block{base, static_cast<size_t>(bytes), -1, 0, {}, {}};
+}
+
+void unregister_host(int64_t address) {
+  std::vector<MarkPtr> users;
+  {
+    std::lock_guard<std::mutex> guard(pinned().mutex);
+    auto found = pinned().alive.find(reinterpret_cast<char*>(address));
+    users.swap(found->second->users);
+    delete found->second;
+    pinned().alive.erase(found);
+  }
+  for (auto& mark : users) {
+    if (Scheduler::get().is_done(mark)) continue;
+    Scheduler::get().fail("host memory is unpinned while a stream still copies it");
+    Scheduler::get().wait_quietly(mark);
+  }
 }
 
 int64_t allocated_bytes(int device) { return devices().allocated[device]; }

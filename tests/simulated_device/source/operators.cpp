@@ -151,23 +151,26 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& into, bool non_
     at::Tensor read;
     if (engine) {
       read = at::from_blob(from.data_ptr(), from.sizes(), from.strides(), from.options());
-      used_on(from.data_ptr(), stream);
     } else {
       c10::impl::ExcludeDispatchKeyGuard python(c10::DispatchKey::Python);
       read = from.clone();  // as pageable memory is staged before the call returns
     }
     enqueue(stream, "copy_", [read, write]() mutable { write.copy_(read); });
-    if (!non_blocking) scheduler.wait(scheduler.record(stream, true));
+    const auto mark = scheduler.record(stream, true);
+    if (engine) used_until(from.data_ptr(), mark);
+    if (!non_blocking) scheduler.wait(mark);
     return into;
   }
   TORCH_CHECK(into.is_cpu(), "cannot copy to ", into.device());
   auto read = shown(from);
   const auto stream = current_stream(from.device().index());
   auto write = at::from_blob(into.data_ptr(), into.sizes(), into.strides(), into.options());
-  used_on(into.data_ptr(), stream);
   enqueue(stream, "copy_", [read, write]() mutable { write.copy_(read); });
-  if (!non_blocking || !is_pinned(into.data_ptr()))
-    scheduler.wait(scheduler.record(stream, true));
+  const auto mark = scheduler.record(stream, true);
+  if (non_blocking && is_pinned(into.data_ptr()))
+    used_until(into.data_ptr(), mark);
+  else
+    scheduler.wait(mark);
   return into;
 }
 

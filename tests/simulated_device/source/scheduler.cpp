@@ -11,7 +11,7 @@ namespace sim {
 
 namespace {
 constexpr auto STILL = std::chrono::milliseconds(100);  // before collectives run by themselves
-constexpr auto POLL = std::chrono::microseconds(100);
+constexpr auto POLL = std::chrono::milliseconds(1);
 }  // namespace
 
 Scheduler& Scheduler::get() {
@@ -112,17 +112,18 @@ bool Scheduler::is_idle(int64_t stream) {
   return queues_.at(stream).tasks.empty();
 }
 
-void Scheduler::wait(const MarkPtr& mark) {
+void Scheduler::wait_quietly(const MarkPtr& mark) {
   Lock lock(mutex_);
-  if (!mark) return;
   num_waits_++;
   last_call_ = std::chrono::steady_clock::now();
-  if (!mark->done && !stops_) {
-    wanted_.push_back(mark);
-    block_host(lock, [&] { return mark->done || stops_ || !failure_.empty(); });
-    wanted_.erase(std::find(wanted_.begin(), wanted_.end(), mark));
-  }
-  lock.unlock();
+  if (mark->done || stops_) return;
+  wanted_.push_back(mark);
+  block_host(lock, [&] { return mark->done || stops_; });
+  wanted_.erase(std::find(wanted_.begin(), wanted_.end(), mark));
+}
+
+void Scheduler::wait(const MarkPtr& mark) {
+  if (mark) wait_quietly(mark);
   throw_failure();
 }
 
@@ -142,6 +143,11 @@ void Scheduler::throw_failure() {
   std::string failure;
   failure.swap(failure_);
   TORCH_CHECK(failure.empty(), "on the simulated device: ", failure);
+}
+
+void Scheduler::fail(const std::string& what) {
+  Lock lock(mutex_);
+  if (failure_.empty()) failure_ = what;
 }
 
 void Scheduler::stop() {

@@ -52,8 +52,10 @@ class Scheduler {
   bool is_done(const MarkPtr& mark);
   bool is_idle(int64_t stream);
   void wait(const MarkPtr& mark);  // the host
+  void wait_quietly(const MarkPtr& mark);  // without what has failed
   void wait_device(int device);
   void throw_failure();
+  void fail(const std::string& what);  // the host hears of it when it next waits
   void stop();
 
   int64_t waits() const { return num_waits_; }
