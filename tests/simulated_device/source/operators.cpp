@@ -20,6 +20,10 @@ void register_device();
 
 namespace {
 
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 using c10::IValue;
 using torch::jit::Stack;
 
@@ -339,6 +343,8 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   }
   if (knows_shapes && !in_place) {
     for (auto& value : shapes) value = changed(value, to_meta);
+    Silent silent;
+    c10::WarningUtils::WarningHandlerGuard no_warnings(&silent);
     try {
       op.callBoxed(&shapes);
     } catch (const std::exception& error) {  // from C++ or from Python

@@ -10,6 +10,11 @@
 namespace sim {
 
 namespace {
+// Kernels' warnings are of the CPU's ways, such as outputs that are resized to and fro.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 constexpr auto STILL = std::chrono::milliseconds(100);  // before collectives run by themselves
 constexpr auto POLL = std::chrono::milliseconds(1);
 }  // namespace
@@ -238,6 +243,8 @@ bool Scheduler::step(Lock& lock, Queue& queue) {
 
 
 void Scheduler::loop() {
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard no_warnings(&silent);
   at::AutoDispatchBelowAutograd below;
   at::NoGradGuard no_grad;
   Lock lock(mutex_);
