@@ -134,7 +134,8 @@ def check_save(folder: str, stage: int, policy: str, seed: int = 0) -> None:
             return loss
 
         def train(number: int) -> None:
-            step(*(one.to("sim") for one in features(number, 4)))
+            # The loss is read: late, the updates then run and the copies of the save do not.
+            step(*(one.to("sim") for one in features(number, 4))).item()
 
         train(0)
         then = {name: value.cpu().clone() for name, value in model.state_dict().items()}
