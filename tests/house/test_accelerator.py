@@ -1,6 +1,5 @@
 """Any accelerator that torch knows: nothing but its name tells it from CUDA."""
 
-import contextlib
 import gc
 import operator
 import threading
@@ -85,24 +84,13 @@ def test_threads_have_the_device_of_the_one_that_starts_them(third_device, tmp_p
     assert third_device == dict.fromkeys(threads, 3) and threading.get_ident() not in threads
 
 
-def test_dlpack_is_asked_on_the_memorys_own_device(monkeypatch):
-    """It refuses the memory of another device than the current one."""
-    current = []
-
-    @contextlib.contextmanager
-    def on(device):
-        current.append(device)
-        yield
-        current.pop()
-
-    def from_dlpack(tensor):
-        assert current == [tensor.device]
-        return tensor
-
-    monkeypatch.setattr(bucket_memory, "current", on)
-    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
-    info = SimpleNamespace(shape=(2,), stride=(1,))
-    assert bucket_memory._over(torch.ones(2), info).equal(torch.ones(2))
+def test_a_storage_of_its_own_is_made_on_any_device(monkeypatch):
+    """``__dlpack__`` refuses the memory of a device that is not the current one."""
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", None)
+    flat, info = torch.ones(2), SimpleNamespace(shape=(2,), stride=(1,))
+    alone = bucket_memory._over(flat, info)
+    assert alone.data_ptr() == flat.data_ptr()
+    assert alone.untyped_storage()._cdata != flat.untyped_storage()._cdata
 
 
 def test_a_copy_to_a_device_leaves_its_memory_to_one_stream(monkeypatch):

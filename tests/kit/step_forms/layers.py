@@ -20,8 +20,10 @@ def plain(zero):
 # Rounding to bfloat16 makes sums over the batch depend on who holds which rows.
 @form(batch=models.tokens, sums_over_shards=True, rounding=5e-3)
 def tied_weights_autocast_and_clipping(zero):
+    device = torch.get_default_device().type
+
     def step(model, optimizer, *batch):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             loss = language_loss(model, *batch)
         loss.backward()
         clip_grad_norm_(model.parameters(), 0.5)

@@ -44,7 +44,8 @@ def with_scaler(zero, step, scaler, make_optimizer=adamw):
 
 
 def scaler_of(**settings):
-    return torch.amp.GradScaler("cpu", **{"init_scale": 256.0, "growth_interval": 2, **settings})
+    device = torch.get_default_device().type
+    return torch.amp.GradScaler(device, **{"init_scale": 256.0, "growth_interval": 2, **settings})
 
 
 @form(batch=overflowing, sums_over_shards=True)

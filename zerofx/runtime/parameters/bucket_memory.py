@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from zerofx import compat
-from zerofx.accelerator import current
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import ordinary_tensors, whole_from_flat
 from zerofx.runtime.memory.pages import prefer_huge_pages
@@ -94,8 +93,8 @@ def _is_shared(parameter: nn.Parameter) -> bool:
 def _over(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     """A parameter over this memory, in a storage object of its own.
 
-    As bytes: numpy and DLPack know fewer dtypes than torch.  DLPack asks for the current device.
+    As bytes: numpy and DLPack know fewer dtypes than torch.  As a capsule: ``__dlpack__`` refuses
+    devices that aren't current, and those of PrivateUse1.
     """
-    with current(flat.device):
-        alone = torch.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
-    return whole_from_flat(alone, info)
+    capsule = torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
+    return whole_from_flat(torch.from_dlpack(capsule).view(flat.dtype), info)
