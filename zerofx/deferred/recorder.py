@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx import compat
+from zerofx.accelerator import is_accelerator, module_of
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import (
     Constant,
@@ -76,7 +77,7 @@ class Recorder(compat.scalars.DispatchMode):
         device = call.device
         if device.type == "meta":
             return call.on_meta()
-        if not call.is_strided or device.type not in ("cpu", "cuda"):
+        if not call.is_strided:
             return call.run_on_values()
         try:
             results = call.on_meta()
@@ -251,8 +252,8 @@ class _Call:
             devices = [one.device for one in self.tensors]
             return max(devices, key=lambda one: one.type != "cpu", default=torch.device("cpu"))
         device = torch.device(given)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
+        if is_accelerator(device) and device.index is None:
+            return torch.device(device.type, module_of(device).current_device())
         return device
 
     def returned_arguments(self) -> Any:
