@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
 
-from tests.kit.covering import exhaustive, nightly
+from tests.kit import trainings
+from tests.kit.covering import exhaustive, first, nightly
 from tests.kit.order.cases import RUNS, SLOW, Case, cases, outcome_of
+from tests.kit.order.history import MAIN, After, Operator
+from tests.kit.order.watching import watching
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 
 OFFLOADED = {"offload": "optimizer,params"}
@@ -31,6 +35,44 @@ def check(outcomes) -> None:
 @pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["on the device", "on the host"])
 def test_a_step_is_in_order(options, tmp_path):
     check([outcome_of(Case("clipped", 3, options), str(tmp_path), plants=False)])
+
+
+def in_bfloat16(model, optimizer, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return trainings.clipped(model, optimizer, x, y)
+
+
+def host_waits(step, stage: int) -> list[str]:
+    """The host's waits for the device in a third call: numbers read, events, streams, devices."""
+    torch._dynamo.reset()
+    with watching() as run:
+        compiled, pair = trainings.zero(step, stage), trainings.built()
+        trainings.SCALERS[:] = [torch.amp.GradScaler("cpu", init_scale=2.0)]
+        trainings.run(compiled, pair, range(2))
+        begin = len(run.history.entries)
+        trainings.run(compiled, pair, range(2, 3))
+        entries = run.history.entries[begin:]
+    found = [str(one.site) for one in entries if isinstance(one, After) and one.line == MAIN]
+    for one in entries:
+        if (
+            isinstance(one, Operator)
+            and one.waits
+            and any(r.block.is_on_device for r in one.ranges)
+        ):
+            found.append(f"{one.name} at {one.site}")
+    return found
+
+
+@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.parametrize("stage", first(1, (3, 0, 1, 2)))
+def test_the_host_never_waits_in_a_default_step(stage):
+    assert host_waits(in_bfloat16, stage) == []
+
+
+@pytest.mark.nightly
+def test_a_scaler_waits_once():
+    (wait,) = host_waits(trainings.scaled, 3)
+    assert "is_skipped" in wait
 
 
 def tier_of(case: Case):
