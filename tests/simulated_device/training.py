@@ -21,6 +21,7 @@ import zerofx.runtime.storage.memory as memory
 from tests.kit.models import Mlp, features, squared_loss
 from tests.kit.step_forms.form import FORMS
 from tests.kit.step_forms.training import (
+    assert_close,
     assert_same,
     change_lr,
     eager,
@@ -108,12 +109,16 @@ def check(name: str, stage: int, policy: str, seed: int = 0, options: dict | Non
         stack.enter_context(simulated.schedule(policy, seed))
         stack.enter_context(pinning())
         ours, our_state = trained_on("sim", name, stage, options=options)
+    # Padding, of which an accelerator has more, orders a sum over a shard otherwise; convolutions
+    # of channels-last weights are the CPU's on contiguous copies here.
+    is_exact = not FORMS[name].sums_over_shards and name != "channels_last_weights"
+    same = assert_same if is_exact else assert_close
     for number, (mine, theirs) in enumerate(zip(ours, results, strict=True)):
         for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            assert_same(one, other, f"result {position} of step {number}")
+            same(one, other, f"result {position} of step {number}")
     assert our_state.keys() == state.keys()
     for key in state:
-        assert_same(our_state[key], state[key], key)
+        same(our_state[key], state[key], key)
 
 
 def check_save(folder: str, stage: int, policy: str, seed: int = 0) -> None:

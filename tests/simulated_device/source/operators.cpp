@@ -359,7 +359,10 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
 
   if (!knows_shapes) {  // they depend on values: the host waits, as CUDA's kernels do
     auto results = std::make_shared<Stack>(kernel);
-    enqueue(stream, full.c_str(), [op, results] { op.callBoxed(results.get()); });
+    enqueue(stream, full.c_str(), [op, results] {
+      c10::InferenceMode on;  // what the host made under it may be written to
+      op.callBoxed(results.get());
+    });
     auto& scheduler = Scheduler::get();
     scheduler.wait(scheduler.record(stream, true));
     for (size_t index = 0; index < results->size(); index++) {
@@ -434,6 +437,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   auto arguments = std::make_shared<Stack>(std::move(kernel));
   enqueue(stream, full.c_str(), [op, arguments, writes, full, outs] {
     const auto& schema = op.schema();
+    c10::InferenceMode on;  // what the host made under it may be written to
     op.callBoxed(arguments.get());
     for (auto [given, pristine] : outs)
       if (given.storage().data() != pristine.storage().data()) pristine.copy_(given);
@@ -443,6 +447,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
       changed((*arguments)[index], [&](const at::Tensor& result) {
         auto write = writes->at(position++);
         if (!result.defined() || !write.defined()) return result;
+        if (!result.numel()) return result;  // the statistics that an evaluation does not give
         TORCH_CHECK(write.sizes() == result.sizes(), full, " gives ", result.sizes(), " and not ",
                     write.sizes());
         write.copy_(result);
