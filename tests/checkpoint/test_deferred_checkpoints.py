@@ -51,7 +51,7 @@ def is_deferred(model) -> bool:
 
 
 def drawing_is_an_error():
-    return mock.patch.object(Draw, "set", side_effect=AssertionError("initialized in vain"))
+    return mock.patch.object(Draw, "by_default", side_effect=AssertionError("drawn in vain"))
 
 
 def load_deferred(path, stage, inside, options):

@@ -113,12 +113,7 @@ def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> Non
             data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             for key, value in part.items():
                 place = data[starts[key] :][: value.nbytes].view(value.dtype).view(value.shape)
-                if isinstance(value, Piece):
-                    flat = value.read()
-                    for box in value.part.boxes:
-                        place[box.slices].copy_(value.part.view(flat, box))
-                elif ranks.rank == 0:
-                    place.copy_(value)
+                _copy_part(place, value, ranks.rank)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 
@@ -166,6 +161,15 @@ def lay_out(tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[bytes, dict[st
     text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def _copy_part(into: torch.Tensor, value: torch.Tensor | Piece, rank: int) -> None:
+    if isinstance(value, Piece):
+        flat = value.read()
+        for box in value.part.boxes:
+            into[box.slices].copy_(value.part.view(flat, box))
+    elif rank == 0:
+        into.copy_(value)
 
 
 def load_safetensors(
