@@ -137,7 +137,7 @@ def fastest(place: Place, run: Callable[[], Any]) -> float:
 
 
 def _link_figures(place: Place) -> dict[str, Any]:
-    """What zerofx measures for itself, and bytes a second at larger sizes."""
+    """Check what zerofx measures for itself beside bytes a second at larger sizes."""
     communicator = Communicator(dist.group.WORLD)
     ranks = communicator.world_size
     with torch.no_grad():

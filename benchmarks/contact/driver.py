@@ -16,7 +16,7 @@ from contact.findings import CRASHED, NOT_RUN, PASSED, RUNNING, TIMED_OUT, write
 from contact.sections import FOLDER, FRESH, LONGEST_S, Section
 
 Record = dict[str, Any]
-"""What is in a section's file; see ``Findings``."""
+"""The contents of a section's file; see ``Findings``."""
 
 END_S = 10.0
 """How long the processes of a section that is over may take to end."""

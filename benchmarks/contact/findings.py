@@ -1,4 +1,4 @@
-"""What a section finds: checks and figures, on disk as soon as they are there."""
+"""The findings of a section: checks and figures, on disk as soon as they are there."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def memory(place: Place, found: Findings) -> None:
 
 
 def _context(place: Place, found: Findings) -> None:
-    """What a process takes of the device before it has allocated anything, as another sees it."""
+    """Return the device memory of a process that has allocated nothing, as another sees it."""
     free, _ = torch.cuda.mem_get_info()
     (there,) = on_ranks(_free_with_context, 1, timeout_s=RANKS_S)
     found.figure("a process's context (L10)", (free - there) / MIB, "MiB")

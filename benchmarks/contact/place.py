@@ -1,4 +1,4 @@
-"""Where sections run: on GPUs at full size, or rehearsed on the CPU."""
+"""The place where sections run: GPUs at full size, or the CPU for a rehearsal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerofx.runtime.comm.gloo import GlooTransport
 T = TypeVar("T")
 
 RANKS_S = 300.0
-"""What ranks may take, once started."""
+"""The time that ranks may take, once started."""
 
 MOST_RANKS = 4
 """Of checks: more show no more, and all compile at once."""
