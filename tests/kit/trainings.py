@@ -5,8 +5,10 @@ A function and what it is given travel to ranks by pickle: they are at the top l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import os
 from collections import Counter
 from functools import partial
 from unittest import mock
@@ -27,6 +29,19 @@ from zerofx.runtime.parameters.registry import REGISTRY
 OFFLOAD = {"offload": "optimizer"}
 
 CLIPPED = 0.05  # under the norm of every step's gradients
+
+SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
+"""Compute so slow that the copies of a small step hide behind it."""
+
+
+@contextlib.contextmanager
+def moving_small_values():
+    """Let values of any size be worth moving, as they are in large models."""
+    with (
+        mock.patch("zerofx.passes.offload.offload_activations.SMALLEST_BYTES", 1),
+        mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": SLOW}),
+    ):
+        yield
 
 
 class Tower(nn.Module):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -37,19 +38,22 @@ def build() -> Any:
     from torch.utils import cpp_extension
 
     sources = sorted(SOURCE.iterdir())
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(f"{torch.__version__} {torch.__file__}".encode())
     for source in sources:
         digest.update(source.read_bytes())
     root = Path(tempfile.gettempdir(), f"zerofx-simulated-device-{os.getuid()}")
     folder = root / os.environ.get("SIMULATED_DEVICE_BUILD", digest.hexdigest()[:16])
     folder.mkdir(parents=True, exist_ok=True)
-    return cpp_extension.load(
-        name="simulated_device",
-        sources=[str(source) for source in sources if source.suffix == ".cpp"],
-        extra_cflags=["-O1", "-std=c++20"],
-        build_directory=str(folder),
-        verbose="SIMULATED_DEVICE_VERBOSE" in os.environ,
-    )
+    with open(folder / "one at a time", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # ends with the process, which torch's own lock does not
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            name="simulated_device",
+            sources=[str(source) for source in sources if source.suffix == ".cpp"],
+            extra_cflags=["-O1", "-std=c++20"],
+            build_directory=str(folder),
+            verbose="SIMULATED_DEVICE_VERBOSE" in os.environ,
+        )
 
 
 @functools.cache

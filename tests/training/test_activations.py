@@ -23,7 +23,7 @@ from tests.kit.device_memory import measured
 from tests.kit.fake_cuda import Cuda
 from tests.kit.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.kit.trainings import assert_same, program_of
+from tests.kit.trainings import SLOW, assert_same, moving_small_values, program_of
 from zerofx.compiler.choices import choose
 from zerofx.cost.traffic import moved_bytes
 from zerofx.errors import StepError
@@ -34,29 +34,11 @@ from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.memory import HostMemory
 
 ACTIVATIONS, BOTH = {"offload": "activations"}, {"offload": "optimizer,activations"}
-SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
-"""Compute so slow that the copies of a small step hide behind it."""
 
 
 @pytest.fixture(autouse=True)
 def forget_compiled_code():
     torch._dynamo.reset()
-
-
-class moving_small_values:
-    """While it is entered, values of any size are worth moving, as they are in large models."""
-
-    def __enter__(self):
-        self.patches = (
-            mock.patch("zerofx.passes.offload.offload_activations.SMALLEST_BYTES", 1),
-            mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": SLOW}),
-        )
-        for patch in self.patches:
-            patch.__enter__()
-
-    def __exit__(self, *error):
-        for patch in self.patches:
-            patch.__exit__(*error)
 
 
 @pytest.fixture

@@ -12,8 +12,15 @@ import tests.conftest  # noqa: F401
 import zerofx
 from tests.kit.covering import only
 from tests.kit.files import Failing, files_of
-from tests.kit.trainings import assert_same, built, clipped, program_of, run, zero
-from tests.training.test_activations import moving_small_values
+from tests.kit.trainings import (
+    assert_same,
+    built,
+    clipped,
+    moving_small_values,
+    program_of,
+    run,
+    zero,
+)
 from tests.training.test_offload_faults import flip_a_bit, train_until_it_fails
 from tests.training.test_offload_nvme import flush
 from tests.training.test_offload_params_nvme import ALL, PARAMS, SMALL_BUCKETS, files

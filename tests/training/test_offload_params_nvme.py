@@ -26,6 +26,7 @@ from tests.kit.trainings import (
     assert_same,
     built,
     clipped,
+    moving_small_values,
     plain,
     program_of,
     run,
@@ -34,7 +35,6 @@ from tests.kit.trainings import (
     write_between,
     zero,
 )
-from tests.training.test_activations import moving_small_values
 from tests.training.test_offload_params import arithmetic, autocast, own_sgd
 from zerofx.errors import FileTierError, StepError
 from zerofx.runtime.parameters.registry import REGISTRY
