@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ import tests.simulated_device as simulated
 from tests.kit.ranks import Ranks
 from tests.kit.step_forms.form import FORMS
 from tests.simulated_device import training
+from zerofx.hardware import Hardware
+from zerofx.runtime.comm import measure
+from zerofx.runtime.comm.communication import Communicator
 
 pytestmark = pytest.mark.nightly
 SEEDS = 200
@@ -146,6 +150,20 @@ def test_a_stream_that_does_not_wait_for_a_collective_reads_old_values(devices):
     answers = devices(2).run(_collective, "late")
     assert [result for result, _ in answers] == [[3.0] * 3] * 2
     assert not any(is_new for _, is_new in answers)
+
+
+def _measured() -> tuple[Hardware, int]:
+    training.give_group_a_device()
+    torch.sim.reset_peak_memory_stats()
+    here, small = torch.device("sim"), (512, torch.bfloat16)  # these products are the CPU's
+    with mock.patch.object(measure, "MATRIX", (small, small)):
+        figures = measure.own_figures(Communicator(torch.distributed.group.WORLD), here)
+    return figures, torch.sim.max_memory_allocated()
+
+
+def test_the_link_is_measured_in_a_small_part_of_a_device(devices):
+    for figures, peak in devices(2).run(_measured):
+        assert figures.bytes_per_s > 1e5 and 0 < figures.latency_s < 10 and peak < 2**29
 
 
 # What steps do on it.

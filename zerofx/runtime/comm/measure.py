@@ -20,15 +20,17 @@ from zerofx.runtime.comm.communication import Communicator
 TIMES = 3
 """The number of times that each thing is timed: the fastest counts."""
 
-SMALL_BYTES, LARGE_BYTES = 2**18, 2**22
-
+SMALL_BYTES = 2**18
 LONGEST_S = 0.1
-"""If the small buffer says that the large one takes longer than this, the small one decides."""
+"""If the small buffer says that large ones take longer than this, the small one decides."""
 
-# Of a square matrix product, and of a sum: enough to leave the caches.
 # Of a CPU, and of an accelerator:
+LARGE_BYTES = (2**22, 2**26)
+IN_A_ROW = (1, 8)
+"""The calls that are timed together: the host starts an accelerator's while others run."""
 MATRIX = ((512, torch.float32), (4096, torch.bfloat16))
-NUMEL = (2**22, 2**26)
+NUMEL = (2**22, 2**25)
+"""Of a sum: enough to leave the caches, and two of them a quarter of a GB of an accelerator."""
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Hardware]] = (
     weakref.WeakKeyDictionary()
@@ -96,7 +98,8 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
 
 def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     """Return this rank's figures.  Collective: all ranks exchange the same buffers."""
-    ranks = probe.world_size
+    ranks, kind = probe.world_size, is_accelerator(device)
+    large_bytes = LARGE_BYTES[kind]
 
     def exchange(nbytes: int) -> float:
         """Seconds of a gather and a reduce-scatter of a buffer, on average."""
@@ -114,13 +117,15 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     latency_s = exchange(4 * ranks)
     nbytes, seconds = SMALL_BYTES, exchange(SMALL_BYTES)
     # All ranks go by the slowest of them, or they would exchange different buffers.
-    here = torch.tensor([seconds], dtype=torch.float64, device=device)
-    if probe.gather_whole(here).max().item() * LARGE_BYTES / SMALL_BYTES * TIMES < LONGEST_S:
-        nbytes, seconds = LARGE_BYTES, exchange(LARGE_BYTES)
+    sending_s = max(seconds - latency_s, seconds / 10)
+    here = torch.tensor([sending_s], dtype=torch.float64, device=device)
+    times = large_bytes / SMALL_BYTES * TIMES * IN_A_ROW[kind]
+    if probe.gather_whole(here).max().item() * times < LONGEST_S:
+        nbytes, seconds = large_bytes, exchange(large_bytes)
     sent = nbytes * (ranks - 1) / ranks
-    size, dtype = MATRIX[is_accelerator(device)]
+    size, dtype = MATRIX[kind]
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    vector = torch.ones(NUMEL[is_accelerator(device)], device=device)
+    vector = torch.ones(NUMEL[kind], device=device)
     other = torch.ones_like(vector)
     return Hardware(
         latency_s=latency_s,
@@ -133,13 +138,14 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
     run()  # connects, allocates, compiles
-    seconds = []
+    seconds, times = [], IN_A_ROW[is_accelerator(device)]
     for _ in range(TIMES):
         _finish(device)
         started = time.perf_counter()
-        run()
+        for _ in range(times):
+            run()
         _finish(device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append((time.perf_counter() - started) / times)
     return min(seconds)
 
 
