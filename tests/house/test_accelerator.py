@@ -113,7 +113,7 @@ def test_pinned_memory_goes_when_nothing_copies_it_any_more(monkeypatch):
     host = memory.HostMemory()
     values = host.empty(4096, torch.float32, pinned=True)
     event = mock.MagicMock(synchronize=lambda: calls.append("copied"))
-    host.is_copied_until(event, values)
+    host.is_copied_until(event, values, "stream")
     del values
     gc.collect()
     assert calls == ["copied", "unregistered"]

@@ -187,6 +187,6 @@ def test_a_shards_memory_is_given_out_again_when_no_gpu_copies_it_any_more():
     bound._shard, bound.location = host.empty(4, torch.float32).fill_(3.0), Location.HOST
     bound.lie_in(part, Location.FILE)
     assert bound.location is Location.FILE and bound.shard.data_ptr() == part.data_ptr()
-    host.is_copied_until(Event(), bound.shard)
+    host.is_copied_until(Event(), bound.shard, "stream")
     bound.leave_memory()
     assert event == [4] and not bound.shard.numel(), "it waited before it left"

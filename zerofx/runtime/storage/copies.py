@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -75,9 +75,9 @@ class Copies:
         buffer = self._slot(place or self.memory, slot, nbytes).acquired()
         into = buffer[:nbytes].view(first.dtype)
         if is_accelerator(first.device):
-            after = self.memory.copied(buffer)  # what was there may not have left yet
-            event = self._copy_beside("to host", first.device, pieces, into, after)
-            self.memory.is_copied_until(event, into)
+            # What was there may not have left yet, if it was copied for a call on another stream.
+            after = self.memory.copied(buffer)
+            event = self._copy_beside("to host", first.device, pieces, into, [into], after)
         else:
             event = self._copy_by_worker("to host", pieces, into)
         self.to_host_bytes += into.nbytes
@@ -95,9 +95,7 @@ class Copies:
         event: Any
         if is_accelerator(device):
             into = torch.empty(numel, dtype=pieces[0].dtype, device=device)
-            event = self._copy_beside("to device", device, pieces, into, None)
-            for piece in pieces:
-                self.memory.is_copied_until(event, piece)
+            event = self._copy_beside("to device", device, pieces, into, pieces)
         else:
             like = pieces[0]
             into = buffers.empty(numel, like) if buffers is not None else like.new_empty(numel)
@@ -114,7 +112,7 @@ class Copies:
             if is_accelerator(
                 device
             ):  # behind what has been brought from there, which it waited for
-                event = self._copy_beside("to host", device, parts, place, None)
+                event = self._copy_beside("to host", device, parts, place)
             else:
                 event = self._copy_by_worker("to host", parts, place)
         self.to_host_bytes += sum(piece.nbytes for piece in pieces)
@@ -196,19 +194,30 @@ class Copies:
         return None
 
     def _copy_beside(
-        self, way: str, device: torch.device, pieces: Sequence[Tensor], into: Tensor, after: Any
+        self,
+        way: str,
+        device: torch.device,
+        pieces: Sequence[Tensor],
+        into: Tensor,
+        on_host: Sequence[Tensor] = (),
+        after: Iterable[Any] = (),
     ) -> Any:
-        """Copy on a stream of this way's own, behind what the device has been given until now."""
+        """Copy on a stream of this way's own, behind what the device has been given until now.
+
+        And behind the events ``after``.  Host memory is told when it can write to ``on_host``.
+        """
         if (device, way) not in self._streams:
             self._streams[device, way] = module_of(device).Stream(device)
         stream = self._streams[device, way]
         stream.wait_stream(module_of(device).current_stream(device))
-        if after is not None:
-            stream.wait_event(after)
+        for earlier in after:
+            stream.wait_event(earlier)
         with module_of(device).stream(stream):
             _copy(pieces, into)
             event = module_of(device).Event()
             event.record(stream)
+        for there in on_host:
+            self.memory.is_copied_until(event, there, stream)
         return event  # and no record_stream: whoever uses the memory waits for this
 
 

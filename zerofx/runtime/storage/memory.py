@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class HostMemory(Memory):
     def __init__(self) -> None:
         self.peak_nbytes = self.num_allocations = 0
         self._storages = WeakIdKeyDictionary()  # and their bytes
-        self._copied: dict[int, Any] = {}  # by address: when the last copy there has been made
+        # By address and stream: when the last copy there has been made.
+        self._copied: dict[int, dict[Any, Any]] = {}
 
     def available_bytes(self) -> int | None:
         """Return the bytes that the machine could still give; None if it does not say."""
@@ -124,19 +126,18 @@ class HostMemory(Memory):
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._storages
 
-    def is_copied_until(self, event: Any, tensor: Tensor) -> None:
-        """Note that a GPU copies to or from a tensor that lies here, until this event."""
-        self._copied[tensor.untyped_storage().data_ptr()] = event
+    def is_copied_until(self, event: Any, tensor: Tensor, stream: Any) -> None:
+        """Note that this stream copies to or from a tensor that lies here, until this event."""
+        self._copied.setdefault(tensor.untyped_storage().data_ptr(), {})[stream] = event
 
-    def copied(self, tensor: Tensor) -> Any:
-        """Return that event, if there is one, for a stream to wait for: it is forgotten here."""
-        return self._copied.pop(tensor.untyped_storage().data_ptr(), None)
+    def copied(self, tensor: Tensor) -> Collection[Any]:
+        """Return those events, for a stream to wait for: they are forgotten here."""
+        return self._copied.pop(tensor.untyped_storage().data_ptr(), {}).values()
 
     def settle(self, tensor: Tensor) -> None:
         """Return once nothing copies a tensor that lies here: it may be written to."""
         self._settle(tensor.untyped_storage().data_ptr())
 
     def _settle(self, address: int) -> None:
-        event = self._copied.pop(address, None)
-        if event is not None:
+        for event in self._copied.pop(address, {}).values():
             event.synchronize()
