@@ -212,6 +212,6 @@ class HostCache:
     def _give_back(self) -> None:
         """Free memory of a size that nothing asks for."""
         memory, last = self._free.pop(0)
-        if last is not None and not last.is_done:
-            last.wait()
+        if last is not None:
+            last.wait_for_its_end()  # until then it holds the memory
         self.held_bytes -= memory.nbytes
