@@ -19,6 +19,7 @@ import torch
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit import checkpoints, trainings
+from tests.kit.models import features
 from tests.kit.order.history import History
 from tests.kit.order.judge import Place, races_in
 from tests.kit.order.plants import planted
@@ -26,6 +27,7 @@ from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.storage.copies import Copies
 
 SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
 """Compute so slow that the copies of a small step hide behind it."""
@@ -129,7 +131,9 @@ def _save(watched: Watched, stage: int, options: Mapping[str, Any], folder: str)
     checkpoints.train(compiled, pair, range(2, 4))
     with watched.operators():
         saving.wait()
-        zerofx.save(f"{folder}/again", *pair).wait()
+        assert zerofx.latest(folder) == saving.path
+        zerofx.save(f"{folder}/again", *pair, asynchronous=True)
+        zerofx.save(f"{folder}/at last", *pair)  # behind the one under way
 
 
 def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
@@ -152,6 +156,82 @@ def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: st
     trainings.run(compiled, pair, range(7, 9))
 
 
+def evaluation(model, x, y):
+    """The loss, and nothing that changes."""
+    with torch.no_grad():
+        return torch.nn.functional.mse_loss(model(x), y)
+
+
+def _evaluated(watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
+    """Evaluate between steps, write to parameters behind that, and drop the model behind it."""
+    pair, compiled = trainings.built(), trainings.zero(stage=stage, **options)
+    evaluate = trainings.zero(evaluation, stage, **options)
+    trainings.run(compiled, pair, range(2))
+    with watched.operators():
+        saved = {name: v.to("cpu", copy=True) for name, v in pair[0].state_dict().items()}
+    evaluate(pair[0], *features(2, 8))
+    with watched.operators():
+        pair[0].load_state_dict(saved)
+    trainings.run(compiled, pair, range(3, 4))
+    evaluate(pair[0], *features(4, 8))
+    with watched.operators():
+        del pair
+        gc.collect()
+
+
+def _growing(_watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
+    """Train on batches that grow, and what is moved with them."""
+    pair, compiled = trainings.built(), trainings.zero(stage=stage, **options)
+    for number, rows in enumerate((4, 8, 12)):
+        compiled(*pair, *features(number, rows))
+
+
+def sensitivity(model, x, y):
+    """The loss's gradient by the batch: of parameters that nothing changes."""
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.nn.functional.mse_loss(model(x), y), x)
+    return gradient
+
+
+def _streams(watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
+    """Call what writes to nothing on two streams in turn, which nobody has wait for each other."""
+    model = trainings.built()[0].requires_grad_(False)
+    compiled = trainings.zero(sensitivity, stage, **options)
+    compiled(model, *features(0, 8))  # binds the parameters
+    streams = [watched.device.Stream() for _ in range(2)]
+    batches = [features(number, 8) for number in range(4)]
+    for stream in streams:
+        stream.wait_stream(watched.device.current_stream())
+    found = []
+    for number, batch in enumerate(batches):
+        with watched.device.stream(streams[number % 2]):
+            found.append(compiled(model, *batch))
+    watched.device.synchronize()
+
+
+class Failure(Exception):
+    pass
+
+
+def _failed(_watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
+    """Go on after a step that has failed with an update under way, and with copies."""
+    pair, compiled = trainings.built(), trainings.zero(stage=stage, **options)
+    trainings.run(compiled, pair, range(1))
+    start, started = Copies.to_host_start, []
+
+    def fails(copies: Copies, *args: Any) -> torch.Tensor:
+        started.append(start(copies, *args))
+        if len(started) == 2:
+            raise Failure
+        return started[-1]
+
+    with mock.patch.object(Copies, "to_host_start", fails), contextlib.suppress(Failure):
+        compiled(*pair, *features(1, 8))
+    assert len(started) == 2
+    started.clear()
+    trainings.run(compiled, pair, range(2, 4))
+
+
 def _wide(_watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
     """A model whose updates are worth a kernel, its compute compiled."""
     torch.manual_seed(0)
@@ -169,6 +249,10 @@ RUNS = {
     "save": _save,
     "write": _write,
     "wide": _wide,
+    "evaluated": _evaluated,
+    "growing": _growing,
+    "streams": _streams,
+    "failed": _failed,
 }
 
 
@@ -190,10 +274,23 @@ def _offloads() -> Iterator[tuple[dict[str, Any], int, bool]]:
 
 
 def cases() -> list[Case]:
-    """Every form at every stage; steps, saves and writes with every offload from its stage on."""
+    """Every form at every stage; steps, saves and writes with every offload from its stage on.
+
+    And what needs a certain offload.
+    """
     found = [Case(name, stage) for name in FORMS for stage in range(4)]
     for run in (*MORE_STEPS, "save", "write", "wide"):
         found += [Case(run, stage) for stage in range(4)]
         for options, first, is_filed in _offloads():
             found += [Case(run, stage, options, is_filed) for stage in range(first, 4)]
-    return found
+    activations = {"offload": "activations", "recompute": False, "hardware": SLOW}
+    for stage in range(4):
+        found += [Case(run, stage, activations) for run in ("growing", "streams")]
+        found += [Case("growing", stage, activations, files=True)]
+    for offload in ("params", "optimizer,params"):
+        found += [
+            Case("evaluated", 3, {"offload": offload}, is_filed) for is_filed in (False, True)
+        ]
+    small = {"bucket_bytes": 256}
+    found += [Case("failed", stage, {"offload": "optimizer", **small}) for stage in range(1, 4)]
+    return [*found, Case("failed", 3, {"offload": "optimizer,params", **small})]

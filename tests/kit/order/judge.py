@@ -80,13 +80,16 @@ class Judge:
     """Takes the entries of a history one by one; ``races`` are those found so far.
 
     ``left_out`` are waits and marks that are not to count, by their kind and place in the code.
+    ``telling`` are the waits of which a line has learned of accesses that it did not know of, and
+    the marks of which such a wait has.
     """
 
     def __init__(self, history: History, left_out: Collection[Place] = ()) -> None:
         self.races: list[Race] = []
+        self.telling: set[Place] = set()
         self._history, self._left_out = history, left_out
         self._clocks: dict[int, Clock] = {}
-        self._marks: dict[int, Clock] = {}
+        self._marks: dict[int, tuple[Clock, Place]] = {}
         self._accesses: dict[Block, list[Access]] = {}
         self._kept: dict[Block, set[int]] = {}
 
@@ -99,17 +102,27 @@ class Judge:
         elif isinstance(entry, Mark):
             if (entry.kind, entry.site.code) not in self._left_out:
                 self._told(entry.line, entry.thread)
-                self._marks[entry.number] = dict(self.clock(entry.line))
+                place = entry.kind, entry.site.code
+                self._marks[entry.number] = dict(self.clock(entry.line)), place
         elif isinstance(entry, After):
             if entry.given or (entry.kind, entry.site.code) not in self._left_out:
                 self._told(entry.line, entry.thread)
-                join(self.clock(entry.line), self._marks.get(entry.mark, {}))
+                self._wait(entry)
         elif isinstance(entry, Taken):
             self._taken(entry)
         elif isinstance(entry, Kept):
             self._kept.setdefault(entry.block.root(), set()).add(entry.stream)
         else:
             self._given(entry)
+
+    def _wait(self, entry: After) -> None:
+        knows = self.clock(entry.line)
+        told, place = self._marks.get(entry.mark, ({}, None))
+        if any(count > knows.get(line, 0) for line, count in told.items()):
+            self.telling.add((entry.kind, entry.site.code))
+            if place is not None:
+                self.telling.add(place)
+        join(knows, told)
 
     def _told(self, line: int, thread: int) -> None:
         """Have a line know what the thread knew that gave it something to do."""

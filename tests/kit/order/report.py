@@ -49,11 +49,12 @@ def main(seconds: str, seed: str = "0") -> None:
     places = reported(outcomes)
     bugs = [bug for outcome in outcomes for bug in outcome.planted.values()]
     print(f"{len(outcomes)} cases, {sum(bool(outcome.races) for outcome in outcomes)} with races")
-    print(f"{len(bugs)} bugs planted, {sum(bug is not None for bug in bugs)} reported")
-    print(f"{len(places)} places, {sum(race is not None for race in places.values())} reported")
-    for (kind, code), race in places.items():
-        if race is None:
-            print("never:", kind, " < ".join(code))
+    num_reported = sum(bug is not None for bug in bugs)
+    print(f"{len(bugs)} bugs planted, {num_reported} reported; others where another wait serves")
+    missed = [place for place, race in places.items() if race is None]
+    print(f"{len(places)} places, " + (f"{len(missed)} not reported" if missed else "all reported"))
+    for kind, code in missed:
+        print("never:", kind, " < ".join(code))
 
 
 if __name__ == "__main__":

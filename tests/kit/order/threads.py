@@ -26,6 +26,7 @@ class Threads:
     def patches(self) -> Iterator[Any]:
         patch = mock.patch.object
         yield patch(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
+        yield patch(ThreadPoolExecutor, "shutdown", self._shutdown(ThreadPoolExecutor.shutdown))
         yield patch(Future, "result", self._ended(Future.result, "result"))
         yield patch(threading.Thread, "start", self._thread_start(threading.Thread.start))
         yield patch(threading.Thread, "join", self._ended(threading.Thread.join, "join"))
@@ -60,9 +61,19 @@ class Threads:
             done = _Done()
             future = original(executor, self._job(done, job), *args, **kwargs)
             future.order_done = done
+            executor.__dict__.setdefault("order_jobs", []).append(done)
             return future
 
         return submit
+
+    def _shutdown(self, original: Callable) -> Callable:
+        def shutdown(executor: Any, wait: bool = True, **options: Any) -> None:
+            original(executor, wait, **options)
+            for done in executor.__dict__.get("order_jobs", ()):
+                if wait and done.order_end is not None:
+                    self.notes.after(self.notes.thread, done.order_end, "shutdown")
+
+        return shutdown
 
     def _ended(self, original: Callable, kind: str) -> Callable:
         """Return a wait of which what it waits for comes before what the waiting thread does."""

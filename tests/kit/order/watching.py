@@ -15,6 +15,7 @@ from tests.kit.order import compiled
 from tests.kit.order.collectives import Collectives
 from tests.kit.order.history import History, Where
 from tests.kit.order.notes import Notes
+from tests.kit.order.resources import Resources
 from tests.kit.order.streams import Device
 from tests.kit.order.threads import Threads
 from tests.kit.order.watch import Watch
@@ -55,6 +56,7 @@ def watching() -> Iterator[Watched]:
             *_memory(notes),
             *Threads(notes).patches(),
             *Collectives(notes).patches(),
+            *Resources(notes).patches(),
             *compiled.patches(notes),
         ):
             stack.enter_context(patch)

@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.kit.files import BLOCK, layout, store_of
 from tests.kit.order.blocks import addresses
 from tests.kit.order.history import Where
 from tests.kit.order.judge import join, races_in
 from tests.kit.order.plants import places, planted
 from tests.kit.order.watching import watching
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.storage.copies import Copies, Worker
+from zerofx.runtime.storage.copies import Copies, Worker, _complete
+from zerofx.runtime.storage.disk import HostCache
 from zerofx.runtime.storage.memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -271,7 +273,56 @@ def test_copies_beside_the_step_are_in_order_and_need_each_wait(run):
     bugs = planted(run.watched.history)
     assert {kind for kind, _ in bugs} == {"wait_stream", "wait_event", "record", "synchronize"}
     survivors = [code for (_, code), race in bugs.items() if race is None]
-    assert all("_copy_beside" in code[0] for code in survivors), survivors
+    assert all("_copy_beside" in code[0] for code in survivors), survivors  # of one stream
+
+
+def test_host_memory_is_written_to_behind_the_copies_of_all_streams(run):
+    """Two functions copy it, each for a stream; the host waits for none of these by itself."""
+    memory, there = HostMemory(), run.pinned()
+    there.fill_(1.0)
+    for stream in (run.device.Stream(), run.device.Stream()):
+        copies = Copies(memory)
+        with run.device.stream(stream):
+            copies.wait(copies.to_device_start([there], CPU))
+    memory.settle(there)
+    there.fill_(2.0)
+    assert not run.races
+
+
+def test_a_staging_buffer_is_shared_by_streams_that_do_not_wait_for_each_other(run):
+    copies = Copies(HostMemory())
+    for stream in (run.device.Stream(), run.device.Stream()):
+        with run.device.stream(stream):
+            host = copies.wait(copies.to_host_start([run.on_device()], 0))
+            copies.wait(copies.to_device_start([host], CPU))
+    assert not run.races
+    bugs = planted(run.watched.history)
+    assert len(bugs) == 7 and all(bugs.values()), bugs
+
+
+def test_a_wait_for_what_touches_no_memory_is_not_among_the_bugs(run):
+    there, worker = run.pinned(), Worker("test")
+    _complete(worker.start(lambda: None))
+    assert places(run.watched.history) and not planted(run.watched.history)
+    _complete(worker.start(lambda: there.add_(1)))
+    there.sum()
+    ((kind, _), race) = next(iter(planted(run.watched.history).items()))
+    assert kind == "result" and race is not None
+
+
+def test_room_in_a_cache_is_there_again_when_no_operation_holds_it(run, tmp_path):
+    layouts = [layout("small", shard=4), layout("large", shard=BLOCK)]
+    store = store_of([tmp_path], layouts)
+    sizes = [one.nbytes for one in layouts]
+    cache = HostCache(store, sum(sizes) - 1, HostMemory())
+    cache.begin(["small", "large"])
+    for name in ("small", "large", "small"):
+        cache.use(name)
+        cache.release(name, dirty=True)
+    assert not run.races
+    store.close()
+    races = {code[0].split()[-1]: race for (_, code), race in planted(run.watched.history).items()}
+    assert races["_give_back"] is not None
 
 
 def test_stretches_of_memory_are_as_long_as_rows():
