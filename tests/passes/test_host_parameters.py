@@ -400,6 +400,25 @@ def test_a_store_while_the_shard_is_still_copied_is_found(placed):
     refused(placed, "while .* copies it")
 
 
+def test_an_update_that_may_begin_while_its_shards_are_copied_is_found():
+    """A shard is still copied to the device when its gradients leave, but not at the update."""
+    program = clone(rewritten(mlp_step(), stage=3, **WITH_STATES))
+    update = nodes_of(program, ops.update_start_shards)[0]
+    gradients = update.args[1]
+    move = next(n for n in nodes_of(program, bucket_to_device) if n.args[1] == update.args[3])
+    (wait,) = move.users
+    with program.graph.inserting_before(gradients):
+        late = program.graph.node_copy(move)
+    with program.graph.inserting_before(update):
+        arrived = program.graph.node_copy(wait, lambda node: late)
+        for piece in wait.users:
+            copied = program.graph.node_copy(piece, lambda node: arrived)
+            reader = program.graph.call_function(aten.neg.default, (copied,))
+            reader.meta["val"] = copied.meta["val"]
+    assert gradients < arrived < update
+    refused(program, f"{update.name} .*overwrites .* while .* copies it")
+
+
 def test_reading_a_shard_after_it_has_been_stored_is_found(placed):
     """A copy for a gather stands behind the store of what the update has made."""
     store = nodes_of(placed, ops.copy_start_shards)[-1]

@@ -46,13 +46,19 @@ def verify_offload(graph: fx.Graph, table: ParameterTable) -> None:
 
 
 def _nothing_changes_while_it_moves(graph: fx.Graph) -> None:
-    """Check that nothing overwrites the operands of a copy or a started update before its wait."""
+    """Check that nothing overwrites the operands of a copy or a started update before its wait.
+
+    An update of shards in host memory may begin to write when its gradients start to move there:
+    it waits for these, and for no copy of the shards.
+    """
     for start in filter(_goes_on, graph.nodes):
         wait = ops.wait_of(start)
         is_move = ops.is_move(start)
         for piece in start.args[0] if is_move else [*mutated_inputs(start), start.args[1]]:
             for writer in {w for source in memory_of(piece) for w in writers(source)}:
-                if start < writer < wait:
+                in_place = is_move and writer.target is ops.update_start_shards
+                begins = writer.args[1] if in_place else writer
+                if start < writer and begins < wait:
                     what = "copies" if is_move else "reads"
                     raise broken(writer, f"overwrites {piece.name} while {start.name} {what} it.")
 
