@@ -143,5 +143,12 @@ def unite(groups: Iterable[Group]) -> None:
 
 
 def put(block: Block, where: Where) -> None:
-    """Have a block be of this memory."""
-    block.root().group.root().where = where
+    """Have a block be of this memory.
+
+    The device's alone if its group is the host's: on a CPU ``.to(device)`` makes no copy of it.
+    """
+    group = block.root().group.root()
+    if where is Where.DEVICE and group.where not in (None, where):
+        block.root().group = Group(where)
+    else:
+        group.where = where

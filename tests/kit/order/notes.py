@@ -141,7 +141,7 @@ def site() -> Site:
     while frame is not None and len(frames) < MOST_FRAMES:
         code = frame.f_code
         file = code.co_filename
-        is_ours = file.startswith(str(ROOT)) and not file.startswith(HERE)
+        is_ours = file.startswith(str(ROOT)) and not file.startswith((HERE, sys.prefix))
         if is_ours or file.startswith("<eval_with_key>"):
             path = file.removeprefix(f"{ROOT}/")
             frames.append(f"{path}:{frame.f_lineno} {code.co_name}")

@@ -11,10 +11,11 @@ import torch
 
 from tests.kit import trainings
 from tests.kit.covering import exhaustive, first, nightly
-from tests.kit.order.cases import RUNS, SLOW, Case, cases, outcome_of
+from tests.kit.order.cases import RUNS, Case, cases, outcome_of
 from tests.kit.order.history import MAIN, After, Operator
 from tests.kit.order.watching import watching
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.trainings import SLOW
 
 OFFLOADED = {"offload": "optimizer,params"}
 
