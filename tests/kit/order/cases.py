@@ -25,7 +25,8 @@ from tests.kit.order.plants import planted
 from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
-from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS, Snapshot
+from zerofx.runtime.storage import ring
 
 SLOW = "latency_s=2.5e-4 bytes_per_s=1e9 flops_per_s=1e7 memory_bytes_per_s=1e7"
 """Compute so slow that the copies of a small step hide behind it."""
@@ -132,6 +133,32 @@ def _save(watched: Watched, stage: int, options: Mapping[str, Any], folder: str)
         zerofx.save(f"{folder}/again", *pair).wait()
 
 
+def _save_late(watched: Watched, stage: int, options: Mapping[str, Any], folder: str) -> None:
+    """The same, where updates come to what is saved before its thread, through little memory."""
+    pair, compiled, may_run = checkpoints.built(), checkpoints.zero(stage, **options), []
+    run = Snapshot.run
+
+    def waiting(snapshot: Snapshot) -> None:
+        while not may_run:  # no wait that counts
+            time.sleep(0.001)
+        run(snapshot)
+
+    checkpoints.train(compiled, pair, range(2))
+    with (
+        mock.patch.object(Snapshot, "run", waiting),
+        mock.patch.multiple(ring, RING_BYTES=1024, CHUNK_BYTES=256),
+    ):
+        with watched.operators():
+            saving = zerofx.save(f"{folder}/saved", *pair, asynchronous=True)
+        checkpoints.train(compiled, pair, range(2, 3))
+        may_run.append(True)
+        while SNAPSHOTS.active:
+            time.sleep(0.001)
+        checkpoints.train(compiled, pair, range(3, 4))
+        with watched.operators():
+            saving.wait()
+
+
 def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
     """Write to parameters and states between steps, in every way that is allowed."""
     pair, compiled = trainings.built(), trainings.zero(stage=stage, **options)
@@ -167,6 +194,7 @@ MORE_STEPS = (*STEPS, "stepped_twice")
 RUNS = {
     **{name: _step_of(name) for name in MORE_STEPS},
     "save": _save,
+    "save_late": _save_late,
     "write": _write,
     "wide": _wide,
 }
@@ -192,7 +220,7 @@ def _offloads() -> Iterator[tuple[dict[str, Any], int, bool]]:
 def cases() -> list[Case]:
     """Every form at every stage; steps, saves and writes with every offload from its stage on."""
     found = [Case(name, stage) for name in FORMS for stage in range(4)]
-    for run in (*MORE_STEPS, "save", "write", "wide"):
+    for run in (*MORE_STEPS, "save", "save_late", "write", "wide"):
         found += [Case(run, stage) for stage in range(4)]
         for options, first, is_filed in _offloads():
             found += [Case(run, stage, options, is_filed) for stage in range(first, 4)]
