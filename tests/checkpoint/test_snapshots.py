@@ -316,7 +316,7 @@ def test_memory_that_cannot_be_pinned_is_copied_through_all_the_same(device, cap
 
 
 def test_a_device_that_fails_ends_the_save_and_not_the_training(device):
-    device.event.synchronize = mock.Mock(side_effect=[None, RuntimeError("the link is down")])
+    device.event.synchronize = mock.Mock(side_effect=[None, RuntimeError("the link is down"), None])
     snapshot, parameter, _, copy = on_device(512)
     SNAPSHOTS.before_change([parameter])
     snapshot.run()
