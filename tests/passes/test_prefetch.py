@@ -468,8 +468,10 @@ def test_bytes_ahead_are_bounded_and_nothing_else_changes(name, stage):
         with mock.patch.object(
             prefetch, "_bytes_ahead", lambda waits: prefetch._one_ahead(waits, captured.world_size)
         ):
-            one_ahead = on_accelerator(captured, **options)
-        program = on_accelerator(captured, **options)
+            one_by_rank = [on_accelerator(captured, rank=rank, **options) for rank in range(2)]
+        by_rank = [on_accelerator(captured, rank=rank, **options) for rank in range(2)]
+        assert_same_numerics(execute(tuple(one_by_rank)), execute(tuple(by_rank)))
+        one_ahead, program = one_by_rank[0], by_rank[0]
         before, after = gathers(one_ahead), gathers(program)
         assert [start.name for start, _ in before] == [start.name for start, _ in after]
         if not after:
@@ -478,9 +480,9 @@ def test_bytes_ahead_are_bounded_and_nothing_else_changes(name, stage):
         assert most_in_flight(program) <= most
         peaks = [max(live_bytes(one.graph, one.world_size)) for one in (one_ahead, program)]
         assert peaks[1] <= peaks[0] + most
-        starts = [sorted(program_order(program.graph)[start] for start, _ in after)]
-        assert starts == [[program_order(program.graph)[start] for start, _ in after]]
-        assert_same_numerics(execute(one_ahead), execute(program))
+        order = program_order(program.graph)
+        starts = [order[start] for start, _ in after]
+        assert starts == sorted(starts)
 
 
 def most_in_flight(program) -> int:
