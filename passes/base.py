@@ -45,9 +45,14 @@ class PassContext:
     decided: Decisions = field(default_factory=Decisions)
 
     @property
+    def on_accelerator(self) -> bool:
+        """Return whether an accelerator computes with some parameter."""
+        return any(is_accelerator(info.device) for info in self.table)
+
+    @property
     def bucket_bytes(self) -> float:
         """The most that travels together; by default no limit but a layer on an accelerator."""
-        if self.options.bucket_bytes is None and any(is_accelerator(p.device) for p in self.table):
+        if self.options.bucket_bytes is None and self.on_accelerator:
             return math.inf
         return self.options.bucket_bytes or self.figures.bucket_bytes(self.world_size)
 

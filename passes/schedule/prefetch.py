@@ -10,8 +10,10 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, readers
 from zerofx.ir.interface import note_decisions, written_input
+from zerofx.ir.roles import bucket_of, parameter_of
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.start_times import (
+    bytes_of,
     chain_of,
     explain_transfers,
     start_behind,
@@ -35,6 +37,10 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         a = zerofx.wait(zerofx.all_gather_start(p, 2));  start = zerofx.all_gather_start(q, 2)
         y = mm(x, a)
         b = zerofx.wait(start);  z = mm(y, b)
+
+    On an accelerator small gathers go ahead together: each starts as soon as those that are not
+    waited for take no more bytes than the largest does.  If ``p`` is larger than ``q`` and ``r``
+    together, both start behind ``a``, and if all are, all at once.
 
     What comes from the host for a gather starts one gather earlier still.  With a
     ``memory_budget`` each starts as late as hides it (start_times.py).  At stages 1 and 2, where
@@ -80,6 +86,9 @@ def _starts(
 ) -> dict[str, tuple[str, str]]:
     """Return behind which node each gather starts, none if it stays, and why: all by name."""
     if budget is None:
+        # What comes from the host has to arrive before each gather: together, none would hide it.
+        if ctx.on_accelerator and not ctx.host_parameters:
+            return _bytes_ahead(waits)
         return _one_ahead(waits, ctx.world_size)
     if ctx.figures.overlaps:
         return starts_within_budget(graph, ctx, waits, budget)
@@ -98,6 +107,36 @@ def _one_ahead(waits: list[fx.Node], world_size: int) -> dict[str, tuple[str, st
         anchor = max(previous, *first.all_input_nodes)
         stays = (world_size == 1 and ops.is_move(first)) or not anchor < first
         starts[wait.name] = "" if stays else anchor.name, "one gather ahead"
+    return starts
+
+
+def _bytes_ahead(waits: list[fx.Node]) -> dict[str, tuple[str, str]]:
+    """Return the same where as many start together as take the bytes of the largest of all.
+
+    None starts later than one ahead would have it, but behind the free of what it gathers again,
+    and the program holds no more than that and one more of the largest.
+    """
+    chains = [chain_of(wait) for wait in waits]
+    nbytes = list(map(bytes_of, chains))
+    most = max(nbytes, default=0)
+    starts: dict[str, tuple[str, str]] = {}
+    frees: dict[tuple[int, int], list[fx.Node]] = {}  # of the last gather, by what that serves
+    at: fx.Node | None = None  # where the one before starts
+    first = in_flight = 0
+    for index, (wait, chain) in enumerate(zip(waits, chains, strict=True)):
+        in_flight += nbytes[index]
+        while in_flight > most:
+            in_flight -= nbytes[first]
+            first += 1
+        serves = parameter_of(wait), bucket_of(wait)
+        stays = at is None
+        if at is not None:
+            needed = [*chain[-1].all_input_nodes, *frees.get(serves, ())]
+            anchor = max([at, *waits[:first][-1:], *needed])
+            stays = not anchor < chain[-1]
+            starts[wait.name] = "" if stays else anchor.name, f"with at most {most} bytes ahead"
+        at = wait.args[0] if stays else anchor
+        frees[serves] = [reader for reader in readers(wait) if reader.target is ops.free]
     return starts
 
 

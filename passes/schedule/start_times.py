@@ -109,9 +109,8 @@ def starts_within_budget(
     starts: dict[str, tuple[str, str]] = {}
     at = -1
     for wait in waits:
-        new = [node for node in chains[wait] if role(node) not in _VIEWING]
         lowest = max(wanted[wait], at)
-        at = fixed.fit(fixed.position[wait] - 1, lowest, sum(map(value_bytes, new)), budget)
+        at = fixed.fit(fixed.position[wait] - 1, lowest, bytes_of(chains[wait]), budget)
         if at > lowest:
             why = "as early as memory_budget allows"
         elif at == wanted[wait]:
@@ -120,6 +119,11 @@ def starts_within_budget(
             why = "behind the start before it"
         starts[wait.name] = fixed.nodes[at].name, why
     return starts
+
+
+def bytes_of(chain: Sequence[fx.Node]) -> int:
+    """Return what a gather and what prepares its input take on the device.  Units: bytes."""
+    return sum(value_bytes(node) for node in chain if role(node) not in _VIEWING)
 
 
 # Nodes of a chain whose memory exists anyway: shards, and what has arrived.

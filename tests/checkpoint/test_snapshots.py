@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 import weakref
 from unittest import mock
@@ -15,6 +18,7 @@ from tests.kit.covering import first
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.parameters import snapshots
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS, Snapshot
+from zerofx.runtime.storage import memory, ring
 
 
 class Behind:
@@ -204,28 +208,165 @@ def test_a_copy_may_end_while_a_step_looks_for_it():
     assert set(copies.active) == {second}
 
 
-def test_a_stream_that_copies_is_waited_for_before_anything_is_forgotten(monkeypatch):
-    """On an accelerator ``begin`` only queues the copies: until they are made, updates wait."""
-    device, made = mock.MagicMock(), threading.Event()
-    event = device.Stream.return_value.record_event.return_value
-    event.synchronize = lambda: made.wait(60)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+@pytest.fixture
+def device(monkeypatch):
+    """Stands for ``torch.cuda``: CPU tensors lie on that device, and ``pinned`` has what is."""
+    device = mock.MagicMock(pinned={})
+
+    def pin(address, nbytes, _flags):
+        device.pinned[address] = nbytes
+        return 0
+
+    cudart = mock.MagicMock(cudaHostRegister=pin, cudaHostUnregister=device.pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(memory, "kind", lambda: "cuda")
     monkeypatch.setattr(snapshots, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(snapshots, "module_of", lambda of: device)
-    monkeypatch.setattr(snapshots, "_streams", {})
-    parameter, source = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
+    monkeypatch.setattr(ring, "check_copies_beside", lambda device: None)
+    monkeypatch.setattr(ring, "module_of", lambda of: device)
+    monkeypatch.setattr(ring, "_streams", {})
+    monkeypatch.setattr(ring, "RING_BYTES", 4096)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 1024)
+    device.event = device.Stream.return_value.record_event.return_value
+    device.goes_on_after = device.current_stream.return_value.wait_event
+    return device
+
+
+def on_device(numel=3):
+    """A snapshot that has begun of one state, its parameter, the state, and the copy."""
+    parameter, source, snapshot = torch.nn.Parameter(torch.ones(1)), torch.randn(numel), Snapshot()
+    copy = snapshot.add(parameter, [source], lambda: source, "a state")
+    snapshot.begin()
+    return snapshot, parameter, source, copy
+
+
+def test_a_stream_that_copies_is_waited_for_before_anything_is_forgotten(device):
+    """Until copies are made, updates wait for them on their stream, and the host does not."""
+    made, parameter, source = threading.Event(), torch.nn.Parameter(torch.ones(3)), torch.ones(3)
+    device.event.synchronize = lambda: made.wait(60)
     alive, snapshot = weakref.ref(source), Snapshot()
     copy = snapshot.add(parameter, [source], source.clone, "a state")
     snapshot.begin()
     del source
+    assert not device.pinned  # the training pins nothing, nor copies
     running = threading.Thread(target=snapshot.run)
     running.start()
     running.join(0.2)
     assert running.is_alive() and snapshot in SNAPSHOTS.active and alive() is not None
     SNAPSHOTS.before_change([parameter])
-    assert event.wait.called
+    device.goes_on_after.assert_called_once_with(device.event)
     made.set()
     running.join(60)
     assert snapshot not in SNAPSHOTS.active and alive() is None
     assert torch.equal(copy(), torch.ones(3))
+
+
+def test_pinned_memory_is_bounded_and_given_back(device):
+    """However much is copied: what is longer than a chunk, what is not, and nothing."""
+    held, snapshot, expected, copies = [], Snapshot(), [], []
+    for number, numel in enumerate((5000, 0, 1, 255, 256, 257, 3, 1030, 70)):
+        source = torch.randn(numel).to((torch.float32, torch.bfloat16, torch.float64)[number % 3])
+        held.append(torch.nn.Parameter(torch.ones(1)))
+        expected.append(source.clone())
+        copies.append(snapshot.add(held[-1], [source], lambda source=source: source, "a state"))
+    sent = []
+    send = ring.Ring._send
+
+    def noted(one, values, into):
+        sent.append(send(one, values, into))
+        assert sum(device.pinned.values()) == 4096
+        ends = sorted((chunk.start, chunk.stop) for chunk in one._under_way)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ends))
+        return sent[-1]
+
+    with mock.patch.object(ring.Ring, "_send", noted):
+        snapshot.begin()
+        SNAPSHOTS.before_change(held[:1])  # more than fits: what is in the way has landed
+        assert len(sent) == 20 and all(chunk.room is None for chunk in sent[:16])
+        snapshot.run()
+    assert not device.pinned and all(chunk.room is None for chunk in sent)
+    for copy, values in zip(copies, expected, strict=True):
+        assert torch.equal(copy(), values)
+
+
+def test_threads_share_the_ring(device):
+    """Updates of half of the parameters come while the thread copies."""
+    snapshot, sources, copies = Snapshot(), [torch.randn(n) for n in range(1, 400, 3)], []
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in sources]
+    expected = [source.clone() for source in sources]
+    for parameter, source in zip(parameters, sources, strict=True):
+        copies.append(snapshot.add(parameter, [source], lambda of=source: of, "a state"))
+    snapshot.begin()
+    running = threading.Thread(target=snapshot.run)
+    running.start()
+    for parameter, source in list(zip(parameters, sources, strict=True))[::2]:
+        SNAPSHOTS.before_change([parameter])
+        source.zero_()
+    running.join(60)
+    assert not device.pinned
+    for copy, values in zip(copies, expected, strict=True):
+        assert torch.equal(copy(), values)
+
+
+def test_memory_that_cannot_be_pinned_is_copied_through_all_the_same(device, caplog):
+    torch.cuda.cudart().cudaHostRegister = lambda *_: 2
+    snapshot, _, source, copy = on_device(3000)
+    snapshot.run()
+    assert torch.equal(copy(), source)
+    assert "through unpinned memory, slower: CUDA refused to pin 4096 bytes" in caplog.text
+
+
+def test_a_device_that_fails_ends_the_save_and_not_the_training(device):
+    device.event.synchronize = mock.Mock(side_effect=[None, RuntimeError("the link is down"), None])
+    snapshot, parameter, _, copy = on_device(512)
+    SNAPSHOTS.before_change([parameter])
+    snapshot.run()
+    assert snapshot not in SNAPSHOTS.active and not device.pinned
+    with pytest.raises(RuntimeError, match="the link is down"):
+        copy()
+
+
+def test_a_copy_that_is_interrupted_is_none(device):
+    device.event.synchronize = mock.Mock(side_effect=KeyboardInterrupt)
+    snapshot, parameter, _, copy = on_device(2000)
+    with pytest.raises(KeyboardInterrupt):  # in the training: there is no room without waiting
+        SNAPSHOTS.before_change([parameter])
+    device.event.synchronize = mock.Mock()
+    snapshot.run()
+    with pytest.raises(snapshots.SnapshotError, match="the copy of a state was interrupted"):
+        copy()
+
+
+def test_a_change_behind_the_back_of_a_stream_is_an_error(device):
+    """Also of one that has been told to copy: it may not have."""
+    snapshot, parameter, source, copy = on_device()
+    (of_one,) = snapshot._copies.values()
+    of_one[0].make()
+    source.zero_()
+    snapshot.run()
+    with pytest.raises(snapshots.SnapshotError, match="a state has been written to"):
+        copy()
+    snapshot, parameter, source, copy = on_device()
+    expected = source.clone()
+    SNAPSHOTS.before_change([parameter])
+    source.zero_()
+    snapshot.run()
+    assert torch.equal(copy(), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_off_copies_nothing_of_the_other():
+    parameter, source, snapshot = torch.nn.Parameter(torch.ones(1)), torch.ones(3), Snapshot()
+    snapshot.add(parameter, [source], lambda: source, "a state")
+    snapshot.begin()
+    with SNAPSHOTS._lock:  # as the other's thread may have it
+        process = os.fork()
+        if process == 0:
+            signal.alarm(20)
+            SNAPSHOTS.before_change([parameter])
+            snapshot.begin()
+            SNAPSHOTS.before_change([parameter])
+            os._exit(len(SNAPSHOTS.active))
+    _, status = os.waitpid(process, 0)
+    snapshot.run()
+    assert os.waitstatus_to_exitcode(status) == 1

@@ -151,7 +151,7 @@ def test_a_device_without_streams_is_refused_by_what_it_lacks():
     copy = snapshots._Copy(torch.nn.Parameter(torch.ones(1)), [], torch.ones, "a state")
     copy._sources = [(SimpleNamespace(device=torch.device("mps")), 0)]
     with pytest.raises(StepError, match="torch.mps.Stream"):
-        copy.start()
+        copy.start({})
 
 
 def test_a_machine_without_one_has_no_kind(monkeypatch):

@@ -1,6 +1,7 @@
 """prefetch: each gather is in flight while the one before it is used, and only one of them."""
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -26,11 +27,16 @@ from tests.kit.programs import (
     smallest_step,
 )
 from zerofx import GraphError
+from zerofx.cost.program import live_bytes
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order
 from zerofx.ir.interface import input_role
+from zerofx.ir.roles import provenance
+from zerofx.passes import base
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE
+from zerofx.passes.schedule import prefetch
+from zerofx.passes.schedule.start_times import bytes_of, chain_of
 
 aten = torch.ops.aten
 
@@ -350,3 +356,158 @@ def test_counts_what_it_moved():
     # Weights and biases of four layers, and two inner weights for backward.
     assert len(gathers(program)) == 10
     assert reports["prefetch"].counts == {"prefetched": 9}
+
+
+# On an accelerator: ahead by bytes.
+
+
+def on_accelerator(captured, **options):
+    """The program that an accelerator's parameters would have; the layout is the CPU's."""
+    program = clone(captured)
+    with mock.patch.object(base, "is_accelerator", lambda device: True):
+        run_passes(program, **{"bucket_bytes": 4096, **options})
+    return program
+
+
+def test_small_gathers_start_together_while_they_take_no_more_than_the_largest():
+    """80 bytes are the first's, and all that the other three take."""
+    assert_program(
+        on_accelerator(evaluation()),
+        """
+        0_weight: shard of parameter [10]
+        0_bias: shard of parameter [2]
+        input: other [2, 5]
+        2_weight: shard of parameter [6]
+        2_bias: shard of parameter [2]
+        all_gather_start = zerofx.all_gather_start(0_weight, 2)
+        wait = zerofx.wait(all_gather_start)
+        all_gather_start_1 = zerofx.all_gather_start(0_bias, 2)
+        all_gather_start_2 = zerofx.all_gather_start(2_weight, 2)
+        all_gather_start_3 = zerofx.all_gather_start(2_bias, 2)
+        view = view(wait, [4, 5])
+        t = t(view)
+        wait_1 = zerofx.wait(all_gather_start_1)
+        view_1 = view(wait_1, [4])
+        addmm = addmm(view_1, input, t)
+        zerofx.free(wait_1)
+        zerofx.free(wait)
+        relu = relu(addmm)
+        wait_2 = zerofx.wait(all_gather_start_2)
+        view_2 = view(wait_2, [3, 4])
+        t_1 = t(view_2)
+        wait_3 = zerofx.wait(all_gather_start_3)
+        slice = slice(wait_3, 0, 0, 3)
+        view_3 = view(slice, [3])
+        addmm_1 = addmm(view_3, relu, t_1)
+        zerofx.free(wait_3)
+        zerofx.free(wait_2)
+        sum = sum(addmm_1)
+        return [sum]
+        """,
+    )
+
+
+def small_first_step():
+    """Its largest gather is the last: what comes before starts with the first."""
+    torch.manual_seed(0)
+    sizes = (3, 3, 4, 4, 20)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(3, 3), world_size=2)
+
+
+def test_gathers_that_all_fit_start_with_the_first():
+    program = on_accelerator(small_first_step())
+    order = program_order(program.graph)
+    started = [order[start] for start, _ in gathers(program)]
+    first_wait = order[gathers(program)[0][1]]
+    assert sum(at < first_wait for at in started) > 2
+    assert provenance(gathers(program)[1][0]).reason.endswith("with at most 320 bytes ahead")
+
+
+def stepped_twice():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        for _ in range(2):
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(3, 5), world_size=2)
+
+
+STEPS = {
+    "layers": lambda: mlp_step(4),
+    "clipped": lambda: mlp_step(4, clip=True),
+    "autocast": autocast_step,
+    "tied": tied_step,
+    "small first": small_first_step,
+    "twice": stepped_twice,
+    "evaluation": evaluation,
+}
+
+
+@pytest.mark.slow(reason="whole programs are rewritten and run")
+@pytest.mark.parametrize("stage", (3, 2))
+@pytest.mark.parametrize("name", STEPS)
+def test_bytes_ahead_are_bounded_and_nothing_else_changes(name, stage):
+    captured = STEPS[name]()
+    for options in ({}, {"bucket": True, "update_in_backward": True}):
+        options |= {"stage": stage}
+        with mock.patch.object(
+            prefetch, "_bytes_ahead", lambda waits: prefetch._one_ahead(waits, captured.world_size)
+        ):
+            one_by_rank = [on_accelerator(captured, rank=rank, **options) for rank in range(2)]
+        by_rank = [on_accelerator(captured, rank=rank, **options) for rank in range(2)]
+        assert_same_numerics(execute(tuple(one_by_rank)), execute(tuple(by_rank)))
+        one_ahead, program = one_by_rank[0], by_rank[0]
+        before, after = gathers(one_ahead), gathers(program)
+        assert [start.name for start, _ in before] == [start.name for start, _ in after]
+        if not after:
+            continue
+        most = max(bytes_of(chain_of(wait)) for _, wait in after)
+        assert most_in_flight(program) <= most
+        peaks = [max(live_bytes(one.graph, one.world_size)) for one in (one_ahead, program)]
+        assert peaks[1] <= peaks[0] + most
+        order = program_order(program.graph)
+        starts = [order[start] for start, _ in after]
+        assert starts == sorted(starts)
+
+
+def most_in_flight(program) -> int:
+    """The most bytes of gathers, and of what prepares them, that are not waited for."""
+    in_flight = most = 0
+    for node in program.graph.nodes:
+        if node.target is ops.all_gather_start:
+            in_flight += bytes_of(chain_of(next(iter(node.users))))
+        most = max(most, in_flight)
+        if node.target is ops.wait and node.args[0].target is ops.all_gather_start:
+            in_flight -= bytes_of(chain_of(node))
+    return most
+
+
+def test_what_is_gathered_again_starts_behind_its_free():
+    program = on_accelerator(tied_step())
+    order = program_order(program.graph)
+    tied = [pair for pair in gathers(program) if pair[0].meta["zerofx"].parameter == 0]
+    (free,) = [user for user in tied[0][1].users if user.target is ops.free]
+    assert order[free] < order[tied[1][0]]
+
+
+def test_what_comes_from_the_host_first_is_one_gather_ahead():
+    """Each has to arrive before its gather: together, nothing would hide the copies."""
+    for captured in (mlp_step(3), small_first_step()):
+        options = {"offload": "optimizer,params"}
+        program = on_accelerator(captured, **options)
+        assert listing(program) == listing(rewritten(captured, bucket_bytes=4096, **options))

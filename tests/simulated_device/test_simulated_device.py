@@ -182,6 +182,16 @@ def test_an_asynchronous_save_holds_what_was_there(stage, policy, devices, tmp_p
     devices(2).run(training.check_save, str(tmp_path / "save"), stage, policy)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_save_through_little_pinned_memory_holds_what_was_there(seed, devices, tmp_path):
+    draw = random.Random(seed)
+    count, stage = draw.choice((1, 2)), draw.choice((1, 2, 3))
+    policy = draw.choice(("early", "late", "random", "random"))
+    ring_bytes = draw.choice(((256, 256), (1024, 256), (4096, 1024)))
+    arguments = str(tmp_path / "save"), stage, policy, seed, ring_bytes, draw.randrange(4)
+    devices(count).run(training.check_save, *arguments)
+
+
 @pytest.mark.parametrize("tier", ("cpu", "nvme"))
 @pytest.mark.parametrize("offload", OFFLOADS[1:])
 @pytest.mark.parametrize("policy", ("early", "late"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import tempfile
+import threading
 import types
 from collections.abc import Iterator
 from unittest import mock
@@ -17,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tests.simulated_device as simulated
 import zerofx
 import zerofx.runtime.storage.memory as memory
+import zerofx.runtime.storage.ring as ring
 from tests.kit.models import Mlp, features, squared_loss
 from tests.kit.step_forms.form import FORMS
 from tests.kit.step_forms.training import (
@@ -29,6 +32,7 @@ from tests.kit.step_forms.training import (
     zero,
 )
 from tests.kit.trainings import moving_small_values
+from zerofx.runtime.parameters.snapshots import Snapshot
 from zerofx.runtime.storage.copies import Copies
 
 STEPS = 6
@@ -87,22 +91,38 @@ def expected(name: str, stage: int, steps: int = STEPS) -> tuple:
     return trained_on("cpu", name, stage, steps)
 
 
+class Pinned:
+    """The bytes that are pinned, by their address, and the most there have been."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[int, int] = {}
+        self.peak_nbytes = 0
+
+
 @contextlib.contextmanager
-def pinning() -> Iterator[None]:
+def pinning() -> Iterator[Pinned]:
     """Have host memory pinned as on CUDA, by registering it, so that copies of it are in streams.
 
     It is an error to end that while one is under way.
     """
-    extension = simulated.use()
-    cudart = types.SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, _: extension.register_host(address, nbytes) or 0,
-        cudaHostUnregister=extension.unregister_host,
-    )
+    extension, pinned = simulated.use(), Pinned()
+
+    def register(address: int, nbytes: int, _flags: int) -> int:
+        extension.register_host(address, nbytes)
+        pinned.by_address[address] = nbytes
+        pinned.peak_nbytes = max(pinned.peak_nbytes, sum(pinned.by_address.values()))
+        return 0
+
+    def unregister(address: int) -> None:
+        extension.unregister_host(address)
+        del pinned.by_address[address]
+
+    cudart = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     with (
         mock.patch.object(memory, "kind", lambda: "cuda"),
         mock.patch.object(torch.cuda, "cudart", lambda: cudart),
     ):
-        yield
+        yield pinned
 
 
 def check(name: str, stage: int, policy: str, seed: int = 0, options: dict | None = None) -> int:
@@ -135,11 +155,33 @@ def check(name: str, stage: int, policy: str, seed: int = 0, options: dict | Non
     return moves.call_count
 
 
-def check_save(folder: str, stage: int, policy: str, seed: int = 0) -> None:
-    """Save beside a training that goes on: what is loaded is what was there at the save."""
+def check_save(
+    folder: str,
+    stage: int,
+    policy: str,
+    seed: int = 0,
+    ring_bytes: tuple[int, int] = (ring.RING_BYTES, ring.CHUNK_BYTES),
+    thread_begins_after: int = 0,
+) -> None:
+    """Save beside a training that goes on: what is loaded is what was there at the save.
+
+    It goes through a ring of so many bytes in chunks of so many, which are all that is pinned.  The
+    thread that copies begins after so many steps, whose updates then have to.
+    """
     give_group_a_device()
     torch._dynamo.reset()
-    with simulated.schedule(policy, seed), pinning():
+    may_run, run = threading.Event(), Snapshot.run
+
+    def waiting(snapshot: Snapshot) -> None:
+        may_run.wait(60)
+        run(snapshot)
+
+    with (
+        simulated.schedule(policy, seed),
+        pinning() as pinned,
+        mock.patch.multiple(ring, RING_BYTES=ring_bytes[0], CHUNK_BYTES=ring_bytes[1]),
+        mock.patch.object(Snapshot, "run", waiting),
+    ):
         torch.manual_seed(0)
         model = Mlp().to("sim")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -160,8 +202,13 @@ def check_save(folder: str, stage: int, policy: str, seed: int = 0) -> None:
         then = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         saving = zerofx.save(folder, model, optimizer, asynchronous=True)
         for number in range(1, 4):
+            if number > thread_begins_after:
+                may_run.set()
             train(number)
+        may_run.set()
         saving.wait()
+        gc.collect()
+        assert pinned.peak_nbytes == ring_bytes[0] and not pinned.by_address
         zerofx.load(folder, model, optimizer)
         for name, value in model.state_dict().items():
             assert_same(value.cpu(), then[name], name)

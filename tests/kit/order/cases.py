@@ -26,7 +26,8 @@ from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
 from tests.kit.trainings import SLOW
-from zerofx.runtime.parameters.snapshots import SNAPSHOTS
+from zerofx.runtime.parameters.snapshots import SNAPSHOTS, Snapshot
+from zerofx.runtime.storage import ring
 from zerofx.runtime.storage.copies import Copies
 
 NUM_STEPS = 3
@@ -128,6 +129,32 @@ def _save(watched: Watched, stage: int, options: Mapping[str, Any], folder: str)
         assert zerofx.latest(folder) == saving.path
         zerofx.save(f"{folder}/again", *pair, asynchronous=True)
         zerofx.save(f"{folder}/at last", *pair)  # behind the one under way
+
+
+def _save_late(watched: Watched, stage: int, options: Mapping[str, Any], folder: str) -> None:
+    """The same, where updates come to what is saved before its thread, through little memory."""
+    pair, compiled, may_run = checkpoints.built(), checkpoints.zero(stage, **options), []
+    run = Snapshot.run
+
+    def waiting(snapshot: Snapshot) -> None:
+        while not may_run:  # no wait that counts
+            time.sleep(0.001)
+        run(snapshot)
+
+    checkpoints.train(compiled, pair, range(2))
+    with (
+        mock.patch.object(Snapshot, "run", waiting),
+        mock.patch.multiple(ring, RING_BYTES=1024, CHUNK_BYTES=256),
+    ):
+        with watched.operators():
+            saving = zerofx.save(f"{folder}/saved", *pair, asynchronous=True)
+        checkpoints.train(compiled, pair, range(2, 3))
+        may_run.append(True)
+        while SNAPSHOTS.active:
+            time.sleep(0.001)
+        checkpoints.train(compiled, pair, range(3, 4))
+        with watched.operators():
+            saving.wait()
 
 
 def _write(watched: Watched, stage: int, options: Mapping[str, Any], _folder: str) -> None:
@@ -243,6 +270,7 @@ NEVER_DELAYED = ("gradients_stay", "read_after", "stepped_twice")
 RUNS = {
     **{name: _step_of(name) for name in MORE_STEPS},
     "save": _save,
+    "save_late": _save_late,
     "write": _write,
     "wide": _wide,
     "evaluated": _evaluated,
@@ -275,7 +303,7 @@ def cases() -> list[Case]:
     And what needs a certain offload.
     """
     found = [Case(name, stage) for name in FORMS for stage in range(4)]
-    for run in (*MORE_STEPS, "save", "write", "wide"):
+    for run in (*MORE_STEPS, "save", "save_late", "write", "wide"):
         found += [Case(run, stage) for stage in range(4)]
         for options, first, is_filed in _offloads():
             if "delayed_update" in options and run in NEVER_DELAYED:

@@ -13,7 +13,7 @@ from unittest import mock
 from tests.kit.order.notes import Notes
 from tests.kit.order.watch import Watch
 from zerofx.runtime.parameters import snapshots
-from zerofx.runtime.storage import tier
+from zerofx.runtime.storage import ring, tier
 from zerofx.runtime.storage.disk.transfers import Operation, Transfers
 
 
@@ -30,7 +30,7 @@ class Threads:
         yield patch(Future, "result", self._ended(Future.result, "result"))
         yield patch(threading.Thread, "start", self._thread_start(threading.Thread.start))
         yield patch(threading.Thread, "join", self._ended(threading.Thread.join, "join"))
-        for module in (snapshots, tier):
+        for module in (ring, snapshots, tier):
             yield patch(module, "threading", _Threading(self.notes), create=True)
         yield patch(Transfers, "start", self._file_start(Transfers.start))
         yield patch(Transfers, "_finish", self._file_finish(Transfers._finish))

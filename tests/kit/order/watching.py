@@ -118,9 +118,9 @@ def _memory(notes: Notes) -> Iterator[Any]:
             yield mock.patch.object(module, "aligned_empty", aligned_empty)
     start = snapshots._Copy.start
 
-    def start_of(copy: snapshots._Copy) -> None:
+    def start_of(copy: snapshots._Copy, rings: dict) -> None:
         if not REGISTRY.host.holds(copy._sources[0][0]):
-            start(copy)
+            start(copy, rings)
 
     yield mock.patch.object(snapshots._Copy, "start", start_of)
     yield mock.patch.object(BufferPool, "empty", lambda pool, numel, like: like.new_empty(numel))

@@ -7,6 +7,7 @@ is none.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.accelerator import check_copies_beside, is_accelerator, module_of
+from zerofx.accelerator import is_accelerator
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.storage.ring import Chunk, Ring
 
 
 class SnapshotError(RuntimeError):
@@ -27,14 +29,16 @@ class Snapshot:
     """Copies in host memory, each of what one parameter's update changes.
 
     ``add`` says what to copy, ``run`` copies all that has not been, in a thread of its own;
-    ``before_change`` has those of some parameters copied at once.  On an accelerator copies are on
-    a stream of their own from the start, and ``run`` waits for them.  (Not run on one.)
+    ``before_change`` has those of some parameters copied at once.  What is on an accelerator
+    travels through a ring of pinned memory, on a stream of its own: ``before_change`` has what the
+    current stream does next come after it.  (Not run on a GPU.)
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, list[_Copy]] = {}  # by the id of the parameter, in their order
         # By storage: neighbours in a bucket's memory, of which torch counts changes together.
         self._neighbours: dict[int, list[_Copy]] = {}
+        self._rings: dict[torch.device, Ring] = {}
 
     def add(
         self,
@@ -57,17 +61,20 @@ class Snapshot:
         """Let the training go on: what changes any of this has to come to ``before_change``."""
         for copies in self._copies.values():
             for copy in copies:
-                copy.start()
+                copy.start(self._rings)
         SNAPSHOTS.add(self)
 
     def run(self) -> None:
         """Make all copies, those first that a backward pass comes to first."""
+        copies = [copy for of_one in reversed(self._copies.values()) for copy in of_one]
         try:
-            for copies in reversed(self._copies.values()):
-                for copy in copies:
-                    copy.make()
-                    copy.settle()
+            for copy in copies:
+                copy.make()
+            for copy in copies:
+                copy.settle()
         finally:
+            for ring in self._rings.values():
+                ring.end()
             SNAPSHOTS.discard(self)
 
     def before_change(self, parameters: Iterable[Any]) -> None:
@@ -80,13 +87,19 @@ class Snapshot:
 
 
 class Snapshots:
-    """Those of this process that are not done."""
+    """Those of this process that are not done; a process that is forked off has its own values."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self.active: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._lock = threading.Lock()  # one is done in its own thread while a step goes through all
 
     def add(self, snapshot: Snapshot) -> None:
+        if self._process != os.getpid():
+            self._begin()
         with self._lock:
             self.active.add(snapshot)
 
@@ -96,7 +109,7 @@ class Snapshots:
 
     def before_change(self, parameters: Iterable[Any]) -> None:
         """Return when shards and states of these parameters may be written to."""
-        if not self.active:
+        if not self.active or self._process != os.getpid():
             return
         with self._lock:
             snapshots = list(self.active)
@@ -125,56 +138,76 @@ class _Copy:
         self._sources = [(source, source._version) for source in sources]
         self._read: Callable[[], Tensor] | None = read
         self._values: Tensor | None = None
-        self._error: Exception | None = None
-        self._event: Any = None  # when a stream has made it, of what is held until then
-        self._held: Sequence[Any] = ()
+        self._error: BaseException | None = None
+        self._ring: Ring | None = None
+        self._chunks: Sequence[Chunk] = ()  # on their way through it
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Start it where copies are made without this thread: on a GPU."""
+    def start(self, rings: dict[torch.device, Ring]) -> None:
+        """Have it go through its device's ring, if it is of an accelerator: from now on.
+
+        Raises: StepError if that device has no streams.
+        """
         device = self._sources[0][0].device
-        if not is_accelerator(device):
-            return
-        check_copies_beside(device)
-        stream, self._held = _stream(device), self._sources
-        stream.wait_stream(module_of(device).current_stream(device))
-        with module_of(device).stream(stream):
-            self.make()
-        self._event = stream.record_event()
+        if is_accelerator(device):
+            if device not in rings:
+                rings[device] = Ring(device)
+            self._ring = rings[device]
 
     def make(self) -> None:
-        """Make it, if there is none."""
+        """Make it, if there is none; or have its stream do that."""
         with self._lock:
             if self._read is None:
                 return
             read, self._read = self._read, None
             try:
                 with ordinary_tensors():
-                    self._values = _on_host(read())
-                self._check_versions()
-            except Exception as error:  # the training goes on: the reader of the copy is told
-                self._values, self._error = None, error
-            self._sources = []
+                    if self._ring is None:
+                        self._values = _on_host(read())
+                    else:
+                        self._values, self._chunks = self._ring.send(read)
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+            self._check_versions()
+            if not self._chunks:
+                self._sources = []
 
     def make_before_change(self) -> None:
         """Have it made before what the calling thread, or its stream, does next."""
         self.make()
+        self._check_versions()
         self.is_safe = True
-        if self._event is not None:
-            self._event.wait()
-
-    def _check_versions(self) -> None:
-        if any(source._version != version for source, version in self._sources):
-            raise SnapshotError(
-                f"{self.name} has been written to, by something other than a compiled step, while "
-                "it was being saved. Write to it before the save, or wait() for it first."
-            )
+        if self._ring is not None:
+            self._ring.wait(self._chunks)
 
     def settle(self) -> None:
         """Return when a stream has made it, if one does: what it is made of may be freed then."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._held = ()
+        for chunk in self._chunks:
+            assert self._ring is not None
+            self._ring.land(chunk)
+            if chunk.error is not None:
+                self._fail(chunk.error)
+        self._check_versions()
+        self._sources = []
+
+    def _check_versions(self) -> None:
+        """Fail if something else has changed what may not have been copied by then."""
+        is_changed = any(source._version != version for source, version in self._sources)
+        if is_changed and not self.is_safe:  # in this order: it is safe before it is changed
+            self._fail(
+                SnapshotError(
+                    f"{self.name} has been written to, by something other than a compiled step, "
+                    "while it was being saved. Write to it before the save, or wait() for it first."
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the reader of the copy be told; the training goes on."""
+        if not isinstance(error, Exception):  # a thread that raises those ends in silence
+            error = SnapshotError(f"the copy of {self.name} was interrupted ({error!r})")
+        self._values, self._error = None, self._error or error
 
     def result(self) -> Tensor:
         """The copy, on the CPU.  Raises: what has gone wrong."""
@@ -187,15 +220,4 @@ class _Copy:
 
 
 def _on_host(values: Tensor) -> Tensor:
-    is_on_gpu = is_accelerator(values.device)
-    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_on_gpu)
-    return copy.copy_(values.detach(), non_blocking=is_on_gpu)
-
-
-_streams: dict[torch.device, Any] = {}
-
-
-def _stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = module_of(device).Stream(device)
-    return _streams[device]
+    return values.detach().to("cpu", copy=True)
