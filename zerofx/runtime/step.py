@@ -302,13 +302,17 @@ class StepRuntime:
 
     def _store_gradients(self, results: list[Any], inputs: list[Any]) -> None:
         """Store the gradients among the results, and put what stands for them in their place."""
+        given = set(map(id, inputs))
         for position, index in self.results.gradients.items():
             if position not in self.results.unreduced:
-                results[position] = self._stored_average(index, results[position])
+                is_new = id(results[position]) not in given
+                results[position] = self._stored_average(index, results[position], is_new)
         if self.results.unreduced or self.results.written_gradients:
             self._keep_unreduced(results, inputs)
 
-    def _stored_average(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _stored_average(
+        self, index: int, gradient: torch.Tensor | None, is_new: bool
+    ) -> torch.Tensor | None:
         bound = self.bound[index]
         if gradient is not None and gradient is bound.gradient:  # as it came in
             return bound.stub
@@ -316,7 +320,8 @@ class StepRuntime:
             return REGISTRY.gradients.store(bound, gradient)
         if gradient is None:
             return None
-        if gradient.is_contiguous() and 0 < gradient.nbytes < gradient.untyped_storage().nbytes():
+        is_part = 0 < gradient.nbytes < gradient.untyped_storage().nbytes()
+        if is_new and is_part and gradient.is_contiguous():
             with ordinary_tensors():  # it knows nothing of its bucket's others
                 gradient = with_own_storage(gradient.view(-1), bound.info.contiguous)
         return REGISTRY.gradients.mark_averaged(without_base(gradient), bound)

@@ -97,14 +97,15 @@ def check_left_behind() -> None:
         traffic.reset()
         step(model, *batches[dist.get_rank()])
         assert traffic.snapshot()["collectives"]["all_reduce"] == 2  # layers
+        for parameter in model.parameters():
+            assert type(parameter.grad) is torch.Tensor and parameter.grad._base is None
+            assert parameter.grad.untyped_storage().nbytes() == 4 * math.prod(parameter.shape)
     model_alone = nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, model[2].out_features))
     model_alone.load_state_dict(state)
     for batch in 2 * batches:
         (squared_loss(model_alone, *batch) / len(batches)).backward()
     for mine, its in zip(model.parameters(), model_alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
-        assert type(mine.grad) is torch.Tensor and mine.grad._base is None
-        assert mine.grad.untyped_storage().nbytes() == 4 * math.prod(mine.shape)
 
 
 def test_what_a_call_leaves_in_grad_knows_nothing_of_its_bucket(ranks):  # noqa: F811

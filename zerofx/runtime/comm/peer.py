@@ -65,6 +65,9 @@ class PeerTransport(GlooTransport):
         work = self._reduce_range(pieces, offsets, self.rank * result.numel(), reduction, result)
         return Started(result, work)
 
+    def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
+        return super().all_reduce(input, reduction)  # not in place: the others read it there
+
     def all_reduce_pieces(
         self, pieces: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, reduction: str
     ) -> Started:
@@ -91,7 +94,7 @@ class PeerTransport(GlooTransport):
         return Started(result, self._reduce_range([flat], [0], 0, reduction, result))
 
     def _exchange(self, flat: torch.Tensor, reduction: str, into: torch.Tensor | None) -> Started:
-        return self._reduce_at_once(flat, reduction)  # not in place: the others read it there
+        return self._reduce_at_once(flat, reduction)
 
     def _reduce_range(
         self,
