@@ -1115,9 +1115,12 @@ def test_at_stage_0_buckets_change_no_bit(name, world_size):
     check_no_bit_changes(name, world_size)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": "sharded"}, {"reduce_dtype": torch.bfloat16}])
-def test_at_stage_0_buckets_change_no_bit_of_other_averages(options):
-    check_no_bit_changes("two backwards", 3, **options)
+@pytest.mark.parametrize(
+    "name, options",
+    [("two backwards", {"accumulate": "sharded"}), ("mlp", {"reduce_dtype": torch.bfloat16})],
+)
+def test_at_stage_0_buckets_change_no_bit_of_other_averages(name, options):
+    check_no_bit_changes(name, 3, **options)
 
 
 def check_no_bit_changes(name, world_size, **options):
