@@ -56,7 +56,7 @@ PIPELINE = (
     Pass(recompute, optional=True),
     Pass(data_parallel, provides=frozenset({"averaged_gradients"}), preserves_numerics=False),
     _of_averages(hoist_casts, optional=True, smallest_stage=3),
-    _of_averages(bucket, optional=True, smallest_stage=1),
+    _of_averages(bucket, optional=True),
     _of_averages(
         shard_optimizer,
         provides=frozenset({"sharded_updates"}),

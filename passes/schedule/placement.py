@@ -28,7 +28,8 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
             min(part.users).prepend(part)  # taken only where it is read
     for (_, wait), (following, _) in itertools.pairwise(pairs):
         # Not two flat buckets at once: wait before the next one is filled.
-        filled = following.args[0] if following.args[0].target is ops.flatten_bucket else following
+        flat = following.all_input_nodes[0]
+        filled = flat if flat.target is ops.flatten_bucket else following
         min([filled, *wait.users]).prepend(wait)  # nodes compare by program order
     if pairs:
         start, wait = pairs[-1]

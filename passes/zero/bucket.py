@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import fx
 
 from zerofx.accelerator import is_accelerator
+from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
-from zerofx.ir.graph import is_backward
+from zerofx.ir.graph import Builder, is_backward
 from zerofx.ir.interface import input_role, note_decisions, placeholders
-from zerofx.ir.parameters import ParameterInfo, Place, shard_numel
+from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place, shard_numel
+from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
+from zerofx.passes.schedule.placement import stagger_waits
 from zerofx.passes.zero.elementwise import CASTS
+
+aten = torch.ops.aten
 
 ALIGNMENT_BYTES = 16
 """The alignment of parameters and shards on a CPU: its vectors take what is not aligned as well."""
@@ -37,16 +45,91 @@ def bucket(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Parameters stand in the order of their first use.  A bucket holds parameters of one dtype
     and device that are used in the same dtypes, all trained or all frozen.  A larger parameter
     has a bucket of its own, and one that a model has been bound with keeps its place.
+
+    At stage 0 there is no shard pass, and the all-reduces of a bucket's gradients become one here,
+    as soon as the last of these is there::
+
+        g = wait(all_reduce_start(a, "mean"));  h = wait(all_reduce_start(b, "mean"))
+
+        flat = wait(all_reduce_bucket_start([a, b], [0, 1], 16, "mean"))
+        g = flat[0:8].view(2, 4);  h = flat[8:12].view(4)
+
+    Each gradient has the values and the layout that it had: ranks' values are added in their order,
+    element by element, but on NCCL, which has an order of its own for each buffer.
     """
     places = ctx.decided.layout
     if places is None:
         places = _by_layer(gm.graph, ctx)
     note_decisions(gm.graph, layout=places)
     ctx.table.assign(places)
-    return {
+    counts = {
         "buckets": len({info.place.bucket for info in ctx.table if info.shares_bucket}),
         "parameters in them": sum(info.shares_bucket for info in ctx.table),
     }
+    if ctx.options.stage == 0 and ctx.world_size > 1:
+        counts["all-reduces"] = _reduce_together(gm, ctx)
+    return counts
+
+
+def _reduce_together(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Make the all-reduces of a bucket's gradients one; return how many all-reduces are left."""
+    builder, pairs = Builder(gm, "bucket", ctx.table), []
+    waits = gm.graph.find_nodes(op="call_function", target=ops.wait)
+    waits = [node for node in waits if role(node) == Role.REDUCE_GRADIENT and node.users]
+    for group in travelling_together(waits, ctx.table):
+        start, wait = group[0].args[0], group[0]
+        if len(group) > 1:
+            start, wait = _all_reduce_bucket(builder, ctx.table, group)
+        pairs.append((start, wait))
+    stagger_waits(pairs)
+    return len(pairs)
+
+
+def _all_reduce_bucket(
+    builder: Builder, table: ParameterTable, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """One all-reduce of a bucket's gradients, each then a range of its result, in its shape."""
+    members = sorted(group, key=lambda wait: table[parameter_of(wait)].place.offset)
+    infos = [table[parameter_of(wait)] for wait in members]
+    indices, numel = [info.index for info in infos], infos[0].place.shard_numel
+    starts = [wait.args[0] for wait in members]
+    given = ([start.args[0] for start in starts], indices, numel * infos[0].world_size)
+    first_reader = min(user for wait in members for user in wait.users)
+    origin = {"role": Role.REDUCE_GRADIENT, **builder.serving(indices), "like": max(starts)}
+    with builder.before(min(max(starts), first_reader), **origin) as call:
+        start = call(ops.all_reduce_bucket_start, *given, starts[0].args[1])
+        reduced = call(ops.wait, start)
+    for wait, info in zip(members, infos, strict=True):
+        origin = {"role": Role.REDUCED_GRADIENT, "parameter": info.index, "like": wait}
+        with builder.before(min(wait.users), **origin) as call:
+            begin = info.place.offset
+            part = call(aten.slice.Tensor, reduced, 0, begin, begin + info.numel)
+            whole = call(aten.view.default, part, list(info.shape), role=Role.WHOLE)
+        wait.replace_all_uses_with(whole)
+        builder.graph.erase_node(wait)
+    for member in starts:
+        builder.graph.erase_node(member)
+    return start, reduced
+
+
+def travelling_together(waits: Iterable[fx.Node], table: ParameterTable) -> list[list[fx.Node]]:
+    """Gradients of one bucket that are all there before anyone reads one; in program order."""
+    groups: list[list[fx.Node]] = []
+    open_groups: dict[tuple, list[fx.Node]] = {}
+    for wait in sorted(waits, key=lambda wait: min(wait.users)):
+        gradient = wait.args[0].args[0]
+        info = table[parameter_of(wait)]
+        key = (info.place.bucket, gradient.meta["val"].dtype, wait.args[0].args[1])
+        group = open_groups.get(key)
+        if group is not None:
+            seen = any(parameter_of(other) == info.index for other in group)
+            if seen or not gradient < min(min(other.users) for other in group):
+                group = None
+        if group is None:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(wait)
+    return groups
 
 
 def _by_layer(graph: fx.Graph, ctx: PassContext) -> dict[int, Place]:

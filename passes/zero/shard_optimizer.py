@@ -12,6 +12,7 @@ from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.options import Options
 from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.schedule.placement import stagger_waits
+from zerofx.passes.zero.bucket import travelling_together
 from zerofx.passes.zero.gathers import flatten
 from zerofx.passes.zero.propagate import ShardPropagation
 
@@ -82,27 +83,7 @@ def scatter_gradients(
             continue
         if parameter_of(whole) in parameters and wait.users:
             waits.append(wait)
-    return [_scatter(propagation, ctx, group) for group in _travelling_together(waits, ctx)]
-
-
-def _travelling_together(waits: list[fx.Node], ctx: PassContext) -> list[list[fx.Node]]:
-    """Gradients of one bucket that are all there before anyone reads one; in program order."""
-    groups: list[list[fx.Node]] = []
-    open_groups: dict[tuple, list[fx.Node]] = {}
-    for wait in sorted(waits, key=lambda wait: min(wait.users)):
-        gradient = wait.args[0].args[0]
-        info = ctx.table[parameter_of(wait)]
-        key = (info.place.bucket, gradient.meta["val"].dtype, wait.args[0].args[1])
-        group = open_groups.get(key)
-        if group is not None:
-            seen = any(parameter_of(other) == info.index for other in group)
-            if seen or not gradient < min(min(other.users) for other in group):
-                group = None
-        if group is None:
-            group = open_groups[key] = []
-            groups.append(group)
-        group.append(wait)
-    return groups
+    return [_scatter(propagation, ctx, group) for group in travelling_together(waits, ctx.table)]
 
 
 def _scatter(

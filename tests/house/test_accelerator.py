@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import zerofx.checkpoint.contents as contents
 import zerofx.runtime.comm.communication as communication
-import zerofx.runtime.parameters.bucket_memory as bucket_memory
 import zerofx.runtime.storage.copies as copies
 import zerofx.runtime.storage.memory as memory
 from tests.kit.fake_cuda import Cuda
@@ -21,6 +20,7 @@ from zerofx.accelerator import check_copies_beside, is_accelerator, kind, module
 from zerofx.checkpoint.barrier import Saving
 from zerofx.errors import StepError
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
+from zerofx.runtime.memory.flat import with_own_storage
 from zerofx.runtime.parameters import snapshots
 from zerofx.runtime.storage.copies import Worker
 
@@ -88,7 +88,7 @@ def test_a_storage_of_its_own_is_made_on_any_device(monkeypatch):
     """``__dlpack__`` refuses the memory of a device that is not the current one."""
     monkeypatch.setattr(torch.Tensor, "__dlpack__", None)
     flat, info = torch.ones(2), SimpleNamespace(shape=(2,), stride=(1,))
-    alone = bucket_memory._over(flat, info)
+    alone = with_own_storage(flat, info)
     assert alone.data_ptr() == flat.data_ptr()
     assert alone.untyped_storage()._cdata != flat.untyped_storage()._cdata
 

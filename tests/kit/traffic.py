@@ -66,13 +66,19 @@ class _Counting(Communicator):
 
     traffic: Traffic
 
-    def all_reduce_start(self, input, reduction):
+    def all_reduce_start(self, input, reduction, in_place=False):
         if reduction != "mean" and input.nbytes <= SCALAR_BYTES:
             self._count("all_reduce", "scalar", input, self.world_size * input.nbytes)
         else:
             padded = input.numel() + -input.numel() % self.world_size
             self._count("all_reduce", "reduce", input, 2 * padded * input.itemsize)
-        return super().all_reduce_start(input, reduction)
+        return super().all_reduce_start(input, reduction, in_place)
+
+    def all_reduce_pieces_start(self, pieces, offsets, numel, reduction):
+        started = super().all_reduce_pieces_start(pieces, offsets, numel, reduction)
+        if started is not None:
+            self._count("all_reduce", "reduce", pieces[0], 2 * numel * pieces[0].itemsize)
+        return started
 
     def reduce_scatter_start(self, flat, reduction, world_size):
         started = super().reduce_scatter_start(flat, reduction, world_size)

@@ -473,12 +473,6 @@ def test_can_be_turned_off():
     assert not any(info.shares_bucket for info in program.table)
 
 
-def test_does_nothing_at_stage_0():
-    program = clone(mlp_step())
-    assert "needs 1" in run_passes(program, stage=0, bucket=True)["bucket"].skipped
-    assert not any(info.shares_bucket for info in program.table)
-
-
 def test_requires_averaged_gradients():
     program = clone(mlp_step())
     with pytest.raises(GraphError, match="'bucket' requires averaged_gradients"):
@@ -1066,6 +1060,119 @@ def test_a_broken_bucket_shows_in_the_numerics(mutate):
         return
     with pytest.raises((AssertionError, RuntimeError)):
         assert_same_numerics(before, execute(programs))
+
+
+def test_at_stage_0_the_gradients_of_a_layer_are_averaged_together():
+    """Each is a part of the buffer, of its own shape; the update is of the whole parameter."""
+    assert_program(
+        rewritten_by_rank(linear_step(), stage=0)[1],
+        """
+        weight: parameter [3, 5]
+        bias: parameter [3]
+        ...
+        all_reduce_bucket_start = zerofx.all_reduce_bucket_start([t_3, view], [0, 1], 24, 'mean')
+        wait = zerofx.wait(all_reduce_bucket_start)
+        slice = slice(wait, 0, 0, 15)
+        view_1 = view(slice, [3, 5])
+        update = zerofx.update(weight, view_1, SGD, 0, None)
+        slice_1 = slice(wait, 0, 16, 19)
+        view_2 = view(slice_1, [3])
+        update_1 = zerofx.update(bias, view_2, SGD, 1, None)
+        return []
+        """,
+    )
+
+
+def test_at_stage_0_one_rank_has_nothing_to_average_together():
+    (program,) = rewritten_by_rank(linear_step(), 1, stage=0)
+    assert not nodes_of(program, ops.all_reduce_bucket_start)
+
+
+def test_at_stage_0_an_all_reduce_starts_when_its_buckets_last_gradient_is_there():
+    (program, _) = rewritten_by_rank(mlp_step(4), stage=0)
+    starts = nodes_of(program, ops.all_reduce_bucket_start)
+    assert len(starts) == 4 and not nodes_of(program, ops.all_reduce_start)
+    for start in starts:
+        node = start
+        while (node := node.prev) is not max(start.args[0]):
+            assert role(node) == "reduced_gradient" or node.target is ops.wait, node
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_at_stage_0_bytes_on_the_wire_grow_only_by_padding(world_size):
+    captured = mlp_step(4, width=33)
+    alone = rewritten(captured, world_size, stage=0, bucket=False)
+    together = rewritten(captured, world_size, stage=0, bucket=True)
+    before, after = (wire_bytes(p.gm, world_size) for p in (alone, together))
+    assert (before.num_collectives, after.num_collectives) == (8, 4)
+    padding = 2 * 4 * (2 + world_size) * ALIGNMENT_BYTES
+    assert 0 <= after.reductions - before.reductions <= padding
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [*STEPS, *SUMMED_IN_ANOTHER_ORDER])
+def test_at_stage_0_buckets_change_no_bit(name, world_size):
+    check_no_bit_changes(name, world_size)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("two backwards", {"accumulate": "sharded"}), ("mlp", {"reduce_dtype": torch.bfloat16})],
+)
+def test_at_stage_0_buckets_change_no_bit_of_other_averages(name, options):
+    check_no_bit_changes(name, 3, **options)
+
+
+def check_no_bit_changes(name, world_size, **options):
+    """Ranks' values are added in their order, element by element; norms are of whole gradients."""
+    captured = captured_step(name)
+    alone = rewritten_by_rank(captured, world_size, stage=0, bucket=False, **options)
+    together = rewritten_by_rank(captured, world_size, stage=0, **options)
+    assert nodes_of(together[0], ops.all_reduce_bucket_start) or name == "evaluation"
+    assert_same_numerics(execute(alone), execute(together))
+
+
+def range_of_a_neighbour(program):
+    """Of the same length."""
+    parts = [n for n in program.graph.nodes if role(n) == "reduced_gradient"]
+    part = next(part for part in parts if part.args[2])
+    part.args = (*part.args[:2], 0, part.args[3] - part.args[2])
+
+
+def all_reduced_in_the_wrong_order(program):
+    start = nodes_of(program, ops.all_reduce_bucket_start)[1]
+    start.args = (start.args[0][::-1], *start.args[1:])
+
+
+def all_reduced_without_one(program):
+    start = nodes_of(program, ops.all_reduce_bucket_start)[1]
+    start.args = (start.args[0][:1], start.args[1][:1], *start.args[2:])
+
+
+def all_reduced_as_a_sum(program):
+    start = nodes_of(program, ops.all_reduce_bucket_start)[1]
+    start.args = (*start.args[:3], "sum")
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        range_of_a_neighbour,
+        all_reduced_in_the_wrong_order,
+        all_reduced_without_one,
+        all_reduced_as_a_sum,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_at_stage_0_a_broken_bucket_is_refused(mutate):
+    programs = [clone(p) for p in rewritten_by_rank(mlp_step(3, width=4), stage=0)]
+    for program in programs:
+        verify(program.gm, program.table, {"averaged_gradients"})
+        mutate(program)
+        with pytest.raises(GraphError):
+            verify(program.gm, program.table, {"averaged_gradients"})
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_same_numerics(execute(mlp_step(3, width=4)), execute(programs))
 
 
 def test_a_gradient_of_the_right_shape_but_another_parameter_is_refused():

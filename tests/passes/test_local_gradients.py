@@ -112,8 +112,8 @@ def reduced(sent: dict) -> tuple[int, int]:
 
 
 # Of 113 elements, on two ranks: what leaves a rank of everything, padding included, and in how many
-# collectives.  An all-reduce sends half of it twice.
-ALL_REDUCED, REDUCE_SCATTERED = (464, 4), (240, 2)
+# collectives.  An all-reduce sends half of it twice; at stage 0 there is one for each layer.
+ALL_REDUCED, IN_BUCKETS, REDUCE_SCATTERED = (464, 4), (480, 2), (240, 2)
 
 
 @pytest.mark.nightly
@@ -131,9 +131,9 @@ def test_gradients_travel_once_per_update(stage, lowering, ranks):  # noqa: F811
     expected = expected_state(2)
     for rank, (state, sent) in enumerate(local):
         nothing = [(0, 0)] * MICRO_BATCHES
-        once = ALL_REDUCED if stage == 0 else REDUCE_SCATTERED
+        once = IN_BUCKETS if stage == 0 else REDUCE_SCATTERED
         assert list(map(reduced, sent)) == [*nothing, once]
-        each = ALL_REDUCED if stage < 2 else REDUCE_SCATTERED
+        each = ALL_REDUCED if stage == 1 else once
         assert list(map(reduced, sharded[rank][1])) == [each] * MICRO_BATCHES + [(0, 0)]
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,6 @@ from zerofx.ir import ops
 from zerofx.ir.graph import updated_by
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role, served
-from zerofx.ir.sizes import value_bytes
 
 aten = torch.ops.aten
 
@@ -28,7 +27,7 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
         if ops.is_collective(node):
             kind = node.target._schema.name.removeprefix("zerofx::").removesuffix("_start")
             name = served(node, table)
-            nbytes = max(value_bytes(node), value_bytes(node.args[0]))
+            nbytes = ops.rules(node).sends(node)
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
         elif node.target is ops.on_owners:
             names = (table[index].name for index in node.args[3])

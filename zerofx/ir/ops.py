@@ -233,6 +233,23 @@ def reduce_bucket_start(wholes, parameters, numel, reduction, world_size, axis=D
 
 
 @define(
+    "all_reduce_bucket_start(Tensor[] wholes, int[] parameters, int numel, str reduction,"
+    " str axis='data') -> Tensor",
+    **_REDUCES,
+    sends=value_bytes,
+    rounds=lambda node: 2,
+    traffic=lambda node: "reductions",
+    holds="gradients",
+)
+def all_reduce_bucket_start(wholes, parameters, numel, reduction, axis=DATA):
+    """Reduce the gradients of a bucket's parameters to one flat [numel] buffer, on all ranks.
+
+    Each is at its parameter's place in the bucket, in the order of its dimensions.
+    """
+    return wholes[0].new_empty(numel)
+
+
+@define(
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
     " int flops, Tensor? found_inf=None) -> Tensor[]",
     flops=lambda node: node.args[5],

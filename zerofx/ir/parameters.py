@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -141,6 +143,12 @@ class ParameterInfo:
     @property
     def is_contiguous(self) -> bool:
         return self.storage_order == tuple(range(len(self.shape)))
+
+    @cached_property
+    def contiguous(self) -> ParameterInfo:
+        """The same with its elements in the order of its dimensions."""
+        strides = accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
+        return replace(self, stride=(*strides,)[::-1][: len(self.shape)])
 
 
 def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

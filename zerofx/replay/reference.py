@@ -100,6 +100,12 @@ class Reference:
     def all_reduce_start(self, input: Tensor, reduction: str) -> Tensor:
         return reduced(self.exchange(input.contiguous()), reduction)
 
+    def all_reduce_bucket_start(
+        self, wholes: list[Tensor], parameters: list[int], numel: int, reduction: str
+    ) -> Tensor:
+        infos = [self.table[index].contiguous for index in parameters]
+        return self.all_reduce_start(self._laid_out(wholes, infos, numel), reduction)
+
     def reduce_scatter_start(self, flat: Tensor, reduction: str, world_size: int) -> Tensor:
         total = reduced(self.exchange(flat), reduction)
         return total.view(world_size, -1)[self.rank].clone()
@@ -133,9 +139,11 @@ class Reference:
         return pack(shards, [self.table[index] for index in parameters])
 
     def flatten_bucket(self, wholes: list[Tensor], parameters: list[int], numel: int) -> Tensor:
+        return self._laid_out(wholes, [self.table[index] for index in parameters], numel)
+
+    def _laid_out(self, wholes: list[Tensor], infos: list[ParameterInfo], numel: int) -> Tensor:
         flat = wholes[0].new_full((numel,), self.poison(wholes[0].dtype))
-        for whole, index in zip(wholes, parameters, strict=True):
-            info = self.table[index]
+        for whole, info in zip(wholes, infos, strict=True):
             whole_from_flat(flat[info.place.offset :], info).copy_(whole)
         return flat
 

@@ -22,7 +22,12 @@ from zerofx.ir.rules import LINK, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
-from zerofx.runtime.memory.flat import in_memory_of_its_own, without_base
+from zerofx.runtime.memory.flat import (
+    in_memory_of_its_own,
+    ordinary_tensors,
+    with_own_storage,
+    without_base,
+)
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
 from zerofx.runtime.optimizer.setup import ProgramSetup, Trained
@@ -157,6 +162,7 @@ class StepRuntime:
         on_device, on_host = self.steps, self.host_updates
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
+            ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
             ops.reduce_scatter_start: communicator.reduce_scatter_start,
             ops.all_gather_start: buckets.all_gather_start,
             (ops.wait, LINK): communicator.wait,
@@ -296,13 +302,17 @@ class StepRuntime:
 
     def _store_gradients(self, results: list[Any], inputs: list[Any]) -> None:
         """Store the gradients among the results, and put what stands for them in their place."""
+        given = set(map(id, inputs))
         for position, index in self.results.gradients.items():
             if position not in self.results.unreduced:
-                results[position] = self._stored_average(index, results[position])
+                is_new = id(results[position]) not in given
+                results[position] = self._stored_average(index, results[position], is_new)
         if self.results.unreduced or self.results.written_gradients:
             self._keep_unreduced(results, inputs)
 
-    def _stored_average(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _stored_average(
+        self, index: int, gradient: torch.Tensor | None, is_new: bool
+    ) -> torch.Tensor | None:
         bound = self.bound[index]
         if gradient is not None and gradient is bound.gradient:  # as it came in
             return bound.stub
@@ -310,6 +320,10 @@ class StepRuntime:
             return REGISTRY.gradients.store(bound, gradient)
         if gradient is None:
             return None
+        is_part = 0 < gradient.nbytes < gradient.untyped_storage().nbytes()
+        if is_new and is_part and gradient.is_contiguous():
+            with ordinary_tensors():  # it knows nothing of its bucket's others
+                gradient = with_own_storage(gradient.view(-1), bound.info.contiguous)
         return REGISTRY.gradients.mark_averaged(without_base(gradient), bound)
 
     def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:

@@ -14,6 +14,9 @@ from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.verify.broken import broken
 
+LAYS_OUT = (ops.flatten_bucket, ops.reduce_bucket_start, ops.all_reduce_bucket_start)
+"""The operators that take the gradients of a bucket, and their parameters."""
+
 
 def verify_averages(graph: fx.Graph, table: ParameterTable) -> None:
     """Check that updates read averages, and that what a step leaves in ``p.grad`` is one.
@@ -71,13 +74,15 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     reduced, dim, start, stop = node.args
     reduction = reduced.args[0] if reduced.target is ops.wait else reduced
     flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
+    begin, length = info.position_in_shard, info.shard_numel
+    if reduction.target is ops.all_reduce_bucket_start:
+        begin, length = info.place.offset, info.numel
     return (
         ops.rules(reduction).reduces
-        and flat.target in (ops.flatten_bucket, ops.reduce_bucket_start)
+        and flat.target in LAYS_OUT
         and ops.argument(reduction, "reduction") == "mean"
         and info.index in flat.args[1]
-        and (dim, start) == (0, info.position_in_shard)
-        and stop - start == info.shard_numel
+        and (dim, start, stop) == (0, begin, begin + length)
     )
 
 

@@ -25,7 +25,7 @@ from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
 from zerofx.verify.broken import broken
 from zerofx.verify.files import verify_files
-from zerofx.verify.gradients import verify_averages
+from zerofx.verify.gradients import LAYS_OUT, verify_averages
 from zerofx.verify.names import verify_names
 from zerofx.verify.offload import verify_offload
 
@@ -211,7 +211,7 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                 if shard_of(part) != info.index:
                     what = f"packs {part.name} as if it were the shard of {info.name!r}."
                     raise broken(node, what)
-        elif node.target in (ops.flatten_bucket, ops.reduce_bucket_start):
+        elif node.target in LAYS_OUT:
             num_shards = table[node.args[1][0]].world_size
             for part, info in _members(node, table, num_shards):
                 is_cast = role(part) == Role.REDUCE_CAST

@@ -81,9 +81,14 @@ class Communicator:
         self._local = LocalTransport()
         self._transports: dict[str, Transport] = {}
 
-    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number."""
-        launch = partial(self._transport(input).all_reduce, input.detach(), reduction)
+    def all_reduce_start(
+        self, input: torch.Tensor, reduction: str, in_place: bool = False
+    ) -> torch.Tensor:
+        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number.
+
+        The result may be ``in_place``, in a contiguous input's memory.
+        """
+        launch = partial(self._transport(input).all_reduce, input.detach(), reduction, in_place)
         return self._start("all_reduce", input.nbytes, launch)
 
     def reduce_scatter_start(
@@ -112,6 +117,20 @@ class Communicator:
         launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
         nbytes = numel * pieces[0].itemsize
         return self._start("reduce_scatter", nbytes, launch)
+
+    def all_reduce_pieces_start(
+        self,
+        pieces: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        numel: int,
+        reduction: str,
+    ) -> torch.Tensor | None:
+        """Do as ``all_reduce_start`` on a buffer like that; None as above."""
+        transport = self._transport(pieces[0])
+        if not isinstance(transport, PeerTransport):
+            return None
+        launch = partial(transport.all_reduce_pieces, pieces, offsets, numel, reduction)
+        return self._start("all_reduce", numel * pieces[0].itemsize, launch)
 
     def all_gather_start(
         self, shard: torch.Tensor, world_size: int, into: torch.Tensor | None = None

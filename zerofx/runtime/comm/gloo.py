@@ -101,16 +101,18 @@ class GlooTransport:
         self.rank = group.rank()
         self.world_size = group.size()
 
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
+    def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
         flat = input.reshape(-1).contiguous()  # reshape keeps the stride of one dimension
+        into = flat if in_place and not flat.numel() % self.world_size else None
         is_scalar = reduction != "mean" and flat.nbytes <= SCALAR_BYTES
         adds_floats = reduction in ("mean", "sum") and not is_exact(flat.dtype)
         if is_scalar or not adds_floats:
             started = self._reduce_at_once(flat, reduction)
         elif self.world_size == 2:
-            started = self._exchange(flat, reduction)
+            started = self._exchange(flat, reduction, into)
         else:
-            started = self._scatter_and_gather(flat, reduction)
+            scattered = self.reduce_scatter(_padded(flat, self.world_size), reduction)
+            started = self._gathered(scattered, into)
         started.result = started.result[: flat.numel()].view(input.shape)
         return started
 
@@ -172,19 +174,21 @@ class GlooTransport:
         result = torch.empty_like(flat)
         return Started(result, started.work, partial(self._reduce, pieces, reduction, result))
 
-    def _exchange(self, flat: torch.Tensor, reduction: str) -> Started:
+    def _exchange(self, flat: torch.Tensor, reduction: str, into: torch.Tensor | None) -> Started:
         """Swap whole buffers between two ranks: the bytes of two phases, in one."""
         own = _padded(flat, 2)
-        received, result = torch.empty_like(own), torch.empty_like(own)
+        received = torch.empty_like(own)
+        result = torch.empty_like(own) if into is None else into
         splits = [0, own.nbytes] if self.rank == 0 else [own.nbytes, 0]
         work = self._all_to_all(received, own, splits, splits)
         pieces = (own, received) if self.rank == 0 else (received, own)
         return Started(result, work, partial(self._reduce, pieces, reduction, result))
 
-    def _scatter_and_gather(self, flat: torch.Tensor, reduction: str) -> Started:
-        """Reduce-scatter now, all-gather at the wait: every rank must wait in the same order."""
-        scattered = self.reduce_scatter(_padded(flat, self.world_size), reduction)
-        result = scattered.result.new_empty(scattered.result.numel() * self.world_size)
+    def _gathered(self, scattered: Started, into: torch.Tensor | None) -> Started:
+        """Gather at the wait what is being scattered: every rank must wait in the same order."""
+        result = into
+        if result is None:
+            result = scattered.result.new_empty(scattered.result.numel() * self.world_size)
 
         def finish() -> None:
             scattered.finish()

@@ -65,6 +65,19 @@ class PeerTransport(GlooTransport):
         work = self._reduce_range(pieces, offsets, self.rank * result.numel(), reduction, result)
         return Started(result, work)
 
+    def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
+        return super().all_reduce(input, reduction)  # not in place: the others read it there
+
+    def all_reduce_pieces(
+        self, pieces: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, reduction: str
+    ) -> Started:
+        """All-reduce the same."""
+        result = self.buffers.empty(numel, pieces[0])
+        if self.world_size > 2:
+            scattered = self.reduce_scatter_pieces(pieces, offsets, numel, reduction)
+            return self._gathered(scattered, result)
+        return Started(result, self._reduce_range(pieces, offsets, 0, reduction, result))
+
     def _gather(self, result: torch.Tensor, shard: torch.Tensor) -> Work:
         pieces = result.chunk(self.world_size)
         own = copy_unless_there(pieces[self.rank], shard)
@@ -80,7 +93,8 @@ class PeerTransport(GlooTransport):
         result = torch.empty_like(flat)
         return Started(result, self._reduce_range([flat], [0], 0, reduction, result))
 
-    _exchange = _reduce_at_once
+    def _exchange(self, flat: torch.Tensor, reduction: str, into: torch.Tensor | None) -> Started:
+        return self._reduce_at_once(flat, reduction)
 
     def _reduce_range(
         self,

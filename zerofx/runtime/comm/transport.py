@@ -76,7 +76,7 @@ class LocalTransport:
 
     overlaps = True
 
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
+    def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
         return Started(input.contiguous().view(input.shape))
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
@@ -114,8 +114,8 @@ class NativeTransport:
         self.operations = {"mean": mean, **self.OPERATIONS}
         self._divisor = 1 if averages else self.world_size
 
-    def all_reduce(self, input: torch.Tensor, reduction: str) -> Started:
-        result = input.clone(memory_format=torch.contiguous_format)
+    def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
+        result = input if in_place else input.clone(memory_format=torch.contiguous_format)
         operation = self.operations[reduction]
         work = dist.all_reduce(result, operation, group=self.group, async_op=True)
         return Started(result, work, partial(divide, result, reduction, self._divisor))

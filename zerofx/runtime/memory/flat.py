@@ -132,6 +132,18 @@ def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     return flat.as_strided(info.shape, info.stride, flat.storage_offset())
 
 
+def with_own_storage(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
+    """View a parameter's elements as the parameter, in a storage object of just this memory.
+
+    As bytes: numpy and DLPack know fewer dtypes than torch.  As a capsule: ``__dlpack__`` refuses
+    devices that aren't current, and those of PrivateUse1.
+
+    Shapes: ``[info.numel]``, not empty -> ``info.shape``, with its strides.
+    """
+    capsule = torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
+    return whole_from_flat(torch.from_dlpack(capsule).view(flat.dtype), info)
+
+
 def adjoin(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether a flat tensor begins where another ends, in the same memory."""
     return (

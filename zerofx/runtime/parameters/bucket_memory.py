@@ -10,7 +10,7 @@ from torch import nn
 
 from zerofx import compat
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import ordinary_tensors, whole_from_flat
+from zerofx.runtime.memory.flat import ordinary_tensors, with_own_storage
 from zerofx.runtime.memory.pages import prefer_huge_pages
 
 
@@ -67,7 +67,7 @@ class BucketMemory:
             for parameter, info in zip(parameters, self.infos, strict=True):
                 if info.numel:
                     make(parameter)
-                    whole = _over(flat.narrow(0, info.place.offset, info.numel), info)
+                    whole = with_own_storage(flat.narrow(0, info.place.offset, info.numel), info)
                     parameter.data = whole.copy_(parameter.detach())
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         return True
@@ -88,13 +88,3 @@ def _is_shared(parameter: nn.Parameter) -> bool:
     """Return whether another tensor, or another process, has this parameter's memory too."""
     between_processes = parameter.device.type == "cpu" and parameter.is_shared()
     return between_processes or compat.tensors.is_memory_shared(parameter)
-
-
-def _over(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
-    """A parameter over this memory, in a storage object of its own.
-
-    As bytes: numpy and DLPack know fewer dtypes than torch.  As a capsule: ``__dlpack__`` refuses
-    devices that aren't current, and those of PrivateUse1.
-    """
-    capsule = torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
-    return whole_from_flat(torch.from_dlpack(capsule).view(flat.dtype), info)

@@ -156,6 +156,20 @@ class Buckets:
         flat = flatten_bucket(wholes, infos, communicator.buffers)
         return communicator.reduce_scatter_start(flat, reduction, world_size)
 
+    def all_reduce_bucket_start(
+        self, wholes: list[torch.Tensor], parameters: list[int], numel: int, reduction: str
+    ) -> torch.Tensor:
+        """Start all-reducing a bucket, from where its gradients are if the transport can."""
+        infos = [self.table[index].contiguous for index in parameters]
+        pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
+        communicator = self.communicator
+        if pieces:
+            started = communicator.all_reduce_pieces_start(pieces, offsets, numel, reduction)
+            if started is not None:
+                return started
+        flat = flatten_bucket(wholes, infos, communicator.buffers)
+        return communicator.all_reduce_start(flat, reduction, in_place=True)
+
     def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
         return self.communicator.all_reduce_start(self._own_memory(input), reduction)
 
