@@ -81,8 +81,7 @@ class _Counting(Communicator):
 
     def reduce_scatter_pieces_start(self, pieces, offsets, numel, reduction):
         started = super().reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
-        if started is not None:
-            self._count("reduce_scatter", "reduce", pieces[0], numel * pieces[0].itemsize)
+        self._count("reduce_scatter", "reduce", pieces[0], numel * pieces[0].itemsize)
         return started
 
     def all_gather_start(self, shard, world_size, into=None):

@@ -94,21 +94,23 @@ class Communicator:
         launch = partial(transport.reduce_scatter, flat.detach().contiguous(), reduction)
         return self._start("reduce_scatter", flat.nbytes, launch)
 
+    def takes_pieces(self, like: torch.Tensor) -> bool:
+        """Return whether ``reduce_scatter_pieces_start`` takes tensors like this one."""
+        return isinstance(self._transport_of(like.device), PeerTransport)
+
     def reduce_scatter_pieces_start(
         self,
         pieces: Sequence[torch.Tensor],
         offsets: Sequence[int],
         numel: int,
         reduction: str,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Do as ``reduce_scatter_start`` on a buffer that would have these at ``offsets``.
 
-        The rest of it would be zero.  None where the buffer itself is needed: this starts nothing
-        then.
+        The rest of it would be zero.
         """
         transport = self._transport(pieces[0])
-        if not isinstance(transport, PeerTransport):
-            return None
+        assert isinstance(transport, PeerTransport), "asked before"
         launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
         nbytes = numel * pieces[0].itemsize
         return self._start("reduce_scatter", nbytes, launch)

@@ -146,13 +146,12 @@ class Buckets:
     ) -> torch.Tensor:
         """Start reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index] for index in parameters]
-        pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
         communicator = self.communicator
-        numel = infos[0].place.shard_numel * infos[0].world_size
-        if pieces:
-            started = communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
-            if started is not None:
-                return started
+        if communicator.takes_pieces(wholes[0]):
+            pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
+            numel = infos[0].place.shard_numel * infos[0].world_size
+            if pieces:
+                return communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
         flat = flatten_bucket(wholes, infos, communicator.buffers)
         return communicator.reduce_scatter_start(flat, reduction, world_size)
 
