@@ -235,6 +235,6 @@ def _is_number(value: Any) -> bool:
 
 def _counts_exactly(number: float | int, dtype: torch.dtype) -> bool:
     """Return whether adding small integers to this in a dtype is exact, as for a step count."""
-    if type(number) is int:
+    if isinstance(number, int):
         return True
     return number.is_integer() and abs(number) < 1 / torch.finfo(dtype).eps

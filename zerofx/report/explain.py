@@ -110,7 +110,7 @@ def _uncaptured(program: Program) -> str:
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node in graph.nodes:
         if why := why_uncaptured(node):
-            what = node.op if node.op != "call_function" else node.target.__name__.split(".")[0]
+            what = getattr(node.target, "__name__", node.op).split(".")[0]
             found[what, why].append(node.name)
     sizes = [node.name for node in placeholders(graph) if is_symbolic(node.meta.get("val"))]
     if sizes:

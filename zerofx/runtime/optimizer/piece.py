@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerofx import compat
 from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import Arguments
@@ -140,8 +141,8 @@ def keep_state(
             for state in states:
                 if not isinstance(state.get(name), Tensor):
                     state[name] = value.clone()
-                elif state[name] is not value:
-                    state[name].copy_(value)
+            theirs = [state[name] for state in states if state[name] is not value]
+            compat.tensors.copy_to_each(theirs, value)
         else:
             for state in states:
                 state[name] = value
