@@ -48,7 +48,7 @@ class HostNumbers:
 
     def __call__(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Run on the update's inputs, whose 0-dim tensors it changes in place as the step does."""
-        computed = self.graph_module(*(values[position] for position in self.inputs))
+        computed = self.graph_module.forward(*(values[position] for position in self.inputs))
         return computed[: self.num_results], computed[self.num_results :]
 
 

@@ -98,9 +98,12 @@ def read_arguments(
         if isinstance(value, Tensor):
             tensors.append(value)
             shards.append(False)
-            if value.ndim == 0 and value.device.type == "cpu" and _has_number(value):
-                scalars.append(value.item())
-                return ("scalar tensor", value.dtype, is_input and _counts_exactly(value))
+            if not value.dim() and value.is_cpu:
+                number = value.item()
+                if _is_number(number):
+                    scalars.append(number)
+                    counts = is_input and _counts_exactly(number, value.dtype)
+                    return ("scalar tensor", value.dtype, counts)
             if value.shape == shard_shape:
                 shards[-1] = True
                 return ("shard", value.dtype, value.device)
@@ -225,15 +228,13 @@ class _Constant:
         return hash(self.token)
 
 
-def _has_number(tensor: Tensor) -> bool:
-    if tensor.dtype is torch.bool or tensor.is_complex():
-        return False
-    return not tensor.is_floating_point() or math.isfinite(tensor.item())
+def _is_number(value: Any) -> bool:
+    """Return whether a value is an integer or a finite float."""
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
-def _counts_exactly(tensor: Tensor) -> bool:
-    """Return whether adding small integers to a 0-dim tensor is exact, as for a step count."""
-    if not tensor.is_floating_point():
+def _counts_exactly(number: float | int, dtype: torch.dtype) -> bool:
+    """Return whether adding small integers to this in a dtype is exact, as for a step count."""
+    if isinstance(number, int):
         return True
-    value = tensor.item()
-    return value.is_integer() and abs(value) < 1 / torch.finfo(tensor.dtype).eps
+    return number.is_integer() and abs(number) < 1 / torch.finfo(dtype).eps

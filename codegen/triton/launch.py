@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import linecache
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,15 +142,15 @@ class TritonKernel:
             (start, segment.tensors[0].numel(), *(tensor.data_ptr() for tensor in segment.tensors))
             for start, segment in zip(starts, segments, strict=False)
         ]
-        size = len(rows) * len(rows[0])
-        size += size % 2  # the numbers start at a multiple of 16 bytes, as Triton likes pointers
         given = [bound.numbers[number] for bound in segments for number in self.program.numbers]
-        host = torch.empty(size + len(given), dtype=torch.int64, pin_memory=_on_gpu(device))
-        host[: len(rows) * len(rows[0])] = torch.tensor(rows).view(-1)
         on_device = {place: number for place, number in enumerate(given) if _is_on_device(number)}
         known = [0.0 if place in on_device else float(x) for place, x in enumerate(given)]
-        host[size:].view(torch.float64).copy_(torch.tensor(known, dtype=torch.float64))
-        both = host.to(device, non_blocking=True)
+        places = list(itertools.chain.from_iterable(rows))
+        places += [0] * (len(places) % 2)  # numbers start at 16 bytes, as Triton likes pointers
+        size = len(places)
+        packed = bytearray(struct.pack(f"{size}q{len(known)}d", *places, *known))
+        host = torch.frombuffer(packed, dtype=torch.int64)
+        both = (host.pin_memory() if _on_gpu(device) else host).to(device, non_blocking=True)
         table, numbers = both[:size], both[size:].view(torch.float64)
         for place, number in on_device.items():
             numbers[place].copy_(number)

@@ -74,21 +74,15 @@ class _Counting(Communicator):
             self._count("all_reduce", "reduce", input, 2 * padded * input.itemsize)
         return super().all_reduce_start(input, reduction, in_place)
 
-    def all_reduce_pieces_start(self, pieces, offsets, numel, reduction):
-        started = super().all_reduce_pieces_start(pieces, offsets, numel, reduction)
-        if started is not None:
-            self._count("all_reduce", "reduce", pieces[0], 2 * numel * pieces[0].itemsize)
-        return started
-
     def reduce_scatter_start(self, flat, reduction, world_size):
         started = super().reduce_scatter_start(flat, reduction, world_size)
         self._count("reduce_scatter", "reduce", flat, flat.nbytes)
         return started
 
-    def reduce_scatter_pieces_start(self, pieces, offsets, numel, reduction):
-        started = super().reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
-        if started is not None:
-            self._count("reduce_scatter", "reduce", pieces[0], numel * pieces[0].itemsize)
+    def pieces_start(self, kind, pieces, offsets, numel, reduction):
+        started = super().pieces_start(kind, pieces, offsets, numel, reduction)
+        times = {"all_reduce": 2, "reduce_scatter": 1}[kind]
+        self._count(kind, "reduce", pieces[0], times * numel * pieces[0].itemsize)
         return started
 
     def all_gather_start(self, shard, world_size, into=None):

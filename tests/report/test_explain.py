@@ -4,13 +4,16 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import zerofx
 import zerofx.__main__ as command_line
 from tests.kit.programs import clone, mlp_step, run_passes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.cost.timeline import LANES, Timeline
+from zerofx.ir import ops
+from zerofx.ir.effects import why_uncaptured
+from zerofx.ir.rules import _RULES, FILES, TO_HOST, UPDATES
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.explain import limit_text
 from zerofx.report.write import EXPLANATION
@@ -102,6 +105,83 @@ def test_updates_are_fused_where_nothing_is_in_the_way():
     assert skipped == {"fused": "", "stage 0": "stage 0 (needs 1)", "off": TURNED_OFF}
     text = train(stage=2, fuse_optimizer=False)
     assert text.count("turned off; ZEROFX_FUSE_OPTIMIZER=1 turns it on") == 3
+
+
+# What no CUDA graph can hold
+
+
+def uncaptured(text):
+    """The rows of the table: by operator and number of nodes, why."""
+    rows = text.split("no CUDA graph can hold", 1)[1].split("\n\n")[0].splitlines()[2:]
+    cells = [re.split(r" {2,}", row) for row in rows]
+    return {what: why for what, _, why in cells}
+
+
+def test_a_plain_step_has_nothing_but_updates_against_a_graph():
+    why = "the host computes the update's numbers at every call"
+    assert uncaptured(train()) == {"update (2)": why}
+
+
+def test_nothing_speaks_against_a_graph_of_an_evaluation():
+    model = nn.Linear(8, 8)
+    compiled = torch.compile(
+        lambda x: model(x).sum(), backend="zero", options={"lowering": "eager"}
+    )
+    with torch.no_grad():
+        compiled(torch.ones(2, 8))
+    text = zerofx.explain(compiled)
+    assert "A CUDA graph could hold all of this program, if its inputs stayed" in text
+
+
+def test_gradients_between_calls_and_sizes_that_change_stand_against_a_graph():
+    model = nn.Linear(8, 8)
+    chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        chosen.step()
+        return loss
+
+    compiled = torch.compile(step, backend="zero", options={"lowering": "eager"}, dynamic=True)
+    for rows in (2, 3):
+        compiled(torch.ones(rows, 8))
+    text = zerofx.explain(compiled)
+    last = uncaptured(text[text.rindex("program 1") :])
+    assert last["placeholder (2)"].startswith("a gradient that is kept between calls lies")
+    assert last["output (1)"] == "it hands on gradients, which the next call's must not overwrite"
+    assert last["sizes (2)"].startswith("they change from call to call")
+
+
+def test_every_operator_of_the_hosts_has_a_reason():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for reason, target, arguments in (
+        ("the host reads found_inf", ops.update, (x, x, 0, 0, x)),
+        ("the host reads found_inf", ops.update_together, ([x], [x], 0, [0], x)),
+        ("the host computes the update's", ops.on_owners, ([x], [x], 0, [0], [0], 1)),
+        ("the host looks for room", ops.copy_start, ([x], [0], ops.HOST)),
+        ("the host waits until shards", ops.copy_start_shards, ([x], [0], [x])),
+        ("the host's threads update", ops.update_start, (x, x, 0, [0])),
+        ("the host's threads update", ops.update_start_shards, ([x], x, 0, [0])),
+        ("the host's threads read", ops.fetch_start, (x, "value")),
+        ("the host's threads write", ops.evict, (x, "value")),
+        ("the host reads a value", torch.ops.aten._local_scalar_dense.default, (x,)),
+        ("the size of its result", torch.ops.aten.nonzero.default, (x,)),
+        ("the host runs programs", torch.ops.higher_order.cond, (x, x, x, [])),
+        ("", ops.all_gather_start, (x, 2)),
+        ("", ops.reduce_scatter_start, (x, "mean", 2)),
+        ("", torch.ops.aten.mm.default, (x, x)),
+    ):
+        node = graph.call_function(target, arguments)
+        why = why_uncaptured(node)
+        assert why.startswith(reason) and bool(why) is bool(reason), target
+        waits = {ops.update_start: "its threads have updated", ops.fetch_start: "for files"}
+        wait = graph.call_function(ops.wait, (node,))
+        assert why_uncaptured(wait).endswith(waits.get(target, ""))
+    for rules in _RULES.values():  # a new operator is one of these
+        of_host = rules.updates is not None or rules.lane in (TO_HOST, UPDATES, FILES)
+        assert rules.uncaptured or not of_host or rules is _RULES[ops.optimizer_step]
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -66,6 +66,15 @@ def has_global_optimizer_hooks() -> bool:
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
+def copy_to_each(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Copy one value to several tensors of its shape, in one call of torch's.
+
+    For 2.11 to 2.15, where ``_foreach_copy_`` has no public name.
+    """
+    if tensors:
+        torch._foreach_copy_(tensors, [value] * len(tensors))
+
+
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Return whether C++ code holds this very tensor too."""
     return tensor._use_count() > 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import readers, writers
 from zerofx.ir.graph import updated_by
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import is_staged, operands_of_updates
+from zerofx.ir.rules import at, rules
 
 
 def groups_on_host(graph: fx.Graph) -> list[tuple[int, tuple[int, ...]]]:
@@ -65,3 +68,18 @@ def gradients_read_after_update(graph: fx.Graph) -> set[int]:
         for update in operands_of_updates(node)
         if any(reader > node for reader in readers(update.gradient))
     }
+
+
+def why_uncaptured(node: fx.Node) -> str:
+    """Return why a CUDA graph cannot hold a node; empty if it can."""
+    if node.op == "placeholder" and input_role(node).kind == "gradient":
+        return "a gradient that is kept between calls lies where the last call has left it"
+    if node.op == "output" and recorded(node.graph).gradients:
+        return "it hands on gradients, which the next call's must not overwrite"
+    if compat.inductor.is_higher_order(node.target):
+        return "the host runs programs of its own, such as the branch that it has chosen"
+    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        return "the host reads a value from the device"
+    if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+        return "the size of its result depends on values"
+    return at(rules(node).uncaptured, node)

@@ -48,6 +48,17 @@ def _update_bytes(node: fx.Node, table: ParameterTable) -> float:
     return sum(UPDATE_STREAMS * info.nbytes / info.world_size for info in infos)
 
 
+def _uncaptured_update(node: fx.Node) -> str:
+    if argument(node, "found_inf") is not None:
+        return "the host reads found_inf, and computes the update's numbers"
+    return "the host computes the update's numbers at every call"
+
+
+_UNCAPTURED_WAITS = {
+    UPDATES: "the host waits until its threads have updated",
+    FILES: "the host waits for files",
+}
+
 # What operators that reduce have in common, and those that update in host memory.
 _REDUCES = {"lane": LINK, "starts": True, "reduces": True, "uniform": True}
 _UPDATES_ON_HOST = {
@@ -55,6 +66,7 @@ _UPDATES_ON_HOST = {
     "starts": True,
     "carries": _update_bytes,
     "updates": lambda node: tuple(node.args[2:4]),
+    "uncaptured": "the host's threads update",
 }
 
 
@@ -121,6 +133,7 @@ def all_gather_start(shard, world_size, axis=DATA):
     waits=True,
     shares=lambda node: [node.args[0]],
     acts=lambda node: waits_on(node) != LINK,
+    uncaptured=lambda node: _UNCAPTURED_WAITS.get(waits_on(node), ""),
 )
 def wait(started):
     """The result of a ``*_start``, complete: its argument's memory.
@@ -179,6 +192,7 @@ def flatten_bucket(wholes, parameters, numel):
     " Tensor? found_inf=None) -> Tensor(a!)",
     memory_bytes=_update_bytes,
     updates=lambda node: (node.args[2], [node.args[3]]),
+    uncaptured=_uncaptured_update,
 )
 def update(values, grad, optimizer, parameter, found_inf=None):
     """Run the optimizer's update in place, with this rank's states.
@@ -194,6 +208,7 @@ def update(values, grad, optimizer, parameter, found_inf=None):
     " -> Tensor(a!)[]",
     memory_bytes=_update_bytes,
     updates=lambda node: tuple(node.args[2:4]),
+    uncaptured=_uncaptured_update,
 )
 def update_together(
     values, grads, optimizer, parameters, found_inf=None, work="", coefficients=None, norm=None
@@ -253,6 +268,7 @@ def all_reduce_bucket_start(wholes, parameters, numel, reduction, axis=DATA):
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
     " int flops, Tensor? found_inf=None) -> Tensor[]",
     flops=lambda node: node.args[5],
+    uncaptured=_uncaptured_update,
 )
 def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=None):
     """Run what of these updates needs a parameter whole, each on the rank that is its owner.
@@ -270,6 +286,7 @@ def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=Non
     starts=True,
     carries=lambda n, table: _shared_bytes(n, table) if n.args[1] else hinted_bytes(n),
     holds=lambda node: "staging" if node.args[1] else "activations",
+    uncaptured="the host looks for room in its memory, and asks when a copy has left it",
 )
 def copy_start(values, parameters, place, slot=-1):
     """Start copying to host memory, or to the device that ``place`` names.
@@ -291,6 +308,7 @@ def copy_start(values, parameters, place, slot=-1):
     lane=TO_HOST,
     starts=True,
     carries=_shared_bytes,
+    uncaptured="the host waits until shards are in its memory",
 )
 def copy_start_shards(values, parameters, shards):
     """Start copying flat values on a device to the shards of these parameters in host memory."""
@@ -327,6 +345,7 @@ def update_start_shards(values, grads, optimizer, parameters, found_inf=None):
     lane=FILES,
     starts=True,
     carries=lambda node, table: hinted_bytes(node),
+    uncaptured="the host's threads read files",
 )
 def fetch_start(evicted, what, parameters=(), optimizer=None, nbytes=0):
     """Start reading from files, to host memory, ``what`` files may hold.
@@ -345,6 +364,7 @@ def fetch_start(evicted, what, parameters=(), optimizer=None, nbytes=0):
     acts=True,
     gives_up=lambda node: argument(node, "what") == "value" and not argument(node, "changed"),
     carries=lambda node, table: hinted_bytes(node.args[0]) if argument(node, "changed") else 0,
+    uncaptured="the host's threads write files",
 )
 def evict(there, what, parameters=(), optimizer=None, changed=True):
     """Let go of what is in host memory: from here on files may have to hold it.
@@ -356,7 +376,12 @@ def evict(there, what, parameters=(), optimizer=None, changed=True):
     return torch.empty_like(there)
 
 
-@define("wait.shards(Tensor(a)[] started) -> Tensor(a)[]", waits=True, acts=True)
+@define(
+    "wait.shards(Tensor(a)[] started) -> Tensor(a)[]",
+    waits=True,
+    acts=True,
+    uncaptured=lambda node: _UNCAPTURED_WAITS.get(waits_on(node), ""),
+)
 def wait_shards(started):
     """The same of shards that are kept in host memory and have been written to."""
     return [torch.empty_like(shard) for shard in started]

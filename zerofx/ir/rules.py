@@ -43,6 +43,8 @@ class Rules:
     what is made of its result does not differ between ranks.  ``updates`` gives the optimizer and
     the parameters that it updates.  ``holds`` is the kind of memory that its result is, and
     ``fake`` makes one without values.
+
+    ``uncaptured`` says why a CUDA graph cannot hold a call; empty if it can.
     """
 
     lane: str | Callable[[fx.Node], str] = ""
@@ -63,6 +65,7 @@ class Rules:
     uniform: bool = False
     updates: Callable[[fx.Node], tuple[int, list[int]]] | None = None
     holds: str | Callable[[fx.Node], str] = ""
+    uncaptured: str | Callable[[fx.Node], str] = ""
 
 
 NAMESPACE = "zerofx"

@@ -11,6 +11,13 @@ from torch import fx
 from zerofx import compat
 
 
+def is_symbolic(value: Any) -> bool:
+    """Return whether a value is a number that calls may differ in, or a tensor of such sizes."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor; 0 for anything else.  A size that is a symbol gets a guard.
 

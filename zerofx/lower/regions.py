@@ -13,6 +13,7 @@ from torch import fx, nn
 from zerofx import compat
 from zerofx.ir.aliases import aliased_inputs, memory_of, uses
 from zerofx.ir.interface import region_of
+from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
 
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ def _call_region(
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
     like = None
-    if any(_is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes)):
+    if any(is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes)):
         like = [source.meta.get("val") for source in inputs]
     root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated, like))
     # A call of its own: the program's names for the inputs are gone when the region begins.
@@ -115,12 +116,6 @@ def _dies_in(number: int, source: fx.Node) -> bool:
 
 def _listed(*values: Any) -> list[Any]:
     return list(values)
-
-
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 class _Compiled(NamedTuple):

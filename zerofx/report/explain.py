@@ -11,9 +11,11 @@ from tabulate import tabulate
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
+from zerofx.ir.effects import why_uncaptured
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
+from zerofx.ir.sizes import is_symbolic
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
 from zerofx.runtime.optimizer.states import bytes_of_states
@@ -65,6 +67,8 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         "",
         *memory_by_stage(program),
         "",
+        _uncaptured(program),
+        "",
         _passes(program, with_seconds),
     ]
     return "\n".join(line.rstrip() for line in "\n".join(tables).splitlines())
@@ -97,6 +101,27 @@ def _passes(program: Program, with_seconds: bool) -> str:
         row = [report.name, "off" if report.skipped else "on", what]
         rows.append([*row, f"{report.seconds:.3f}"] if with_seconds else row)
     headers = ("pass", "", "what it did, or why not", *(("seconds",) if with_seconds else ()))
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _uncaptured(program: Program) -> str:
+    """Return a table of what keeps a CUDA graph from holding the whole program, by operator."""
+    graph = program.lowered.gm.graph
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for node in graph.nodes:
+        if why := why_uncaptured(node):
+            what = getattr(node.target, "__name__", node.op).split(".")[0]
+            found[what, why].append(node.name)
+    sizes = [node.name for node in placeholders(graph) if is_symbolic(node.meta.get("val"))]
+    if sizes:
+        found["sizes", "they change from call to call, and each needs a graph of its own"] = sizes
+    if not found:
+        return "A CUDA graph could hold all of this program, if its inputs stayed where they are."
+    rows = [
+        [f"{what} ({len(names)})", ", ".join(names[:2]) + ", ..." * (len(names) > 2), why]
+        for (what, why), names in found.items()
+    ]
+    headers = ("no CUDA graph can hold", "nodes", "because")
     return tabulate(rows, headers=headers, disable_numparse=True)
 
 

@@ -150,6 +150,28 @@ def test_a_hole_in_memory_parts_neighbours(uncompiled, kernels):
     assert kernels() == 3
 
 
+def test_what_moves_between_steps_is_cut_anew(uncompiled, kernels):
+    """A shard that leaves its bucket, and comes back; a parameter that changes its group."""
+    one, other = Bucket(CASES["adamw"], together=True), Bucket(CASES["adamw"], together=False)
+    for seed in range(5):
+        home = one.data
+        if seed == 1:
+            one.data = [*home[:3], home[3].clone(), *home[4:]]
+        if seed == 3:
+            for bucket in (one, other):
+                (group,) = bucket.optimizer.param_groups
+                moved = {**group, "params": group["params"][3:], "weight_decay": 0.7}
+                group["params"] = group["params"][:3]
+                bucket.optimizer.param_groups.append(moved)
+        one.step(seed)
+        other.step(seed)
+        if seed == 1:
+            home[3].copy_(one.data[3])
+            one.data = home
+        assert_alike(one, other)
+        assert kernels() == (1, 5, 7, 10, 13)[seed]  # with those that the question counts
+
+
 def test_groups_part_neighbours(uncompiled, kernels):
     def two_groups(parameters):
         groups = [

@@ -99,38 +99,25 @@ class Communicator:
         launch = partial(transport.reduce_scatter, flat.detach().contiguous(), reduction)
         return self._start("reduce_scatter", flat.nbytes, launch)
 
-    def reduce_scatter_pieces_start(
+    def takes_pieces(self, like: torch.Tensor) -> bool:
+        """Return whether ``pieces_start`` takes tensors like this one."""
+        return isinstance(self._transport_of(like.device), PeerTransport)
+
+    def pieces_start(
         self,
+        kind: str,
         pieces: Sequence[torch.Tensor],
         offsets: Sequence[int],
         numel: int,
         reduction: str,
-    ) -> torch.Tensor | None:
-        """Do as ``reduce_scatter_start`` on a buffer that would have these at ``offsets``.
+    ) -> torch.Tensor:
+        """Start a ``reduce_scatter`` or ``all_reduce`` of a buffer with these at ``offsets``.
 
-        The rest of it would be zero.  None where the buffer itself is needed: this starts nothing
-        then.
+        The rest of it would be zero.
         """
-        transport = self._transport(pieces[0])
-        if not isinstance(transport, PeerTransport):
-            return None
-        launch = partial(transport.reduce_scatter_pieces, pieces, offsets, numel, reduction)
-        nbytes = numel * pieces[0].itemsize
-        return self._start("reduce_scatter", nbytes, launch)
-
-    def all_reduce_pieces_start(
-        self,
-        pieces: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        numel: int,
-        reduction: str,
-    ) -> torch.Tensor | None:
-        """Do as ``all_reduce_start`` on a buffer like that; None as above."""
-        transport = self._transport(pieces[0])
-        if not isinstance(transport, PeerTransport):
-            return None
-        launch = partial(transport.all_reduce_pieces, pieces, offsets, numel, reduction)
-        return self._start("all_reduce", numel * pieces[0].itemsize, launch)
+        run = getattr(self._transport(pieces[0]), f"{kind}_pieces")
+        launch = partial(run, pieces, offsets, numel, reduction)
+        return self._start(kind, numel * pieces[0].itemsize, launch)
 
     def all_gather_start(
         self, shard: torch.Tensor, world_size: int, into: torch.Tensor | None = None

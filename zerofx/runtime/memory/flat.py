@@ -69,18 +69,18 @@ def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torc
     numel = infos[0].place.shard_numel
     parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
     if parts:
-        first = parts[0][0]
-        storage = first.untyped_storage()
-        start = first.storage_offset() - parts[0][1].position_in_shard
-        is_whole = storage.nbytes() == numel * first.itemsize or numel == sum(
-            shard.numel() for shard, _ in parts
-        )
-        in_place = is_whole and all(
-            shard.untyped_storage().data_ptr() == storage.data_ptr()
-            and shard.storage_offset() == start + info.position_in_shard
+        first, position = parts[0][0], parts[0][1].position_in_shard
+        start = first.storage_offset() - position
+        address = first.data_ptr() - position * first.itemsize
+        in_place = all(
+            shard.storage_offset() == start + info.position_in_shard
+            and shard.data_ptr() == address + info.position_in_shard * first.itemsize
             for shard, info in parts
         )
-        if in_place:
+        is_whole = first.untyped_storage().nbytes() == numel * first.itemsize or numel == sum(
+            shard.numel() for shard, _ in parts
+        )
+        if in_place and is_whole:
             return first.as_strided((numel,), (1,), start)
     buffer = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
     for shard, info in parts:
@@ -96,14 +96,33 @@ def flatten_bucket(
     Shapes: ``info.shape`` each -> ``[place.shard_numel * world_size]``; padding is zero.
     """
     buffer = buffers.empty(infos[0].place.shard_numel * infos[0].world_size, wholes[0])
+    end, pieces = 0, []
+    for whole, info in zip(wholes, infos, strict=True):
+        is_next = info.place.offset == end and whole.dtype is buffer.dtype
+        is_alike = whole.stride() == info.stride and whole.numel() == info.numel
+        if info.numel and not (is_next and is_alike):
+            end = _copy_apart(wholes, infos, buffer)
+            break
+        pieces.append(whole.as_strided((info.numel,), (1,)))
+        end += info.numel
+    else:  # on a device, one kernel for all
+        torch.cat(pieces, out=buffer[:end])
+    if end < len(buffer):
+        buffer[end:].zero_()
+    return buffer
+
+
+def _copy_apart(
+    wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], buffer: torch.Tensor
+) -> int:
+    """Copy tensors to a bucket's buffer one by one; return where the last of them ends."""
     end = 0
     for whole, info in zip(wholes, infos, strict=True):
         start, stop = info.place.offset, info.place.offset + info.numel
         buffer[end:start].zero_()
         whole_from_flat(buffer[start:stop], info).copy_(whole)
         end = max(end, stop)  # one of no elements may come after its neighbour at the same place
-    buffer[end:].zero_()
-    return buffer
+    return end
 
 
 def flat_pieces(
@@ -144,12 +163,32 @@ def with_own_storage(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     return whole_from_flat(torch.from_dlpack(capsule).view(flat.dtype), info)
 
 
-def adjoin(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether a flat tensor begins where another ends, in the same memory."""
-    return (
-        first.data_ptr() + first.nbytes == second.data_ptr()
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    )
+def adjoin(*tensors: torch.Tensor) -> bool:
+    """Return whether each flat tensor begins where the one before it ends, in the same memory.
+
+    Those without elements may stand anywhere.
+    """
+    start = end = -1
+    for tensor in tensors:
+        if numel := tensor.numel():
+            address, itemsize = tensor.data_ptr(), tensor.itemsize
+            begins = address - tensor.storage_offset() * itemsize  # of its storage
+            if end >= 0 and (address != end or begins != start):
+                return False
+            start, end = begins, address + numel * itemsize
+    return True
+
+
+def layout(tensors: Sequence[torch.Tensor]) -> list[tuple]:
+    """Return how flat tensors lie to each other: equal where the same ones of them ``adjoin``."""
+    first = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
+    address, offset = first.data_ptr(), first.storage_offset()
+    return [
+        (t.dtype, numel, t.data_ptr() - address, t.storage_offset() - offset)
+        if (numel := t.numel())
+        else (t.dtype,)
+        for t in tensors
+    ]
 
 
 def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -157,9 +196,9 @@ def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Those without elements may stand anywhere.
     """
-    first = next((piece for piece in pieces if piece.numel()), pieces[0])
-    length = sum(piece.numel() for piece in pieces)
-    return first.detach().as_strided((length,), (1,), first.storage_offset())
+    lengths = [piece.numel() for piece in pieces]
+    first = pieces[next((place for place, length in enumerate(lengths) if length), 0)]
+    return first.detach().as_strided((sum(lengths),), (1,), first.storage_offset())
 
 
 def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zerofx import compat
 from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import Arguments
@@ -112,7 +112,7 @@ def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> di
         parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
         if _are_shards(values, parts):
             joined[name] = _side_by_side(name, values, states, parts)
-        elif all(_same_number(values[0], value) for value in values):
+        elif _are_one_number(values):
             joined[name] = values[0]
         else:
             return None
@@ -141,13 +141,13 @@ def keep_state(
             for state in states:
                 if not isinstance(state.get(name), Tensor):
                     state[name] = value.clone()
-                elif state[name] is not value:
-                    state[name].copy_(value)
+            theirs = [state[name] for state in states if state[name] is not value]
+            compat.tensors.copy_to_each(theirs, value)
         else:
             for state in states:
                 state[name] = value
     for state in states:
-        for name in [name for name in state if name not in new]:
+        for name in state.keys() - new.keys():
             del state[name]
 
 
@@ -157,8 +157,7 @@ def _side_by_side(
     states: Sequence[dict[str, Any]],
     lengths: Sequence[int],
 ) -> Tensor:
-    there = [value for value in values if value.numel()]
-    if all(adjoin(one, other) for one, other in pairwise(there)):
+    if adjoin(*values):
         return join(values)
     with ordinary_tensors():
         flat = torch.empty(sum(lengths), dtype=values[0].dtype, device=values[0].device)
@@ -175,23 +174,28 @@ def _divide(
 
 
 def _are_shards(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    dtype = getattr(values[0], "dtype", None)
     return all(
-        isinstance(value, Tensor) and value.shape == (length,) and value.dtype == values[0].dtype
+        isinstance(value, Tensor)
+        and value.dim() == 1
+        and value.numel() == length
+        and value.dtype is dtype
         for value, length in zip(values, lengths, strict=True)
     )
 
 
-def _same_number(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _are_one_number(values: Sequence[Any]) -> bool:
+    first, kind = values[0], type(values[0])
+    if any(type(value) is not kind for value in values):
         return False
-    if isinstance(one, Tensor):
-        return (
-            one.dim() == other.dim() == 0
-            and one.device.type == other.device.type == "cpu"
-            and one.dtype == other.dtype
-            and one.item() == other.item()
-        )
-    return (isinstance(one, int | float | str | bool) or _is_dtypes(one)) and one == other
+    if isinstance(first, Tensor):
+        if any(one.dim() or not one.is_cpu or one.dtype is not first.dtype for one in values):
+            return False
+        number = first.item()
+        return all(value.item() == number for value in values)
+    if not (isinstance(first, int | float | str | bool) or _is_dtypes(first)):
+        return False
+    return all(value == first for value in values)
 
 
 def _is_dtypes(value: Any) -> bool:

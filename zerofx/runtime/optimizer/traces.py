@@ -156,9 +156,10 @@ class TracedOptimizer:
             )
         entries = self.live_optimizer().state
         states = [entries.get(user) or {} for user in users]
+        counts_on_cpu = bool(first.shape) and self._counts_on_cpu(first.device)
         for state, shard in zip(states, shards, strict=True):
             self.storage.adopt(state, shard, first)
-            if first.shape and self._counts_on_cpu(first.device):
+            if counts_on_cpu and any(map(_is_count_elsewhere, state.values())):
                 state.update((k, v.cpu()) for k, v in state.items() if _is_count_elsewhere(v))
         if len(members) == 1:
             ((data, grad, _),) = members
@@ -288,4 +289,4 @@ class TracedOptimizer:
 
 
 def _is_count_elsewhere(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
+    return isinstance(value, Tensor) and not value.dim() and not value.is_cpu

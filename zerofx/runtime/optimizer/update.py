@@ -16,8 +16,8 @@ from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import adjoin
-from zerofx.runtime.optimizer.piece import Piece, Traced, joined_state
+from zerofx.runtime.memory.flat import adjoin, layout
+from zerofx.runtime.optimizer.piece import GroupOfStep, Piece, Traced, joined_state
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
 from zerofx.runtime.optimizer.traces import Member, TracedOptimizer
@@ -88,6 +88,8 @@ class OptimizerRunner(TracedOptimizer):
         super().__init__(optimizer, parameters, settings)
         self.owned = OwnedUpdates(self)
         self.states = StatePlaces(self)
+        # Of updates that run together: how they lay in the last step, and their pieces.
+        self._cuts: dict[tuple[int, ...], tuple[tuple | None, list[list[int]]]] = {}
 
     def begin(self) -> None:
         super().begin()
@@ -186,20 +188,40 @@ class OptimizerRunner(TracedOptimizer):
     def _neighbours(self, members: Sequence[Member]) -> list[list[Member]]:
         """Sort updates by where their shards lie, and cut where groups change or memory does.
 
-        What has no elements on this rank lies nowhere, and goes with the first of its group.
+        What has no elements on this rank lies nowhere, and goes with the first of its group.  As
+        long as all lie to each other as in the last step, they are cut as they were then.
         """
-        found: list[tuple[Any, list[Member]]] = []
-        for member in sorted(members, key=lambda one: (not one[0].numel(), one[0].data_ptr())):
-            data, grad, index = member
-            info, group = self.parameters[index].info, self._group_of(index)
-            is_coded = self._is_coded(info)
-            kind = (id(group), data.dtype, grad.dtype, is_coded)
+        data, grads, indices = zip(*members, strict=True)
+        groups = [self._group_of(index) for index in indices]
+        lies: tuple = (layout(data), layout(grads))
+        if self.settings.precision.draws:
+            lies += ([self.parameters[index].first_element for index in indices],)
+        known_lies, pieces = self._cuts.get(indices, (None, []))
+        are_of_one = all(group is groups[0] for group in groups)
+        if lies != known_lies or not are_of_one:
+            pieces = self._cut(members, groups)
+            self._cuts[indices] = (lies if are_of_one else None, pieces)
+        return [[members[place] for place in piece] for piece in pieces]
+
+    def _cut(
+        self, members: Sequence[Member], groups: Sequence[GroupOfStep | None]
+    ) -> list[list[int]]:
+        """The places of the updates of each piece."""
+        found: list[tuple[Any, list[int]]] = []
+        order = [(not data.numel(), data.data_ptr()) for data, *_ in members]
+        for place in sorted(range(len(members)), key=order.__getitem__):
+            data, grad, index = members[place]
+            is_coded = self._is_coded(self.parameters[index].info)
+            kind = (id(groups[place]), data.dtype, grad.dtype, is_coded)
             near = found[-1:] if data.numel() else found
             alike = [piece for known, piece in near if known == kind]
-            if alike and (not data.numel() or self._goes_on(alike[0], member, is_coded)):
-                alike[0].append(member)
+            if alike and (
+                not data.numel()
+                or self._goes_on([members[i] for i in alike[0]], members[place], is_coded)
+            ):
+                alike[0].append(place)
             else:
-                found.append((kind, [member]))
+                found.append((kind, [place]))
         return [piece for _, piece in found]
 
     def _is_coded(self, info: ParameterInfo) -> bool:
@@ -221,10 +243,9 @@ class OptimizerRunner(TracedOptimizer):
 
     def _joined(self, members: Sequence[Member], fused: Fused) -> ReadyUpdate | None:
         """One kernel's run for shards that are one piece of memory; None if that cannot be."""
-        shards = [shard for shard, *_ in members]
-        is_short = sum(map(len, shards)) < FEWEST_ELEMENTS
-        if is_short and not runs_triton(shards[0].device):
-            return None
+        if not runs_triton(members[0][0].device):
+            if sum(shard.numel() for shard, *_ in members) < FEWEST_ELEMENTS:
+                return None
         piece = self.piece(members)
         values = joined_state(piece.states, piece.lengths)
         return None if values is None else self._ready(piece._replace(values=values), fused)
@@ -278,12 +299,14 @@ class OptimizerRunner(TracedOptimizer):
         Raises: UpdateError if it changes a gradient that is read later.
         """
         update = traced.update
-        others = {(one.layouts[-1], one.attributes): one for one in reversed(piece.parameters)}
+        at = 0 if update.of_any_sizes else -1  # of what the first's trace is known by
+        others = {(one.layouts[at], one.attributes): one for one in reversed(piece.parameters)}
         others.popitem()  # the first itself
         for parameter in others.values():
             other = self.find(parameter, piece.group, traced.state).update
-            if other.computation != update.computation:
+            if other is not update and other.computation != update.computation:
                 return False
-        for parameter in piece.parameters:
-            self.check_gradient(update, parameter)
+        if update.writes_gradient:
+            for parameter in piece.parameters:
+                self.check_gradient(update, parameter)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
-from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import (
     copy_range,
@@ -146,29 +146,34 @@ class Buckets:
     ) -> torch.Tensor:
         """Start reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index] for index in parameters]
-        pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
-        communicator = self.communicator
-        numel = infos[0].place.shard_numel * infos[0].world_size
-        if pieces:
-            started = communicator.reduce_scatter_pieces_start(pieces, offsets, numel, reduction)
-            if started is not None:
-                return started
-        flat = flatten_bucket(wholes, infos, communicator.buffers)
-        return communicator.reduce_scatter_start(flat, reduction, world_size)
+        started = self._reduce_pieces("reduce_scatter", wholes, infos, reduction)
+        if started is not None:
+            return started
+        flat = flatten_bucket(wholes, infos, self.communicator.buffers)
+        return self.communicator.reduce_scatter_start(flat, reduction, world_size)
 
     def all_reduce_bucket_start(
         self, wholes: list[torch.Tensor], parameters: list[int], numel: int, reduction: str
     ) -> torch.Tensor:
         """Start all-reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index].contiguous for index in parameters]
+        started = self._reduce_pieces("all_reduce", wholes, infos, reduction)
+        if started is not None:
+            return started
+        flat = flatten_bucket(wholes, infos, self.communicator.buffers)
+        return self.communicator.all_reduce_start(flat, reduction, in_place=True)
+
+    def _reduce_pieces(
+        self, kind: str, wholes: list[torch.Tensor], infos: list[ParameterInfo], reduction: str
+    ) -> torch.Tensor | None:
+        """Start reducing a bucket from where its gradients are; None if that cannot be."""
+        if not self.communicator.takes_pieces(wholes[0]):
+            return None
         pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
-        communicator = self.communicator
-        if pieces:
-            started = communicator.all_reduce_pieces_start(pieces, offsets, numel, reduction)
-            if started is not None:
-                return started
-        flat = flatten_bucket(wholes, infos, communicator.buffers)
-        return communicator.all_reduce_start(flat, reduction, in_place=True)
+        numel = infos[0].place.shard_numel * infos[0].world_size
+        if not pieces:
+            return None
+        return self.communicator.pieces_start(kind, pieces, offsets, numel, reduction)
 
     def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
         return self.communicator.all_reduce_start(self._own_memory(input), reduction)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -238,7 +237,7 @@ def _to_neighbours(
         for piece, shard in zip(pieces, shards, strict=True)
         if shard.numel()
     ]
-    if pairs and all(adjoin(one, other) for (_, one), (_, other) in pairwise(pairs)):
+    if pairs and adjoin(*(shard for _, shard in pairs)):
         yield [piece for piece, _ in pairs], join([shard for _, shard in pairs])
         return
     for piece, shard in pairs:
@@ -262,7 +261,7 @@ def _copy(pieces: Sequence[Tensor], into: Tensor) -> None:
     there = [piece.detach() for piece in pieces if piece.numel()]
     if not there:
         return
-    if all(adjoin(one, other) for one, other in pairwise(there)):
+    if adjoin(*there):
         there = [join(there)]
     position = 0
     for piece in there:
