@@ -645,7 +645,6 @@ def check_a_steps_memory_is_not_tuned_on():
 
     from zerofx.codegen.triton import launch
 
-    empty = torch.empty
     tuners = []
 
     def autotune(configurations, **settings):
@@ -654,7 +653,7 @@ def check_a_steps_memory_is_not_tuned_on():
     with (
         mock.patch.object(launch, "_on_gpu", lambda device: True),
         mock.patch.object(launch, "_TUNED_ON_ELEMENTS", 16),
-        mock.patch.object(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k)),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch.object(triton, "autotune", autotune),
     ):
         check_work_on_the_gradient(work.clip, BF16, torch.tensor(0.3, dtype=BF16))

@@ -413,6 +413,7 @@ class There(torch.Tensor):
     """A number that says it is on a GPU."""
 
     device = torch.device("cuda", 0)
+    is_cpu = False
 
     def cpu(self):
         return torch.tensor(self.item())
