@@ -36,13 +36,10 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
                 omitted.add(name)
         return found
 
-    groups = [
-        {
-            "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
-            **literals(group),
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = [names[id(p)] for p in group["params"] if id(p) in names]
+        groups.append({"parameters": parameters, **literals(group)})
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "defaults": literals(optimizer.defaults),
@@ -65,14 +62,12 @@ def rebuild(
             f"hold: {', '.join(described['omitted'])}. {REMEDY}"
         )
     kind = _imported(name)
-    groups = [
-        {
-            **{key: _value(value) for key, value in group.items() if key != "parameters"},
-            "params": [parameters[parameter] for parameter in group["parameters"]],
-        }
-        for group in described["groups"]
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = []
+    for group in described["groups"]:
+        members = [parameters[parameter] for parameter in group["parameters"]]
+        if members:
+            others = {key: _value(of) for key, of in group.items() if key != "parameters"}
+            groups.append({**others, "params": members})
     accepted = inspect.signature(kind).parameters
     defaults = {k: _value(v) for k, v in described["defaults"].items() if k in accepted}
     try:

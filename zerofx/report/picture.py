@@ -70,13 +70,9 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     axes[-1].set_xlim(0, end_us)
     axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
     ours = trace["zerofx"]
-    words = [
-        ours["words"][0],
-        *([ours["measured"]] if "measured" in ours else []),
-        ours["hardware"],
-    ]
+    words = ours["words"][0], ours.get("measured"), ours["hardware"]
     figure.suptitle(ours["title"], fontsize=11)
-    figure.supxlabel("\n".join(words), fontsize=8)
+    figure.supxlabel("\n".join(filter(None, words)), fontsize=8)
     with written_anew(path) as part:
         figure.savefig(part, format="png", dpi=100)
 
@@ -127,10 +123,9 @@ def _draw_lanes(
 ) -> None:
     for work, colour in WORK.items():
         label: str | None = work
+        of_work = [span for span in spans if span["cat"] == work]
         for position, row in enumerate(rows):
-            drawn = [span for span in spans if span["cat"] == work and _row(span) == row]
-            if drawn:
-                bars = [(span["ts"], span["dur"]) for span in drawn]
+            if bars := [(span["ts"], span["dur"]) for span in of_work if _row(span) == row]:
                 axis.broken_barh(bars, (position - 0.4, 0.8), facecolors=colour, label=label)
                 label = None
     names = [f"{lane}{', measured' if of == MEASURED else ''}" for lane, of in rows]

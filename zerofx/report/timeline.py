@@ -10,7 +10,7 @@ import json
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files
 
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
 """The words list so many tensors at the peak, so many waits, and so many parameters of each."""
+
+Event = dict[str, Any]
+"""One entry of a trace, as JSON has it."""
 
 StateBytes = Mapping[tuple[int, int], float]
 """The bytes per element that optimizers keep, by (optimizer, parameter)."""
@@ -115,20 +118,19 @@ def read(path: Path) -> dict[str, Any]:
 REMEDY = "Dump the program again, with the option dump or with ZEROFX_DUMP."
 
 
-def process_events(process: int, title: str, lanes: Collection[str]) -> list[dict[str, Any]]:
+def process_events(process: int, title: str, lanes: Collection[str]) -> Iterator[Event]:
     """Name a process and its lanes."""
-    named = [{"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}]
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
     for number, lane in enumerate(LANES, 1):
         if lane in lanes:
             where = {"ph": "M", "pid": process, "tid": number}
-            named.append({**where, "name": "thread_name", "args": {"name": lane}})
-            named.append({**where, "name": "thread_sort_index", "args": {"sort_index": number}})
-    return named
+            yield {**where, "name": "thread_name", "args": {"name": lane}}
+            yield {**where, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
 def span_event(
     process: int, lane: str, name: str, kind: str, begin_s: float, end_s: float, **args: Any
-) -> dict[str, Any]:
+) -> Event:
     """Return a bar on a lane, in whole nanoseconds, so that no viewer rounds bars together."""
     return {
         "ph": "X",
@@ -151,30 +153,26 @@ class _Writer:
         self.nodes, self.table, self.world_size, self.timeline = nodes, table, world_size, timeline
         self.phases = phases_of(nodes)
         self.parameters = parameters_of(nodes, table)
-        self.order = {node: position for position, node in enumerate(nodes)}
 
-    def spans(self) -> list[dict[str, Any]]:
-        found = []
+    def spans(self) -> Iterator[Event]:
         for node, lane, begin_s, end_s in self.timeline.spans:
             kind, facts = self._kind(node, lane), self._facts(node, lane)
-            found.append(span_event(PREDICTED, lane, node.name, kind, begin_s, end_s, **facts))
-        return found
+            yield span_event(PREDICTED, lane, node.name, kind, begin_s, end_s, **facts)
 
-    def arrows(self) -> list[dict[str, Any]]:
+    def arrows(self) -> Iterator[Event]:
         """Lead an arrow from each transfer to the wait that it holds up."""
+        order = {node: position for position, node in enumerate(self.nodes)}
         begins = {s.node: s for s in self.timeline.spans if s.lane not in ("compute", "waiting")}
-        found = []
         for span in self.timeline.spans:
             source = begins.get(span.node.args[0]) if ops.is_wait(span.node) else None
             if source is None or span.lane != "waiting":
                 continue
-            arrow = {"bp": "e", "id": self.order[span.node], "pid": PREDICTED}
+            arrow = {"bp": "e", "id": order[span.node], "pid": PREDICTED}
             arrow |= {"name": "awaited", "cat": "awaited"}
             ends = [("s", source.lane, source.begin_s), ("f", "waiting", span.end_s - 1e-9)]
             for phase, lane, at_s in ends:
                 where = {"tid": 1 + LANES.index(lane), "ts": _microseconds(max(at_s, 0.0))}
-                found.append({"ph": phase, **arrow, **where})
-        return found
+                yield {"ph": phase, **arrow, **where}
 
     def serves(self, node: fx.Node, most: int | None = None) -> str:
         """``bucket 2: a, b``: the parameters that a node serves, is a gradient of or reads."""
@@ -222,16 +220,13 @@ def _operator(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _counters(
-    pieces: Iterable[Piece], issued_s: Sequence[float], place: str
-) -> list[dict[str, Any]]:
-    """Return memory over time: in all, and by kind.
+def _counters(pieces: Iterable[Piece], issued_s: Sequence[float], place: str) -> Iterator[Event]:
+    """Yield memory over time: in all, and by kind.
 
     Several nodes may run at one time, if they take none: the highest and the last are shown.
     """
     kinds = alive(pieces, len(issued_s), place)
     columns = zip(map(_microseconds, issued_s), zip(*kinds.values(), strict=True), strict=False)
-    events: list[dict[str, Any]] = []
     shown = None
     for at_us, group in itertools.groupby(columns, operator.itemgetter(0)):
         there = [column for _, column in group]
@@ -240,10 +235,9 @@ def _counters(
                 continue
             shown = column
             event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": at_us}
-            events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}})
+            yield {**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}}
             by_kind = dict(zip(kinds, shown, strict=True))
-            events.append({**event, "name": f"{place} memory by kind", "args": by_kind})
-    return events
+            yield {**event, "name": f"{place} memory by kind", "args": by_kind}
 
 
 def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
@@ -294,7 +288,7 @@ def _longest_waits(writer: _Writer) -> list[str]:
     for span in writer.timeline.spans:
         if span.lane == "waiting":
             waits[span.node] += span.end_s - span.begin_s
-    longest = sorted(waits, key=lambda node: (-waits[node], writer.order[node]))[:_LONGEST]
+    longest = sorted(waits, key=lambda node: -waits[node])[:_LONGEST]
     if not longest:
         return []
     rows = [(duration(waits[node]), node.name, writer.serves(node, _NAMES)) for node in longest]
