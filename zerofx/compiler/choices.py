@@ -97,9 +97,8 @@ def first_that_fits(step: CapturedStep, contexts: Sequence[PassContext]) -> int:
     Raises: BudgetError if none does, with what the last one would need.
     """
     for number, ctx in enumerate(contexts):
-        gm = copied_module(step.gm)
         try:
-            run_pipeline(gm, ctx, rewrites(PIPELINE))
+            run_pipeline(copied_module(step.gm), ctx, rewrites(PIPELINE))
             return number
         except BudgetError:
             if ctx is contexts[-1]:

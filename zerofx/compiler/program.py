@@ -236,12 +236,9 @@ class Program:
                 f"{error} {where_they_part(*ranks, self.rewritten.schedule, its)}"
             ) from error
         except Exception as error:
-            news = self._news_of_others()
+            news = ""
+            with contextlib.suppress(Exception):  # a store that is gone says nothing
+                news = self.function.agreement.news(self.rewritten.schedule)
             if not news:
                 raise
             raise AgreementError(news) from error
-
-    def _news_of_others(self) -> str:
-        with contextlib.suppress(Exception):  # a store that is gone says nothing
-            return self.function.agreement.news(self.rewritten.schedule)
-        return ""

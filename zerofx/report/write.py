@@ -28,7 +28,6 @@ EXPLANATION = "explain.txt"
 REJECTED = ".rejected"
 """Ends the name of a program that has broken a rule: ``06_bucket.rejected.py``."""
 
-
 Costs = Mapping[str, str]
 """What a program costs one rank in one step, as its header says it."""
 
