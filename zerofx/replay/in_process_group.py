@@ -84,8 +84,7 @@ def in_turns(programs: Sequence[Callable[[Exchange], Any]]) -> list[Any]:
     with ThreadPoolExecutor(count) as threads:
         ended = [threads.submit(run, rank) for rank in range(count)]
     torch.set_rng_state(start)
-    errors = [error for one in ended if (error := one.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):  # another's has broken it
+    for error in (one.exception() for one in ended):
+        if error and not isinstance(error, threading.BrokenBarrierError):  # another's broke it
             raise error
     return [one.result() for one in ended]

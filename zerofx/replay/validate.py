@@ -140,9 +140,7 @@ class Validator:
     ) -> tuple[str, int] | None:
         """Return the first result that a pass has wrongly changed, and its rank, or None."""
         found = self._first_apart(name, before.seen, after.seen)
-        if found and not self._is_amplified_rounding(name, before, after):
-            return found
-        return None
+        return None if found and self._is_amplified_rounding(name, before, after) else found
 
     def _first_apart(self, name: str, before: Observed, after: Observed) -> tuple[str, int] | None:
         for rank, (one, other) in enumerate(zip(before, after, strict=True)):

@@ -204,7 +204,8 @@ def _states(
     nodes: Sequence[fx.Node], table: ParameterTable, state_bytes: Mapping[tuple[int, int], float]
 ) -> Iterator[Piece]:
     """Yield the optimizers' states; those in files count while they are in host memory."""
-    filed, found = _filed(nodes), set()
+    filed = _filed(nodes)
+    found: set[tuple[int, int]] = set()
     for node in nodes:
         place = "host" if ops.updates_on_host(node) else "device"
         for parameter, numel in _updated(node, table):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,14 @@ def rebuild(
             f"the optimizer {name} has hyperparameters that are no numbers, which a dump cannot "
             f"hold: {', '.join(described['omitted'])}. {REMEDY}"
         )
-    kind = _imported(name)
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CommandError(
+            f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
+            f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
+            f"{REMEDY}"
+        ) from error
     groups = []
     for group in described["groups"]:
         members = [parameters[parameter] for parameter in group["parameters"]]
@@ -82,17 +89,6 @@ def rebuild(
 
 
 REMEDY = "--sgd updates with plain SGD instead, --fake runs the program on shapes alone."
-
-
-def _imported(name: str) -> Callable[..., torch.optim.Optimizer]:
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CommandError(
-            f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
-            f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
-            f"{REMEDY}"
-        ) from error
 
 
 def _value(described: Any) -> Any:

@@ -57,7 +57,9 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     rows = sorted(there, key=lambda row: (LANES.index(row[0]), row[1]))
     ends_us = [event["ts"] + event.get("dur", 0) for event in events if "ts" in event]
     end_us = max([*ends_us, trace["zerofx"]["step_s"] * 1e6, 1e-3])
-    places = [place for place in KINDS if _counted(events, place)]
+    named = {place: f"{place} memory by kind" for place in KINDS}
+    counted = {place: [e for e in events if e["name"] == named[place]] for place in KINDS}
+    places = [place for place in KINDS if counted[place]]
     heights = [3.0 if place == "device" else 1.0 for place in places] + [0.3 * len(rows) + 0.2]
     figure = Figure(figsize=(11, sum(heights) + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -65,7 +67,7 @@ def draw(trace: dict[str, Any], path: Path) -> None:
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     for place, axis in zip(places, axes, strict=False):
-        _draw_memory(axis, _counted(events, place), place, end_us)
+        _draw_memory(axis, counted[place], place, end_us)
     _draw_lanes(axes[-1], spans, rows)
     axes[-1].set_xlim(0, end_us)
     axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
@@ -75,11 +77,6 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     figure.supxlabel("\n".join(filter(None, words)), fontsize=8)
     with written_anew(path) as part:
         figure.savefig(part, format="png", dpi=100)
-
-
-def _counted(events: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    name = f"{place} memory by kind"
-    return [event for event in events if event["ph"] == "C" and event["name"] == name]
 
 
 def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_us: float) -> None:

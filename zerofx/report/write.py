@@ -61,9 +61,8 @@ class ProgramDump:
         """
         number = len(self.costs)
         self.costs.append((name, self._costs_of(gm)))
-        return self._write_program(
-            f"{number:02d}_{name}", self._header(number, name, report), self._text(gm)
-        )
+        header = self._header(number, name, report)
+        return self._write_program(f"{number:02d}_{name}", header, self._text(gm))
 
     def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
         """Write what is there when an error ends a pass, without costs.
