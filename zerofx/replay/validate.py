@@ -111,11 +111,7 @@ class Validator:
         return found
 
     def __call__(
-        self,
-        name: str,
-        gm: fx.GraphModule,
-        report: PassReport | None,
-        path: Path | None = None,
+        self, name: str, gm: fx.GraphModule, report: PassReport | None, path: Path | None = None
     ) -> None:
         """Run one more program, which is in the file ``path`` if it is in one, and compare.
 

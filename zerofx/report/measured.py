@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofx.errors import CommandError
-from zerofx.report.timeline import (
-    LANES,
-    MEASURED,
-    PREDICTED,
-    duration,
-    process_events,
-    span_event,
-)
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration, process_events, span_event
 
 RANGE = "zerofx::"
 """The names of nodes' ranges begin with it."""
