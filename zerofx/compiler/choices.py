@@ -82,10 +82,8 @@ def attempts(options: Options, table: ParameterTable) -> list[Options]:
         for info in table
     )
     besides = max(options.memory_budget - kept, 1)
-    found = [
-        replace(options, offload=targets, memory_budget=besides)
-        for targets in (("optimizer",), ("optimizer", "activations"))
-    ]
+    leaving = ("optimizer",), ("optimizer", "activations")
+    found = [replace(options, offload=targets, memory_budget=besides) for targets in leaving]
     if options.stage == 3:
         found.append(replace(options, offload=("optimizer", "params", "activations")))
     return found

@@ -31,10 +31,8 @@ def in_group(group: dist.ProcessGroup) -> Exchange:
         given = tensor.contiguous().view(-1).view(torch.uint8)  # gloo has no small floats
         received = [torch.empty_like(given) for _ in range(dist.get_world_size(group))]
         dist.all_gather(received, given, group=group)
-        return [
-            torch.empty_like(tensor).copy_(one.view(tensor.dtype).view(tensor.shape))
-            for one in received
-        ]
+        values = (one.view(tensor.dtype).view(tensor.shape) for one in received)
+        return [torch.empty_like(tensor).copy_(value) for value in values]
 
     return exchange
 

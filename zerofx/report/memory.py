@@ -37,10 +37,8 @@ LOWERED_BY = {
 }
 """Advice on lowering each kind of memory on the device, from the bottom of the stack to its top."""
 
-HOST = ("parameters", "optimizer states", "staging")
-"""Kinds of host memory that a program uses for what leaves the device."""
-
-KINDS = {"device": tuple(LOWERED_BY), "host": HOST}
+KINDS = {"device": tuple(LOWERED_BY), "host": ("parameters", "optimizer states", "staging")}
+"""Kinds of memory by place; on the host are those of what leaves the device."""
 
 
 class Piece(NamedTuple):
