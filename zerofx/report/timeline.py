@@ -22,11 +22,10 @@ from zerofx.cost.program import owned_bytes
 from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
-from zerofx.hardware import Hardware
 from zerofx.ir import ops
-from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, provenance, role
 from zerofx.ir.source import source_of
+from zerofx.passes.base import PassContext
 from zerofx.report.memory import LOWERED_BY, Piece, alive, parameters_of, phases_of, pieces_of
 from zerofx.report.python_text import value_text
 
@@ -51,25 +50,18 @@ StateBytes = Mapping[tuple[int, int], float]
 
 
 def trace_of(
-    graph: fx.Graph,
-    table: ParameterTable,
-    hardware: Hardware,
-    world_size: int,
-    *,
-    title: str = "step",
-    sockets: bool = False,
-    state_bytes: StateBytes | None = None,
+    graph: fx.Graph, ctx: PassContext, *, title: str = "step", state_bytes: StateBytes | None = None
 ) -> dict[str, Any]:
     """Predict one step of a program; return it as a Chrome trace.
 
-    Lanes are threads and memory is in counters.  ``sockets`` and ``state_bytes`` are as in
-    ``pieces_of``.  Under ``zerofx`` lie the words of the command ``timeline``, the nodes' names
-    and, by the name of a wait, the node that started what it waits for.
+    Lanes are threads and memory is in counters.  ``state_bytes`` is as in ``pieces_of``.  Under
+    ``zerofx`` lie the words of the command ``timeline``, the nodes' names and, by the name of a
+    wait, the node that started what it waits for.
     """
-    timeline = predict(graph, hardware, table, world_size)
-    nodes = list(graph.nodes)
-    pieces = pieces_of(graph, table, world_size, sockets=sockets, state_bytes=state_bytes)
-    writer = _Writer(nodes, table, world_size, timeline)
+    timeline = predict(graph, ctx.figures, ctx.table, ctx.world_size)
+    nodes, sockets = list(graph.nodes), not ctx.options.peer_memory
+    pieces = pieces_of(graph, ctx.table, ctx.world_size, sockets=sockets, state_bytes=state_bytes)
+    writer = _Writer(nodes, ctx, timeline)
     lanes = {span.lane for span in timeline.spans}
     return {
         "displayTimeUnit": "ms",
@@ -84,7 +76,7 @@ def trace_of(
             "version": VERSION,
             "title": title,
             "step_s": timeline.step_s,
-            "hardware": f"{hardware} ({hardware.source})",
+            "hardware": f"{ctx.figures} ({ctx.figures.source})",
             "words": _words(writer, pieces),
             "nodes": [node.name for node in nodes],
             "waits_for": {n.name: n.args[0].name for n in filter(ops.is_wait, nodes)},
@@ -147,12 +139,10 @@ def span_event(
 class _Writer:
     """Writes what nodes do on lanes."""
 
-    def __init__(
-        self, nodes: Sequence[fx.Node], table: ParameterTable, world_size: int, timeline: Timeline
-    ):
-        self.nodes, self.table, self.world_size, self.timeline = nodes, table, world_size, timeline
+    def __init__(self, nodes: Sequence[fx.Node], ctx: PassContext, timeline: Timeline):
+        self.nodes, self.ctx, self.timeline = nodes, ctx, timeline
         self.phases = phases_of(nodes)
-        self.parameters = parameters_of(nodes, table)
+        self.parameters = parameters_of(nodes, ctx.table)
 
     def spans(self) -> Iterator[Event]:
         for node, lane, begin_s, end_s in self.timeline.spans:
@@ -177,7 +167,7 @@ class _Writer:
     def serves(self, node: fx.Node, most: int | None = None) -> str:
         """``bucket 2: a, b``: the parameters that a node serves, is a gradient of or reads."""
         bucket = f"bucket {bucket_of(node)}" if bucket_of(node) >= 0 else ""
-        names = [self.table[index].name for index in sorted(self.parameters[node])]
+        names = [self.ctx.table[index].name for index in sorted(self.parameters[node])]
         if most is not None and len(names) > most:
             names[most:] = [f"{len(names) - most} more"]
         return ": ".join(filter(None, (bucket, ", ".join(names))))
@@ -207,11 +197,12 @@ class _Writer:
     def _carried(self, node: fx.Node, lane: str) -> int:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""
         if node.target is ops.on_owners:
-            return owned_bytes(node, self.world_size, self.table) if lane == "link" else 0
+            ranks, table = self.ctx.world_size, self.ctx.table
+            return owned_bytes(node, ranks, table) if lane == "link" else 0
         if lane != ops.lane(node) or ops.updates_on_host(node):
             return 0
         rules = ops.rules(node)
-        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.table))
+        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.ctx.table))
 
 
 def _operator(node: fx.Node) -> str:

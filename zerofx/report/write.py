@@ -115,18 +115,10 @@ class ProgramDump:
         """
         if self.folder is None or not self.folder.works:
             return
-        ctx = self.ctx
         program = f"{len(self.costs) - 1:02d}_{self.costs[-1][0]}"
         function = self.name.rpartition("/")[2]
-        trace = trace_of(
-            gm.graph,
-            ctx.table,
-            ctx.figures,
-            ctx.world_size,
-            title=f"{function}: {program}, rank {ctx.rank} of {ctx.world_size}",
-            sockets=not ctx.options.peer_memory,
-            state_bytes=state_bytes,
-        )
+        title = f"{function}: {program}, rank {self.ctx.rank} of {self.ctx.world_size}"
+        trace = trace_of(gm.graph, self.ctx, title=title, state_bytes=state_bytes)
         self.write_file(f"{program}{SUFFIX}", text_of(trace))
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
