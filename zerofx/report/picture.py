@@ -10,7 +10,7 @@ from typing import Any
 from zerofx.cost.traffic import size_text
 from zerofx.report.folder import written_anew
 from zerofx.report.memory import KINDS
-from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, Event, duration
 
 MISSING = (
     "no picture is drawn, for matplotlib is not installed (pip install 'zerofx[pictures]'); "
@@ -79,7 +79,7 @@ def draw(trace: dict[str, Any], path: Path) -> None:
         figure.savefig(part, format="png", dpi=100)
 
 
-def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_us: float) -> None:
+def _draw_memory(axis: Any, counted: Sequence[Event], place: str, end_us: float) -> None:
     from matplotlib.ticker import MultipleLocator
 
     kinds = [kind for kind in KINDS[place] if kind in counted[0]["args"]]
@@ -109,15 +109,13 @@ def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_u
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True)
 
 
-def _row(span: dict[str, Any]) -> tuple[str, int]:
+def _row(span: Event) -> tuple[str, int]:
     """Return the lane and the process that a span is drawn on: waiting is drawn with compute."""
     lane = LANES[span["tid"] - 1]
     return "compute" if lane == "waiting" else lane, span["pid"]
 
 
-def _draw_lanes(
-    axis: Any, spans: Sequence[dict[str, Any]], rows: Sequence[tuple[str, int]]
-) -> None:
+def _draw_lanes(axis: Any, spans: Sequence[Event], rows: Sequence[tuple[str, int]]) -> None:
     for work, colour in WORK.items():
         label: str | None = work
         of_work = [span for span in spans if span["cat"] == work]

@@ -244,9 +244,7 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
     share = f", {at_s / timeline.step_s:.0%} into the step" if timeline.step_s else ""
     place = f" ({_short_source(node)})" if _short_source(node) else ""
     parts = sorted(((column[peak], kind) for kind, column in kinds.items()), reverse=True)
-    consists = ", ".join(
-        f"{n / totals[peak]:.1%} {kind} ({size_text(n)})" for n, kind in parts if n
-    )
+    shares = (f"{n / totals[peak]:.1%} {kind} ({size_text(n)})" for n, kind in parts if n)
     there = [p for p in pieces if p.place == "device" and p.begin <= peak <= p.end]
     there.sort(key=lambda piece: (-piece.nbytes, piece.begin))
     rows = [
@@ -259,7 +257,7 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
         *lines,
         f"The peak is {size_text(totals[peak])} at {duration(at_s)}{share}, while {node.name} runs "
         f"in {writer.phases[node]}{place}.",
-        f"It is {consists}.",
+        f"It is {', '.join(shares)}.",
         f"Most of it is {parts[0][1]}: {LOWERED_BY[parts[0][1]]}.",
         "",
         *tabulate(rows, headers=headers, disable_numparse=True).splitlines(),
