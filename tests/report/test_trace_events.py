@@ -1,5 +1,6 @@
 """A trace says what is predicted of a step and what its memory holds, kind by kind, and no more."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -33,12 +34,15 @@ FILED = {**AWAY, "offload_tier": "nvme", "offload_dir": "scratch"}
 STATE_BYTES = 8.0
 
 
+def facts_of(program: Captured, hardware=HARDWARE):
+    return dataclasses.replace(context_of(program), figures=of(hardware))
+
+
 def traced(program: Captured, **options):
     """The trace of a program after its passes, with Adam's states in float32."""
-    ctx = context_of(program)
     kept = dict.fromkeys(updates(program.graph), STATE_BYTES)
     options = {"state_bytes": kept, **options}
-    return trace_of(program.graph, program.table, of(HARDWARE), ctx.world_size, **options)
+    return trace_of(program.graph, facts_of(program), **options)
 
 
 def pieces(program: Captured, **options):
@@ -205,8 +209,8 @@ def test_compute_and_waiting_share_one_clock():
 
 def test_without_overlap_a_transfer_is_drawn_where_it_is_waited_for():
     program = rewritten(mlp_step())
-    late = of(HARDWARE + " overlaps=0")
-    lanes = by_lane(trace_of(program.graph, program.table, late, 2))
+    late = facts_of(program, HARDWARE + " overlaps=0")
+    lanes = by_lane(trace_of(program.graph, late))
     on_link, waiting = ([span[:2] for span in lanes[lane]] for lane in ("link", "waiting"))
     assert on_link and on_link == waiting
 
@@ -392,7 +396,7 @@ def test_the_peak_its_largest_tensors_and_the_waits_are_told():
 def test_a_program_with_nothing_in_memory_says_so():
     graph = torch.fx.Graph()
     graph.output(())
-    trace = trace_of(graph, rewritten(evaluation()).table, of(HARDWARE), 1)
+    trace = trace_of(graph, facts_of(rewritten(evaluation())))
     assert trace["zerofx"]["words"] == [
         "A step is predicted to take 0 µs, all of it compute.",
         "Nothing is in memory on the device at any time.",

@@ -38,8 +38,7 @@ def add_to(subparsers: Any) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print what changed."""
     before, after = (read(path) for path in _paths(chosen))
-    for line in report(before, after, chosen.full):
-        print(line)
+    print(*report(before, after, chosen.full), sep="\n")
     return 0
 
 
@@ -97,14 +96,11 @@ def _paths(chosen: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _program(folder: Path, wanted: str) -> Path:
-    for path in _programs(folder):
+    pattern = re.compile(rf"\d\d+_\w+({re.escape(REJECTED)})?\.py")
+    paths = sorted(path for path in folder.glob("*.py") if pattern.fullmatch(path.name))
+    for path in paths:
         number, name = path.stem.removesuffix(REJECTED).split("_", 1)
         if wanted in (name, path.name, path.stem, number, str(int(number))):
             return path
-    known = ", ".join(path.stem for path in _programs(folder))
+    known = ", ".join(path.stem for path in paths)
     raise CommandError(f"{folder} has no program {wanted!r}; it has {known}")
-
-
-def _programs(folder: Path) -> list[Path]:
-    pattern = re.compile(rf"\d\d+_\w+({re.escape(REJECTED)})?\.py")
-    return sorted(path for path in folder.glob("*.py") if pattern.fullmatch(path.name))

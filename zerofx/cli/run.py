@@ -87,7 +87,8 @@ def check_runs(program: DumpedProgram) -> None:
         raise CommandError(
             f"{program.path} can be read, but not run: {'; '.join(program.facts['OBSTACLES'])}"
         )
-    version, here = (_minor(text) for text in (program.torch_version, torch.__version__))
+    versions = program.torch_version, torch.__version__
+    version, here = (".".join(each.split(".")[:2]) for each in versions)
     if version != here:
         raise CommandError(
             f"{program.path} was dumped with torch {version}, and this is torch {here}, whose "
@@ -170,7 +171,3 @@ def checksum(value: torch.Tensor) -> str:
     """Return a checksum of the bits of a tensor's elements; strides do not count."""
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])

@@ -82,10 +82,8 @@ def attempts(options: Options, table: ParameterTable) -> list[Options]:
         for info in table
     )
     besides = max(options.memory_budget - kept, 1)
-    found = [
-        replace(options, offload=targets, memory_budget=besides)
-        for targets in (("optimizer",), ("optimizer", "activations"))
-    ]
+    leaving = ("optimizer",), ("optimizer", "activations")
+    found = [replace(options, offload=targets, memory_budget=besides) for targets in leaving]
     if options.stage == 3:
         found.append(replace(options, offload=("optimizer", "params", "activations")))
     return found
@@ -97,9 +95,8 @@ def first_that_fits(step: CapturedStep, contexts: Sequence[PassContext]) -> int:
     Raises: BudgetError if none does, with what the last one would need.
     """
     for number, ctx in enumerate(contexts):
-        gm = copied_module(step.gm)
         try:
-            run_pipeline(gm, ctx, rewrites(PIPELINE))
+            run_pipeline(copied_module(step.gm), ctx, rewrites(PIPELINE))
             return number
         except BudgetError:
             if ctx is contexts[-1]:

@@ -150,15 +150,11 @@ class Program:
         (step,) = self.captured
         nodes = self.lowered.gm.graph.nodes
         try:
+            optimizers = {handle: substitutes.optimizer_of(handle) for handle in self.optimizers}
             runtime = StepRuntime(
                 communicator,
                 self.gm.graph,
-                Trained(
-                    self.table,
-                    step.tensors,
-                    step.buffers,
-                    {handle: substitutes.optimizer_of(handle) for handle in self.optimizers},
-                ),
+                Trained(self.table, step.tensors, step.buffers, optimizers),
                 ProgramSetup(
                     options,
                     self.function.copies,
@@ -196,14 +192,9 @@ class Program:
                 f"LOCAL_WORLD_SIZE is {ranks!r}, and it says how many ranks share this machine's "
                 "memory: a number from 1 on. torchrun sets it; set it so, or unset it."
             )
-        return REGISTRY.files.open(
-            FileOptions(
-                self.options.offload_dir,
-                self.options.offload_cache_bytes,
-                self.options.offload_checksums,
-                int(ranks),
-            )
-        )
+        options = self.options
+        given = options.offload_dir, options.offload_cache_bytes, options.offload_checksums
+        return REGISTRY.files.open(FileOptions(*given, int(ranks)))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
@@ -236,12 +227,9 @@ class Program:
                 f"{error} {where_they_part(*ranks, self.rewritten.schedule, its)}"
             ) from error
         except Exception as error:
-            news = self._news_of_others()
+            news = ""
+            with contextlib.suppress(Exception):  # a store that is gone says nothing
+                news = self.function.agreement.news(self.rewritten.schedule)
             if not news:
                 raise
             raise AgreementError(news) from error
-
-    def _news_of_others(self) -> str:
-        with contextlib.suppress(Exception):  # a store that is gone says nothing
-            return self.function.agreement.news(self.rewritten.schedule)
-        return ""

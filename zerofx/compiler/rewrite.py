@@ -128,11 +128,9 @@ class _Observers:
             self.validator(name, gm, report, path)
 
     def on_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> None:
-        path = None
         with contextlib.suppress(Exception):  # the first error is the one to hear of
-            path = self.dump.write_rejected(name, gm, error) if self.dump else None
-        if path:
-            error.add_note(f"what it has left is in {path}")
+            if self.dump and (path := self.dump.write_rejected(name, gm, error)):
+                error.add_note(f"what it has left is in {path}")
 
 
 def described_optimizers(step: CapturedStep) -> dict[int, dict[str, Any]]:

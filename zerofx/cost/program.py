@@ -27,7 +27,6 @@ aten = torch.ops.aten
 UPDATE_TEMPORARIES = 2
 """Shards that an update allocates for itself: AdamW's root and denominator, run op by op."""
 
-
 OWNER_TEMPORARIES = 3
 """Tensors of an owner's share: what it receives, what it makes of it, and what it makes that in."""
 
@@ -46,10 +45,9 @@ def live_bytes(
     In program order; inputs and constants are not counted, nor what an operator allocates for
     itself, but for updates; with ``sockets`` the buffer counts that a reduction on a CPU receives
     into.  In a world of one, collectives allocate nothing.  Memory lives until the last reader of
-    the last view of it.  ``ignored`` nodes count as views of nothing.  With
-    a ``table`` an update allocates what it does on the rank whose shard is largest: ranks plan
-    alike.
-    Symbolic sizes count as they were when captured, and get guards unless ``hinted``.
+    the last view of it.  ``ignored`` nodes count as views of nothing.  With a ``table`` an update
+    allocates what it does on the rank whose shard is largest: ranks plan alike.  Symbolic sizes
+    count as they were when captured, and get guards unless ``hinted``.
     """
     nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
@@ -126,9 +124,8 @@ class _Memory:
                 largest = self.table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
             return UPDATE_TEMPORARIES * nbytes
-        if not (self.sockets and self.world_size > 1 and ops.rules(node).reduces):
-            return 0
-        if node.meta["val"].device.type != "cpu":
+        receives = self.sockets and self.world_size > 1 and ops.rules(node).reduces
+        if not receives or node.meta["val"].device.type != "cpu":
             return 0
         operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
         return sum(self.bytes_of(operand.meta["val"]) for operand in operands)

@@ -164,8 +164,7 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
         else:
             busy(node, COMPUTE, now, work.seconds)
             compute_s += work.seconds
-    bound_s = least_s(works)
-    return Timeline(compute_s, idle_s, transfers, lanes, bound_s, issued_s, spans)
+    return Timeline(compute_s, idle_s, transfers, lanes, least_s(works), issued_s, spans)
 
 
 WAITING = "waiting"
@@ -184,9 +183,8 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
     """
     begins: dict[fx.Node, float] = {}
     for node in works:
-        begins[node] = max(
-            (begins[n] + works[n].seconds for n in node.all_input_nodes), default=0.0
-        )
+        ends = (begins[source] + works[source].seconds for source in node.all_input_nodes)
+        begins[node] = max(ends, default=0.0)
     rest: dict[fx.Node, float] = {}
     for node in reversed(list(works)):
         rest[node] = max((works[user].seconds + rest[user] for user in node.users), default=0.0)

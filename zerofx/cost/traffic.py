@@ -68,8 +68,7 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
             alive[node] = value_bytes(node)
             total = sum(alive.values())
             if total > peak.nbytes:
-                names = tuple(served(start, table) for start in alive)
-                peak = GatheredPeak(total, names)
+                peak = GatheredPeak(total, tuple(served(start, table) for start in alive))
         elif node.target is ops.free:
             alive.pop(node.args[0].args[0], None)
     return peak

@@ -31,10 +31,8 @@ def in_group(group: dist.ProcessGroup) -> Exchange:
         given = tensor.contiguous().view(-1).view(torch.uint8)  # gloo has no small floats
         received = [torch.empty_like(given) for _ in range(dist.get_world_size(group))]
         dist.all_gather(received, given, group=group)
-        return [
-            torch.empty_like(tensor).copy_(one.view(tensor.dtype).view(tensor.shape))
-            for one in received
-        ]
+        values = (one.view(tensor.dtype).view(tensor.shape) for one in received)
+        return [torch.empty_like(tensor).copy_(value) for value in values]
 
     return exchange
 
@@ -84,8 +82,7 @@ def in_turns(programs: Sequence[Callable[[Exchange], Any]]) -> list[Any]:
     with ThreadPoolExecutor(count) as threads:
         ended = [threads.submit(run, rank) for rank in range(count)]
     torch.set_rng_state(start)
-    errors = [error for one in ended if (error := one.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):  # another's has broken it
+    for error in (one.exception() for one in ended):
+        if error and not isinstance(error, threading.BrokenBarrierError):  # another's broke it
             raise error
     return [one.result() for one in ended]

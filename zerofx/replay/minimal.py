@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,20 +27,14 @@ Programs = Sequence[ObservedProgram]
 """One program of all ranks, by rank."""
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The first node of a program that computes something else than its namesake before.
+def compare_by_name(
+    before: Programs, after: Programs, rank: int, same: Same
+) -> tuple[fx.Node | None, dict[str, bool]]:
+    """Run both programs of all ranks, and compare nodes of one name.
 
-    ``given`` are the names of nodes that compute the same before and after on every rank; the value
-    says whether all ranks also agree with each other.
+    Return this rank's first node that computes something else than its namesake before, and, by
+    name, those that compute the same on every rank: True if all ranks also agree with each other.
     """
-
-    first: fx.Node | None
-    given: Mapping[str, bool]
-
-
-def compare_by_name(before: Programs, after: Programs, rank: int, same: Same) -> Differences:
-    """Run both programs of all ranks, and compare nodes of one name; the first is this rank's."""
     results: list[dict[str, torch.Tensor]] = [{} for _ in before]
     alike: list[set[str]] = [set() for _ in before]
     first: list[fx.Node] = []
@@ -67,25 +60,25 @@ def compare_by_name(before: Programs, after: Programs, rank: int, same: Same) ->
         name: all(bitwise(results[0][name], ranks[name]) for ranks in results)
         for name in set.intersection(*alike)
     }
-    return Differences(first[0] if first else None, given)
+    return first[0] if first else None, given
 
 
 def minimal(
-    before: Programs, after: Programs, found: Differences, same: Same
+    before: Programs, after: Programs, first: fx.Node, given: Mapping[str, bool], same: Same
 ) -> tuple[Programs, Programs] | None:
-    """The least part of both programs, by rank, that still differs; None if no part does."""
-    if found.first is None:
-        return None
-    name = found.first.name
-    for given in (found.given, {}):
+    """The least part of both programs, by rank, that still differs; None if no part does.
+
+    ``first`` and ``given`` are what ``compare_by_name`` has found.
+    """
+    for inputs in (given, {}):
         try:
             parts = [
-                [one.reduced_to(cut_out(one.module(), name, given)) for one in programs]
+                [one.reduced_to(cut_out(one.module(), first.name, inputs)) for one in programs]
                 for programs in (before, after)
             ]
             seen = [in_turns([one.run for one in programs]) for programs in parts]
         except Exception as error:  # a part need not run: the caller has the whole
-            logger.debug("no part of the programs with %d inputs runs: %s", len(given), error)
+            logger.debug("no part of the programs with %d inputs runs: %s", len(inputs), error)
             continue
         pairs = zip(*seen, strict=True)
         if any(not same(one.get(w), two.get(w)) for one, two in pairs for w in {**one, **two}):

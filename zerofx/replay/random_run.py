@@ -109,7 +109,8 @@ def _random_input(
 
     def drawn(rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(_number(f"{seed} {kind} {what} {rank}"))
-        return _random(shape, stride, getattr(torch, of["dtype"]), kind, generator)
+        value = torch.empty_strided(shape, stride, dtype=getattr(torch, of["dtype"]))
+        return _filled(value, kind, generator)
 
     if kind == "gradient" and not of.get("unreduced"):
         value = reduced(list(map(drawn, range(program.world_size))), "mean")
@@ -121,15 +122,9 @@ def _random_input(
     return value.to(of["device"])
 
 
-def _random(
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    kind: str,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    value = torch.empty_strided(shape, stride, dtype=dtype)
-    if not (dtype.is_floating_point or dtype.is_complex):
+def _filled(value: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
+    shape = value.shape
+    if not (value.is_floating_point() or value.is_complex()):
         high = 1 if kind == "buffer" or not shape else 2
         return value.copy_(torch.randint(0, high, shape, generator=generator))
     if not shape:  # a scale, a coefficient, a rate

@@ -24,7 +24,6 @@ from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_
 MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
 
-
 NoteUpdate = Callable[[int, int, Tensor, bool], None]
 """Is told of an update: its optimizer and parameter, the gradient, and whether that is whole."""
 

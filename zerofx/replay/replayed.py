@@ -43,9 +43,8 @@ class ObservedProgram(ProgramFacts):
 
     def reduced_to(self, gm: fx.GraphModule) -> ObservedProgram:
         """A part of this program, as one of its own."""
-        return ObservedProgram(
-            {**self.facts, **ProgramText(gm, self.table()).facts()}, gm, gm.graph
-        )
+        own = ProgramText(gm, self.table()).facts()
+        return ObservedProgram({**self.facts, **own}, gm, gm.graph)
 
     def run(
         self, exchange: Exchange, watch: Watch | None = None, linear: bool = False

@@ -110,18 +110,8 @@ class Validator:
             self._errors[rank] = error
         return found
 
-    def _program_of(self, rank: int, name: str) -> ObservedProgram:
-        """Raises: what the pass raises that ends another rank's, unless it has ended this one's."""
-        if name not in self._others[rank]:
-            raise self._errors[rank]
-        return self._others[rank][name]
-
     def __call__(
-        self,
-        name: str,
-        gm: fx.GraphModule,
-        report: PassReport | None,
-        path: Path | None = None,
+        self, name: str, gm: fx.GraphModule, report: PassReport | None, path: Path | None = None
     ) -> None:
         """Run one more program, which is in the file ``path`` if it is in one, and compare.
 
@@ -129,10 +119,12 @@ class Validator:
         """
         with compat.tensors.real_tensors():  # whoever compiles has everything made fake
             mine = ObservedProgram.of(gm, self.ctx, self.optimizers)
-            programs = [
-                self._program_of(rank, name) if rank != self.ctx.rank else mine
-                for rank in range(self.ctx.world_size)
-            ]
+            programs = []
+            for rank in range(self.ctx.world_size):
+                program = mine if rank == self.ctx.rank else self._others[rank].get(name)
+                if program is None:  # the pass has ended the other rank's, and not this one's
+                    raise self._errors[rank]
+                programs.append(program)
             self.before, self.after = self.after, Observation.of(programs)
             if self.before is None:
                 _warn_of_nothing_seen(self.after.seen)
@@ -144,9 +136,7 @@ class Validator:
     ) -> tuple[str, int] | None:
         """Return the first result that a pass has wrongly changed, and its rank, or None."""
         found = self._first_apart(name, before.seen, after.seen)
-        if found and not self._is_amplified_rounding(name, before, after):
-            return found
-        return None
+        return None if found and self._is_amplified_rounding(name, before, after) else found
 
     def _first_apart(self, name: str, before: Observed, after: Observed) -> tuple[str, int] | None:
         for rank, (one, other) in enumerate(zip(before, after, strict=True)):
@@ -189,27 +179,22 @@ class Validator:
     def _differs(self, name: str, what: str, rank: int, path: Path | None) -> ValidationError:
         assert self.before is not None and self.after is not None
         before, after, same = self.before.programs, self.after.programs, partial(self._same, name)
-        found = compare_by_name(before, after, rank, same)
-        where = "of none that both programs have"
-        if found.first is not None:
-            line = source_line(found.first)
-            where = f"node {found.first.name!r}{f', of {line}' if line else ''}"
+        first, given = compare_by_name(before, after, rank, same)
+        where, written = "of none that both programs have", ""
+        if first is not None:
+            line = source_line(first)
+            where = f"node {first.name!r}{f', of {line}' if line else ''}"
+            parts = minimal(before, after, first, given, same) if self.write_minimal else None
+            if self.write_minimal and parts:
+                mine = (everyone[self.ctx.rank].module() for everyone in parts)
+                written = f" {self.write_minimal(*mine)}"
         how = "bitwise" if self.is_bitwise[name] else "but for rounding"
-        written = ""
-        if self.write_minimal is not None:
-            parts = minimal(before, after, found, same)
-            mine = [everyone[self.ctx.rank].module() for everyone in parts or ()]
-            written = f" {self.write_minimal(*mine)}" if mine else ""
-        remedy = (
-            f"please report it with {path} and the program before it"
-            if path
-            else "please report it with the dump (ZEROFX_DUMP)"
-        )
+        dump = f"{path} and the program before it" if path else "the dump (ZEROFX_DUMP)"
         return ValidationError(
             f"pass {name!r} has changed what the step computes: {what} on rank {rank} is not "
             f"what it was before the pass, and should be {how}. The first result that differs is "
-            f"that {where}.{written} This is a fault of zerofx: {remedy}, and turn the pass off "
-            "meanwhile if it has a switch."
+            f"that {where}.{written} This is a fault of zerofx: please report it with {dump}, and "
+            "turn the pass off meanwhile if it has a switch."
         )
 
 

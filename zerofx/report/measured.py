@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofx.errors import CommandError
-from zerofx.report.timeline import (
-    LANES,
-    MEASURED,
-    PREDICTED,
-    duration,
-    process_events,
-    span_event,
-)
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration, process_events, span_event
 
 RANGE = "zerofx::"
 """The names of nodes' ranges begin with it."""
@@ -60,17 +54,15 @@ def add_measured(trace: dict[str, Any], path: Path) -> None:
     predicted = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == PREDICTED]
     facts = {(LANES[event["tid"] - 1], event["name"]): event for event in predicted}
     zero_us = min(found.begin_us for found in host)  # the device has the same clock
-    lanes = {
-        lane: list(_in_turn(ranges, zero_us))
-        for lane, ranges in _by_lane(trace["zerofx"], host, device, facts).items()
-    }
+    ours = trace["zerofx"]
+    ranges_of = _by_lane(ours, host, device, facts)
+    lanes = {lane: list(_in_turn(ranges_of[lane], zero_us)) for lane in LANES if lane in ranges_of}
     events = []
-    for lane in filter(lanes.__contains__, LANES):
-        for name, begin_s, end_s in lanes[lane]:
+    for lane, spans in lanes.items():
+        for name, begin_s, end_s in spans:
             known = facts.get((lane, name), {"cat": lane, "args": {}})
             event = span_event(MEASURED, lane, name, known["cat"], begin_s, end_s, **known["args"])
             events.append(event)
-    ours = trace["zerofx"]
     trace["traceEvents"] = [
         *(event for event in trace["traceEvents"] if event["pid"] != MEASURED),
         *process_events(MEASURED, f"measured: {ours['title']}", lanes),
@@ -105,18 +97,16 @@ def _by_lane(
     lane_of = {name: lane for lane, name in facts if lane not in ("compute", "waiting")}
     arrived_us = {waits_for[f.name]: f.end_us for f in host if f.name in waits_for}
     on_device = {found.name for found in device}
-    lanes: dict[str, list[_Range]] = {}
-    for found in host:
-        if found.name not in nodes:
+    lanes: dict[str, list[_Range]] = defaultdict(list)
+    for found in (each for each in (*host, *device) if each.name in nodes):
+        if found.is_on_device:
+            lanes[lane_of.get(found.name, "compute")].append(found)
             continue
         own = "waiting" if found.name in waits_for else "host" if device else "compute"
-        lanes.setdefault(own, []).append(found)
+        lanes[own].append(found)
         if found.name in lane_of and found.name not in on_device:
             end_us = arrived_us.get(found.name, found.end_us)
-            lanes.setdefault(lane_of[found.name], []).append(found._replace(end_us=end_us))
-    for found in device:
-        if found.name in nodes:
-            lanes.setdefault(lane_of.get(found.name, "compute"), []).append(found)
+            lanes[lane_of[found.name]].append(found._replace(end_us=end_us))
     return lanes
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,8 @@ LOWERED_BY = {
 }
 """Advice on lowering each kind of memory on the device, from the bottom of the stack to its top."""
 
-HOST = ("parameters", "optimizer states", "staging")
-"""Kinds of host memory that a program uses for what leaves the device."""
-
-KINDS = {"device": tuple(LOWERED_BY), "host": HOST}
+KINDS = {"device": tuple(LOWERED_BY), "host": ("parameters", "optimizer states", "staging")}
+"""Kinds of memory by place; on the host are those of what leaves the device."""
 
 
 class Piece(NamedTuple):
@@ -73,18 +72,9 @@ def pieces_of(
     into.  No guard is added on a symbolic size.
     """
     nodes = list(graph.nodes)
-    allocated, lies_in = allocations(graph, world_size, sockets=sockets)
-    kinds = _Kinds(nodes, lies_in)
-    return [
-        *_inputs(nodes),
-        *_states(nodes, table, state_bytes or {}),
-        *(
-            Piece(of.node, "device", kinds.of(of), of.begin, of.end, of.nbytes, _value(of))
-            for of in allocated
-            if of.nbytes
-        ),
-        *_staging(nodes),
-    ]
+    allocated = _allocated(nodes, *allocations(graph, world_size, sockets=sockets))
+    states = _states(nodes, table, state_bytes or {})
+    return [*_inputs(nodes), *states, *allocated, *_staging(nodes)]
 
 
 def alive(pieces: Iterable[Piece], count: int, place: str = "device") -> dict[str, list[int]]:
@@ -161,73 +151,69 @@ def _gradient_of(node: fx.Node) -> frozenset[int]:
     return frozenset(marks[:1]) or gradient_of(node)
 
 
-class _Kinds:
-    """Finds an allocation's kind from what lies in it and what reads that."""
+def _allocated(
+    nodes: Sequence[fx.Node],
+    allocated: Iterable[Allocation],
+    lies_in: Mapping[fx.Node, set[tuple[fx.Node, int]]],
+) -> Iterator[Piece]:
+    """Yield what nodes allocate; its kind is told by what lies in it and what reads that."""
+    phases = phases_of(nodes)
+    lying: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        for root in lies_in[node]:
+            lying[root].append(node)
+    gradients = {node.args[0] for node in nodes if node.target is ops.gradient}
+    gradients |= {piece.gradient for node in nodes for piece in operands_of_updates(node)}
 
-    def __init__(
-        self, nodes: Sequence[fx.Node], lies_in: Mapping[fx.Node, set[tuple[fx.Node, int]]]
-    ):
-        self.phases = phases_of(nodes)
-        self.lying: dict[tuple[fx.Node, int], list[fx.Node]] = {}
-        for node in nodes:
-            for root in lies_in[node]:
-                self.lying.setdefault(root, []).append(node)
-        self.gradients = {
-            piece.gradient for node in nodes for piece in operands_of_updates(node)
-        } | {node.args[0] for node in nodes if node.target is ops.gradient}
-
-    def of(self, allocation: Allocation) -> str:
-        node = allocation.node
-        lying = self.lying.get((node, allocation.part), [node])
-        if allocation.own:
+    def kind_of(node: fx.Node, part: int, own: bool) -> str:
+        if own:
             return "temporaries" if node.target is ops.update else "staging"
         if kind := ops.holds(node):
             return kind
         if role(node) in (Role.GATHER_CAST, Role.PACK):
             return "staging"
-        if role(node) in _OF_GRADIENTS:
+        there = lying.get((node, part), [node])
+        if role(node) in _OF_GRADIENTS or any(gradient_of(n) or n in gradients for n in there):
             return "gradients"
-        if any(gradient_of(one) or one in self.gradients for one in lying):
-            return "gradients"
-        readers = {self.phases[reader] for one in lying for reader in one.users}
-        if self.phases[node] == "recompute":
-            return "activations"
-        if self.phases[node] == "forward" and readers & {"backward", "recompute"}:
+        saved = {"backward", "recompute"} & {phases[reader] for n in there for reader in n.users}
+        if phases[node] == "recompute" or phases[node] == "forward" and saved:
             return "activations"
         return "temporaries"
 
+    for node, part, begin, end, nbytes, own in allocated:
+        if nbytes:
+            value = None if own else node.meta.get("val")
+            value = value[part] if isinstance(value, tuple | list) else value
+            yield Piece(node, "device", kind_of(node, part, own), begin, end, nbytes, value)
 
-def _inputs(nodes: Sequence[fx.Node]) -> list[Piece]:
-    """List what is in memory before and after the step: parameters, gradients, the batch."""
+
+def _inputs(nodes: Sequence[fx.Node]) -> Iterator[Piece]:
+    """Yield what is in memory before and after the step: parameters, gradients, the batch."""
     kinds = {"parameter": "parameters", "gradient": "gradients"}
-    last = len(nodes) - 1
-    found = []
     for node in nodes:
         if node.op == "placeholder" and hinted_bytes(node):
             given = input_role(node)
             place = "host" if given.on_host else "device"
-            kind, nbytes = kinds.get(given.kind, "inputs"), hinted_bytes(node)
-            found.append(Piece(node, place, kind, 0, last, nbytes, node.meta["val"]))
-    return found
+            kind, end = kinds.get(given.kind, "inputs"), len(nodes) - 1
+            yield Piece(node, place, kind, 0, end, hinted_bytes(node), node.meta["val"])
 
 
 def _states(
     nodes: Sequence[fx.Node], table: ParameterTable, state_bytes: Mapping[tuple[int, int], float]
-) -> list[Piece]:
-    """List the optimizers' states; those in files count while they are in host memory."""
+) -> Iterator[Piece]:
+    """Yield the optimizers' states; those in files count while they are in host memory."""
     filed = _filed(nodes)
-    found: dict[tuple[int, int], Piece] = {}
+    found: set[tuple[int, int]] = set()
     for node in nodes:
         place = "host" if ops.updates_on_host(node) else "device"
         for parameter, numel in _updated(node, table):
             update = (node.args[2], parameter)
             nbytes = int(state_bytes.get(update, 0) * numel)
             if nbytes and update not in found:
-                begin, end = filed.get(update, (0, len(nodes) - 1))
+                found.add(update)
+                span = filed.get(update, (0, len(nodes) - 1))
                 value = f"{state_bytes[update]:g} bytes per element"
-                kind = "optimizer states"
-                found[update] = Piece(node, place, kind, begin, end, nbytes, value)
-    return list(found.values())
+                yield Piece(node, place, "optimizer states", *span, nbytes, value)
 
 
 def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -252,18 +238,10 @@ def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
     return [(piece.parameter, table[piece.parameter].shard_numel) for piece in pieces]
 
 
-def _staging(nodes: Sequence[fx.Node]) -> list[Piece]:
-    """List the host memory that moves to the host write to, while it is in use."""
+def _staging(nodes: Sequence[fx.Node]) -> Iterator[Piece]:
+    """Yield the host memory that moves to the host write to, while it is in use."""
     order = {node: position for position, node in enumerate(nodes)}
-    found = []
     for node in nodes:
-        if is_staged(node) and hinted_bytes(node):
-            span, nbytes = (order[node], order[staged_until(node)]), hinted_bytes(node)
-            found.append(Piece(node, "host", "staging", *span, nbytes, node.meta["val"]))
-    return found
-
-
-def _value(allocation: Allocation) -> Any:
-    """Return the tensor that an allocation holds; None if it is no result."""
-    value = None if allocation.own else allocation.node.meta.get("val")
-    return value[allocation.part] if isinstance(value, tuple | list) else value
+        if is_staged(node) and (nbytes := hinted_bytes(node)):
+            span = order[node], order[staged_until(node)]
+            yield Piece(node, "host", "staging", *span, nbytes, node.meta["val"])

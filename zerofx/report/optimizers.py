@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,13 +36,10 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
                 omitted.add(name)
         return found
 
-    groups = [
-        {
-            "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
-            **literals(group),
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = [names[id(p)] for p in group["params"] if id(p) in names]
+        groups.append({"parameters": parameters, **literals(group)})
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "defaults": literals(optimizer.defaults),
@@ -64,15 +61,20 @@ def rebuild(
             f"the optimizer {name} has hyperparameters that are no numbers, which a dump cannot "
             f"hold: {', '.join(described['omitted'])}. {REMEDY}"
         )
-    kind = _imported(name)
-    groups = [
-        {
-            **{key: _value(value) for key, value in group.items() if key != "parameters"},
-            "params": [parameters[parameter] for parameter in group["parameters"]],
-        }
-        for group in described["groups"]
-    ]
-    groups = [group for group in groups if group["params"]]
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CommandError(
+            f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
+            f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
+            f"{REMEDY}"
+        ) from error
+    groups = []
+    for group in described["groups"]:
+        members = [parameters[parameter] for parameter in group["parameters"]]
+        if members:
+            others = {key: _value(of) for key, of in group.items() if key != "parameters"}
+            groups.append({**others, "params": members})
     accepted = inspect.signature(kind).parameters
     defaults = {k: _value(v) for k, v in described["defaults"].items() if k in accepted}
     try:
@@ -87,17 +89,6 @@ def rebuild(
 
 
 REMEDY = "--sgd updates with plain SGD instead, --fake runs the program on shapes alone."
-
-
-def _imported(name: str) -> Callable[..., torch.optim.Optimizer]:
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CommandError(
-            f"the program's optimizer {name} cannot be imported here: {error}. Put its module on "
-            f"PYTHONPATH (a class of __main__ or of a function has no module to find it in). "
-            f"{REMEDY}"
-        ) from error
 
 
 def _value(described: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from zerofx.cost.traffic import size_text
 from zerofx.report.folder import written_anew
 from zerofx.report.memory import KINDS
-from zerofx.report.timeline import LANES, MEASURED, PREDICTED, duration
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, Event, duration
 
 MISSING = (
     "no picture is drawn, for matplotlib is not installed (pip install 'zerofx[pictures]'); "
@@ -57,7 +57,9 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     rows = sorted(there, key=lambda row: (LANES.index(row[0]), row[1]))
     ends_us = [event["ts"] + event.get("dur", 0) for event in events if "ts" in event]
     end_us = max([*ends_us, trace["zerofx"]["step_s"] * 1e6, 1e-3])
-    places = [place for place in KINDS if _counted(events, place)]
+    named = {place: f"{place} memory by kind" for place in KINDS}
+    counted = {place: [e for e in events if e["name"] == named[place]] for place in KINDS}
+    places = [place for place in KINDS if counted[place]]
     heights = [3.0 if place == "device" else 1.0 for place in places] + [0.3 * len(rows) + 0.2]
     figure = Figure(figsize=(11, sum(heights) + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -65,28 +67,19 @@ def draw(trace: dict[str, Any], path: Path) -> None:
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     for place, axis in zip(places, axes, strict=False):
-        _draw_memory(axis, _counted(events, place), place, end_us)
+        _draw_memory(axis, counted[place], place, end_us)
     _draw_lanes(axes[-1], spans, rows)
     axes[-1].set_xlim(0, end_us)
     axes[-1].xaxis.set_major_formatter(lambda us, _: duration(us * 1e-6))
     ours = trace["zerofx"]
-    words = [
-        ours["words"][0],
-        *([ours["measured"]] if "measured" in ours else []),
-        ours["hardware"],
-    ]
+    words = ours["words"][0], ours.get("measured"), ours["hardware"]
     figure.suptitle(ours["title"], fontsize=11)
-    figure.supxlabel("\n".join(words), fontsize=8)
+    figure.supxlabel("\n".join(filter(None, words)), fontsize=8)
     with written_anew(path) as part:
         figure.savefig(part, format="png", dpi=100)
 
 
-def _counted(events: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    name = f"{place} memory by kind"
-    return [event for event in events if event["ph"] == "C" and event["name"] == name]
-
-
-def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_us: float) -> None:
+def _draw_memory(axis: Any, counted: Sequence[Event], place: str, end_us: float) -> None:
     from matplotlib.ticker import MultipleLocator
 
     kinds = [kind for kind in KINDS[place] if kind in counted[0]["args"]]
@@ -116,21 +109,18 @@ def _draw_memory(axis: Any, counted: Sequence[dict[str, Any]], place: str, end_u
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True)
 
 
-def _row(span: dict[str, Any]) -> tuple[str, int]:
+def _row(span: Event) -> tuple[str, int]:
     """Return the lane and the process that a span is drawn on: waiting is drawn with compute."""
     lane = LANES[span["tid"] - 1]
     return "compute" if lane == "waiting" else lane, span["pid"]
 
 
-def _draw_lanes(
-    axis: Any, spans: Sequence[dict[str, Any]], rows: Sequence[tuple[str, int]]
-) -> None:
+def _draw_lanes(axis: Any, spans: Sequence[Event], rows: Sequence[tuple[str, int]]) -> None:
     for work, colour in WORK.items():
         label: str | None = work
+        of_work = [span for span in spans if span["cat"] == work]
         for position, row in enumerate(rows):
-            drawn = [span for span in spans if span["cat"] == work and _row(span) == row]
-            if drawn:
-                bars = [(span["ts"], span["dur"]) for span in drawn]
+            if bars := [(span["ts"], span["dur"]) for span in of_work if _row(span) == row]:
                 axis.broken_barh(bars, (position - 0.4, 0.8), facecolors=colour, label=label)
                 label = None
     names = [f"{lane}{', measured' if of == MEASURED else ''}" for lane, of in rows]

@@ -35,23 +35,22 @@ class ProgramFacts:
 
     def table(self) -> ParameterTable:
         """Return the parameters as the program's passes have laid them out."""
-        return ParameterTable(
-            tuple(
-                ParameterInfo(
-                    index=index,
-                    name=name,
-                    shape=of["shape"],
-                    stride=of["stride"],
-                    dtype=getattr(torch, of["dtype"]),
-                    device=torch.device(of["device"]),
-                    requires_grad=of["requires_grad"],
-                    world_size=self.world_size,
-                    rank=self.rank,
-                    assigned=Place(*of["place"]) if "place" in of else None,
-                )
-                for index, (name, of) in enumerate(self.facts["PARAMETERS"].items())
+        infos = (
+            ParameterInfo(
+                index=index,
+                name=name,
+                shape=of["shape"],
+                stride=of["stride"],
+                dtype=getattr(torch, of["dtype"]),
+                device=torch.device(of["device"]),
+                requires_grad=of["requires_grad"],
+                world_size=self.world_size,
+                rank=self.rank,
+                assigned=Place(*of["place"]) if "place" in of else None,
             )
+            for index, (name, of) in enumerate(self.facts["PARAMETERS"].items())
         )
+        return ParameterTable(tuple(infos))
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,6 @@ class ProgramText:
         self.handles: dict[int, int] = {}
         self.reads_file = False
         self.constants: dict[str, AsItIs] = {}
-        self._buckets: dict[int, list[str]] = {}
-        for info in sorted(self.table, key=lambda info: info.place.offset):
-            self._buckets.setdefault(info.place.bucket, []).append(quoted_name(info.name))
         self.obstacles: list[str] = []  # to running it again: none, for most programs
 
     def file(self) -> str:
@@ -134,28 +131,22 @@ class ProgramText:
 
     def _program(self) -> str:
         graph = self.gm.graph
-        lines = ["def program("]
-        for node in placeholders(graph):
-            lines.append(f"    {node.name}: {_annotation(node)},")
-        lines.append("):")
-        dying = _last_reads(graph)
-        place = ""
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                lines += ["", f"    return {self._argument(node.args[0])}"]
-                continue
+        inputs = (f"    {node.name}: {_annotation(node)}," for node in placeholders(graph))
+        lines, place = ["def program(", *inputs, "):"], ""
+        statements = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        last_read: dict[fx.Node, list[str]] = defaultdict(list)
+        for node in statements:
+            last_read[max(node.users, default=node)].append(node.name)
+        for node in statements:
             source = _source(node)
             if source and source != place:
                 lines += ["", f"    # from {source}"]  # code is not wrapped
                 place = source
             for note in self._notes(node):
                 lines += comment(note)
-            gone = ", ".join(read.name for read in dying.get(node, ()))
-            end = f";  del {gone}" if gone else ""
-            call = self._call(node)
-            lines.append(f"    {node.name}: {_annotation(node)} = {call}{end}")
+            end = f";  del {', '.join(last_read[node])}" if last_read[node] else ""
+            lines.append(f"    {node.name}: {_annotation(node)} = {self._call(node)}{end}")
+        lines += ["", f"    return {self._argument(graph.output_node().args[0])}"]
         return "\n".join(lines)
 
     def _notes(self, node: fx.Node) -> list[str]:
@@ -181,7 +172,7 @@ class ProgramText:
         """
         if parameter_of(node) >= 0:
             return quoted_name(self.table[parameter_of(node)].name)
-        members = self._buckets.get(bucket_of(node), []) if bucket_of(node) >= 0 else []
+        members = [quoted_name(info.name) for info in self.table.bucket(bucket_of(node))]
         starts = ops.starts(node) or node.target is ops.on_owners
         return ", ".join(members) if starts or len(members) <= _FEW else ""
 
@@ -273,26 +264,15 @@ def _described(info: ParameterInfo) -> dict[str, Any]:
     return described
 
 
-def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, by node, the nodes that nothing reads after it."""
-    dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            dying[max(node.users, key=order.__getitem__, default=node)].append(node)
-    return dying
-
-
 def _source(node: fx.Node) -> str:
     """``train.py:12 (model.head): loss = model(x)``: the user's line, and the module it is in."""
     place, text = source_of(node)
     if not place:
         return ""
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    if not modules:
-        return f"{place}: {one_line(text)}"
-    path = re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", one_line(modules[-1][0]))  # G['model'].head
-    return f"{place} ({path}): {one_line(text)}"
+    if modules := list((node.meta.get("nn_module_stack") or {}).values()):
+        path = one_line(modules[-1][0])  # G['model'].head
+        place += " (" + re.sub(r"""^[LG]\[['"](.*?)['"]\]""", r"\1", path) + ")"
+    return f"{place}: {one_line(text)}"
 
 
 def _annotation(node: fx.Node) -> str:

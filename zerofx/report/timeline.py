@@ -10,7 +10,7 @@ import json
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ from zerofx.cost.program import owned_bytes
 from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
-from zerofx.hardware import Hardware
 from zerofx.ir import ops
-from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, provenance, role
 from zerofx.ir.source import source_of
+from zerofx.passes.base import PassContext
 from zerofx.report.memory import LOWERED_BY, Piece, alive, parameters_of, phases_of, pieces_of
 from zerofx.report.python_text import value_text
 
@@ -43,30 +42,26 @@ LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
 """The words list so many tensors at the peak, so many waits, and so many parameters of each."""
 
+Event = dict[str, Any]
+"""One entry of a trace, as JSON has it."""
+
 StateBytes = Mapping[tuple[int, int], float]
 """The bytes per element that optimizers keep, by (optimizer, parameter)."""
 
 
 def trace_of(
-    graph: fx.Graph,
-    table: ParameterTable,
-    hardware: Hardware,
-    world_size: int,
-    *,
-    title: str = "step",
-    sockets: bool = False,
-    state_bytes: StateBytes | None = None,
+    graph: fx.Graph, ctx: PassContext, *, title: str = "step", state_bytes: StateBytes | None = None
 ) -> dict[str, Any]:
     """Predict one step of a program; return it as a Chrome trace.
 
-    Lanes are threads and memory is in counters.  ``sockets`` and ``state_bytes`` are as in
-    ``pieces_of``.  Under ``zerofx`` lie the words of the command ``timeline``, the nodes' names
-    and, by the name of a wait, the node that started what it waits for.
+    Lanes are threads and memory is in counters.  ``state_bytes`` is as in ``pieces_of``.  Under
+    ``zerofx`` lie the words of the command ``timeline``, the nodes' names and, by the name of a
+    wait, the node that started what it waits for.
     """
-    timeline = predict(graph, hardware, table, world_size)
-    nodes = list(graph.nodes)
-    pieces = pieces_of(graph, table, world_size, sockets=sockets, state_bytes=state_bytes)
-    writer = _Writer(nodes, table, world_size, timeline)
+    timeline = predict(graph, ctx.figures, ctx.table, ctx.world_size)
+    nodes, sockets = list(graph.nodes), not ctx.options.peer_memory
+    pieces = pieces_of(graph, ctx.table, ctx.world_size, sockets=sockets, state_bytes=state_bytes)
+    writer = _Writer(nodes, ctx, timeline)
     lanes = {span.lane for span in timeline.spans}
     return {
         "displayTimeUnit": "ms",
@@ -81,7 +76,7 @@ def trace_of(
             "version": VERSION,
             "title": title,
             "step_s": timeline.step_s,
-            "hardware": f"{hardware} ({hardware.source})",
+            "hardware": f"{ctx.figures} ({ctx.figures.source})",
             "words": _words(writer, pieces),
             "nodes": [node.name for node in nodes],
             "waits_for": {n.name: n.args[0].name for n in filter(ops.is_wait, nodes)},
@@ -115,20 +110,19 @@ def read(path: Path) -> dict[str, Any]:
 REMEDY = "Dump the program again, with the option dump or with ZEROFX_DUMP."
 
 
-def process_events(process: int, title: str, lanes: Collection[str]) -> list[dict[str, Any]]:
+def process_events(process: int, title: str, lanes: Collection[str]) -> Iterator[Event]:
     """Name a process and its lanes."""
-    named = [{"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}]
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
     for number, lane in enumerate(LANES, 1):
         if lane in lanes:
             where = {"ph": "M", "pid": process, "tid": number}
-            named.append({**where, "name": "thread_name", "args": {"name": lane}})
-            named.append({**where, "name": "thread_sort_index", "args": {"sort_index": number}})
-    return named
+            yield {**where, "name": "thread_name", "args": {"name": lane}}
+            yield {**where, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
 def span_event(
     process: int, lane: str, name: str, kind: str, begin_s: float, end_s: float, **args: Any
-) -> dict[str, Any]:
+) -> Event:
     """Return a bar on a lane, in whole nanoseconds, so that no viewer rounds bars together."""
     return {
         "ph": "X",
@@ -145,41 +139,35 @@ def span_event(
 class _Writer:
     """Writes what nodes do on lanes."""
 
-    def __init__(
-        self, nodes: Sequence[fx.Node], table: ParameterTable, world_size: int, timeline: Timeline
-    ):
-        self.nodes, self.table, self.world_size, self.timeline = nodes, table, world_size, timeline
+    def __init__(self, nodes: Sequence[fx.Node], ctx: PassContext, timeline: Timeline):
+        self.nodes, self.ctx, self.timeline = nodes, ctx, timeline
         self.phases = phases_of(nodes)
-        self.parameters = parameters_of(nodes, table)
-        self.order = {node: position for position, node in enumerate(nodes)}
+        self.parameters = parameters_of(nodes, ctx.table)
 
-    def spans(self) -> list[dict[str, Any]]:
-        found = []
+    def spans(self) -> Iterator[Event]:
         for node, lane, begin_s, end_s in self.timeline.spans:
             kind, facts = self._kind(node, lane), self._facts(node, lane)
-            found.append(span_event(PREDICTED, lane, node.name, kind, begin_s, end_s, **facts))
-        return found
+            yield span_event(PREDICTED, lane, node.name, kind, begin_s, end_s, **facts)
 
-    def arrows(self) -> list[dict[str, Any]]:
+    def arrows(self) -> Iterator[Event]:
         """Lead an arrow from each transfer to the wait that it holds up."""
+        order = {node: position for position, node in enumerate(self.nodes)}
         begins = {s.node: s for s in self.timeline.spans if s.lane not in ("compute", "waiting")}
-        found = []
         for span in self.timeline.spans:
             source = begins.get(span.node.args[0]) if ops.is_wait(span.node) else None
             if source is None or span.lane != "waiting":
                 continue
-            arrow = {"bp": "e", "id": self.order[span.node], "pid": PREDICTED}
+            arrow = {"bp": "e", "id": order[span.node], "pid": PREDICTED}
             arrow |= {"name": "awaited", "cat": "awaited"}
             ends = [("s", source.lane, source.begin_s), ("f", "waiting", span.end_s - 1e-9)]
             for phase, lane, at_s in ends:
                 where = {"tid": 1 + LANES.index(lane), "ts": _microseconds(max(at_s, 0.0))}
-                found.append({"ph": phase, **arrow, **where})
-        return found
+                yield {"ph": phase, **arrow, **where}
 
     def serves(self, node: fx.Node, most: int | None = None) -> str:
         """``bucket 2: a, b``: the parameters that a node serves, is a gradient of or reads."""
         bucket = f"bucket {bucket_of(node)}" if bucket_of(node) >= 0 else ""
-        names = [self.table[index].name for index in sorted(self.parameters[node])]
+        names = [self.ctx.table[index].name for index in sorted(self.parameters[node])]
         if most is not None and len(names) > most:
             names[most:] = [f"{len(names) - most} more"]
         return ": ".join(filter(None, (bucket, ", ".join(names))))
@@ -209,11 +197,12 @@ class _Writer:
     def _carried(self, node: fx.Node, lane: str) -> int:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""
         if node.target is ops.on_owners:
-            return owned_bytes(node, self.world_size, self.table) if lane == "link" else 0
+            ranks, table = self.ctx.world_size, self.ctx.table
+            return owned_bytes(node, ranks, table) if lane == "link" else 0
         if lane != ops.lane(node) or ops.updates_on_host(node):
             return 0
         rules = ops.rules(node)
-        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.table))
+        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.ctx.table))
 
 
 def _operator(node: fx.Node) -> str:
@@ -222,16 +211,13 @@ def _operator(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _counters(
-    pieces: Iterable[Piece], issued_s: Sequence[float], place: str
-) -> list[dict[str, Any]]:
-    """Return memory over time: in all, and by kind.
+def _counters(pieces: Iterable[Piece], issued_s: Sequence[float], place: str) -> Iterator[Event]:
+    """Yield memory over time: in all, and by kind.
 
     Several nodes may run at one time, if they take none: the highest and the last are shown.
     """
     kinds = alive(pieces, len(issued_s), place)
     columns = zip(map(_microseconds, issued_s), zip(*kinds.values(), strict=True), strict=False)
-    events: list[dict[str, Any]] = []
     shown = None
     for at_us, group in itertools.groupby(columns, operator.itemgetter(0)):
         there = [column for _, column in group]
@@ -240,10 +226,9 @@ def _counters(
                 continue
             shown = column
             event = {"ph": "C", "pid": PREDICTED, "tid": 0, "ts": at_us}
-            events.append({**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}})
+            yield {**event, "name": f"{place} memory", "args": {"bytes": sum(shown)}}
             by_kind = dict(zip(kinds, shown, strict=True))
-            events.append({**event, "name": f"{place} memory by kind", "args": by_kind})
-    return events
+            yield {**event, "name": f"{place} memory by kind", "args": by_kind}
 
 
 def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
@@ -259,9 +244,7 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
     share = f", {at_s / timeline.step_s:.0%} into the step" if timeline.step_s else ""
     place = f" ({_short_source(node)})" if _short_source(node) else ""
     parts = sorted(((column[peak], kind) for kind, column in kinds.items()), reverse=True)
-    consists = ", ".join(
-        f"{n / totals[peak]:.1%} {kind} ({size_text(n)})" for n, kind in parts if n
-    )
+    shares = (f"{n / totals[peak]:.1%} {kind} ({size_text(n)})" for n, kind in parts if n)
     there = [p for p in pieces if p.place == "device" and p.begin <= peak <= p.end]
     there.sort(key=lambda piece: (-piece.nbytes, piece.begin))
     rows = [
@@ -274,7 +257,7 @@ def _words(writer: _Writer, pieces: Sequence[Piece]) -> list[str]:
         *lines,
         f"The peak is {size_text(totals[peak])} at {duration(at_s)}{share}, while {node.name} runs "
         f"in {writer.phases[node]}{place}.",
-        f"It is {consists}.",
+        f"It is {', '.join(shares)}.",
         f"Most of it is {parts[0][1]}: {LOWERED_BY[parts[0][1]]}.",
         "",
         *tabulate(rows, headers=headers, disable_numparse=True).splitlines(),
@@ -294,7 +277,7 @@ def _longest_waits(writer: _Writer) -> list[str]:
     for span in writer.timeline.spans:
         if span.lane == "waiting":
             waits[span.node] += span.end_s - span.begin_s
-    longest = sorted(waits, key=lambda node: (-waits[node], writer.order[node]))[:_LONGEST]
+    longest = sorted(waits, key=lambda node: -waits[node])[:_LONGEST]
     if not longest:
         return []
     rows = [(duration(waits[node]), node.name, writer.serves(node, _NAMES)) for node in longest]

@@ -28,7 +28,6 @@ EXPLANATION = "explain.txt"
 REJECTED = ".rejected"
 """Ends the name of a program that has broken a rule: ``06_bucket.rejected.py``."""
 
-
 Costs = Mapping[str, str]
 """What a program costs one rank in one step, as its header says it."""
 
@@ -62,9 +61,8 @@ class ProgramDump:
         """
         number = len(self.costs)
         self.costs.append((name, self._costs_of(gm)))
-        return self._write_program(
-            f"{number:02d}_{name}", self._header(number, name, report), self._text(gm)
-        )
+        header = self._header(number, name, report)
+        return self._write_program(f"{number:02d}_{name}", header, self._text(gm))
 
     def write_rejected(self, name: str, gm: fx.GraphModule, error: Exception) -> Path | None:
         """Write what is there when an error ends a pass, without costs.
@@ -117,18 +115,10 @@ class ProgramDump:
         """
         if self.folder is None or not self.folder.works:
             return
-        ctx = self.ctx
         program = f"{len(self.costs) - 1:02d}_{self.costs[-1][0]}"
         function = self.name.rpartition("/")[2]
-        trace = trace_of(
-            gm.graph,
-            ctx.table,
-            ctx.figures,
-            ctx.world_size,
-            title=f"{function}: {program}, rank {ctx.rank} of {ctx.world_size}",
-            sockets=not ctx.options.peer_memory,
-            state_bytes=state_bytes,
-        )
+        title = f"{function}: {program}, rank {self.ctx.rank} of {self.ctx.world_size}"
+        trace = trace_of(gm.graph, self.ctx, title=title, state_bytes=state_bytes)
         self.write_file(f"{program}{SUFFIX}", text_of(trace))
 
     def write_summary(self, reports: Sequence, predicted: str = "") -> None:
