@@ -128,6 +128,8 @@ class Buckets:
         memory = self._homes.get(parameters[0])
         if memory is not None and memory.is_made_of(shards):
             return memory.own
+        # What is packed may travel from where it is: later shards do not come next to it.
+        self._cuts.pop((self.table[parameters[0]].place.bucket, shards[0].dtype), None)
         return pack(shards, [self.table[index] for index in parameters])
 
     def flatten_bucket(
