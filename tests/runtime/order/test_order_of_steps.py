@@ -116,7 +116,7 @@ PLANTED = [
     Case("clipped", 3, {**OFFLOADED, **IN_FILES}, True),
     Case("stepped_twice", 3, OFFLOADED),
     Case("plain", 3, ACTIVATIONS),
-    Case("plain", 0, {**ACTIVATIONS, "offload_cache_bytes": 8192}, True),
+    Case("stepped_twice", 0, {**ACTIVATIONS, "offload_cache_bytes": 8192}, True),
     Case("write", 3, {**OFFLOADED, **IN_FILES}, True),
     Case("save", 0),
     Case("save", 3, {"offload": "optimizer"}),
