@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Sizes, batches_of, loss_of
+from models import Sizes, batches_of
+from systems import with_zerofx
 from tabulate import tabulate
 
 DEPTHS = (16, 32)
@@ -97,20 +98,10 @@ class Step:
     def __init__(self, layers: int) -> None:
         sizes = Sizes("plain llama", vocabulary=128, width=64, layers=layers)
         torch.manual_seed(0)
-        self.model = sizes.build()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        options = {"stage": 3, "lowering": "inductor", "bucket_bytes": 1 << 30}
+        self.step = with_zerofx(**options)(sizes.build())
         self.batch = batches_of(sizes, 1, 8, 0, torch.device("cpu"))[0]
         self.program_s = 0.0
-
-        def step(model, optimizer, tokens):
-            loss = loss_of(model, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        options = {"stage": 3, "lowering": "inductor", "bucket_bytes": 1 << 30}
-        self.compiled = torch.compile(step, backend="zero", options=options)
         for _ in range(3):
             self()
         (runtime,) = self._runtimes()
@@ -125,7 +116,7 @@ class Step:
         runtime.program = timed
 
     def __call__(self) -> None:
-        self.compiled(self.model, self.optimizer, self.batch)
+        self.step(self.batch)
 
     def _runtimes(self) -> list[Any]:
         from zerofx.backend import zero

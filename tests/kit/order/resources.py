@@ -15,7 +15,7 @@ from zerofx.runtime.storage.disk.host_cache import HostCache
 
 
 class Resources:
-    """What reads and writes a folder of checkpoints, and where a cache counts memory as free."""
+    """Notes who reads and writes a folder of checkpoints, and what a cache counts as free."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes

@@ -85,6 +85,12 @@ def test_every_run_is_in_order(case, tmp_path):
     check([outcome_of(case, str(tmp_path), plants=False)])
 
 
+@pytest.mark.nightly
+def test_a_shard_is_not_taken_into_a_buffer_that_travels(tmp_path):
+    """Its last write to a parameter stands behind the update: a bucket is packed twice."""
+    check([outcome_of(Case("weights_decayed_by_hand", 1), str(tmp_path), plants=False)])
+
+
 OF_RANKS = [
     Case("clipped", 0),
     Case("clipped", 1),

@@ -98,8 +98,8 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
 
 def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     """Return this rank's figures.  Collective: all ranks exchange the same buffers."""
-    ranks, kind = probe.world_size, is_accelerator(device)
-    large_bytes = LARGE_BYTES[kind]
+    ranks, on_accelerator = probe.world_size, is_accelerator(device)
+    large_bytes = LARGE_BYTES[on_accelerator]
 
     def exchange(nbytes: int) -> float:
         """Seconds of a gather and a reduce-scatter of a buffer, on average."""
@@ -119,13 +119,13 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     # All ranks go by the slowest of them, or they would exchange different buffers.
     sending_s = max(seconds - latency_s, seconds / 10)
     here = torch.tensor([sending_s], dtype=torch.float64, device=device)
-    times = large_bytes / SMALL_BYTES * TIMES * IN_A_ROW[kind]
+    times = large_bytes / SMALL_BYTES * TIMES * IN_A_ROW[on_accelerator]
     if probe.gather_whole(here).max().item() * times < LONGEST_S:
         nbytes, seconds = large_bytes, exchange(large_bytes)
     sent = nbytes * (ranks - 1) / ranks
-    size, dtype = MATRIX[kind]
+    size, dtype = MATRIX[on_accelerator]
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    vector = torch.ones(NUMEL[kind], device=device)
+    vector = torch.ones(NUMEL[on_accelerator], device=device)
     other = torch.ones_like(vector)
     return Hardware(
         latency_s=latency_s,

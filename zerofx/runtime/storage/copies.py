@@ -108,9 +108,8 @@ class Copies:
         device, event = pieces[0].device, None
         into = list(shards)
         for parts, place in _to_neighbours(pieces, into):
-            if is_accelerator(
-                device
-            ):  # behind what has been brought from there, which it waited for
+            if is_accelerator(device):
+                # Behind what has been brought from there, which it waited for.
                 event = self._copy_beside("to host", device, parts, place)
             else:
                 event = self._copy_by_worker("to host", parts, place)
