@@ -100,10 +100,10 @@ def read_arguments(
             shards.append(False)
             if not value.dim() and value.is_cpu:
                 number = value.item()
-                if _is_number(number):
+                kind = kind_of_number(number, value.dtype, is_input)
+                if kind is not None:
                     scalars.append(number)
-                    counts = is_input and _counts_exactly(number, value.dtype)
-                    return ("scalar tensor", value.dtype, counts)
+                    return kind
             if value.shape == shard_shape:
                 shards[-1] = True
                 return ("shard", value.dtype, value.device)
@@ -124,6 +124,13 @@ def read_arguments(
 
     key = tuple((name, describe(value, name in inputs)) for name, value in values.items())
     return Arguments(values, key, kinds, tensors, shards, scalars)
+
+
+def kind_of_number(number: Any, dtype: torch.dtype, is_input: bool = True) -> tuple | None:
+    """The kind of a 0-dim tensor with a number in it; None if it is not finite."""
+    if not _is_number(number):
+        return None
+    return ("scalar tensor", dtype, is_input and _counts_exactly(number, dtype))
 
 
 def not_carried(state: Any) -> tuple[str, str] | None:

@@ -138,22 +138,19 @@ class TritonKernel:
         """The rows of the segments and of their numbers, on the device."""
         device = segments[0].tensors[0].device
         starts = itertools.accumulate((count * chunk for count in chunks), initial=0)
-        rows = [
-            (start, segment.tensors[0].numel(), *(tensor.data_ptr() for tensor in segment.tensors))
-            for start, segment in zip(starts, segments, strict=False)
-        ]
+        rows = []
+        for start, segment in zip(starts, segments, strict=False):
+            rows += [start, len(segment.tensors[0])]
+            rows += [tensor.data_ptr() for tensor in segment.tensors]
         given = [bound.numbers[number] for bound in segments for number in self.program.numbers]
         on_device = {place: number for place, number in enumerate(given) if _is_on_device(number)}
         known = [0.0 if place in on_device else float(x) for place, x in enumerate(given)]
-        places = list(itertools.chain.from_iterable(rows))
-        places += [0] * (len(places) % 2)  # numbers start at 16 bytes, as Triton likes pointers
-        size = len(places)
-        packed = bytearray(struct.pack(f"{size}q{len(known)}d", *places, *known))
-        host = torch.frombuffer(packed, dtype=torch.int64)
-        both = (host.pin_memory() if _on_gpu(device) else host).to(device, non_blocking=True)
-        table, numbers = both[:size], both[size:].view(torch.float64)
-        for place, number in on_device.items():
-            numbers[place].copy_(number)
+        table = _sent(struct.pack(f"{len(rows)}q", *rows), device)
+        numbers = _sent(struct.pack(f"{len(known)}d", *known), device).view(torch.float64)
+        if on_device:
+            numbers = numbers.clone()
+            for place, number in on_device.items():
+                numbers[place].copy_(number)
         return table, numbers
 
     def _check(self, segment: Bound) -> None:
@@ -217,6 +214,17 @@ class Launches:
         self._waiting.clear()
         sums = (kernel.launch(segments) for kernel, segments in waiting)
         return [squares for squares in sums if squares is not None]
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(words: bytes, device: torch.device) -> Tensor:
+    """Words of eight bytes on the device, where nothing writes to them: as numbers, [words]."""
+    host = (
+        torch.frombuffer(bytearray(words), dtype=torch.int64)
+        if words
+        else torch.empty(0, dtype=torch.int64)
+    )
+    return (host.pin_memory() if _on_gpu(device) else host).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerofx import compat
 from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
-from zerofx.codegen.trace.arguments import Arguments
+from zerofx.codegen.trace.arguments import Arguments, kind_of_number
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import adjoin, join, ordinary_tensors, without_base
@@ -81,6 +81,11 @@ class Piece(NamedTuple):
         """The layout of the first: all are of one dtype and device."""
         return self.parameters[0].info
 
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The parameters' numbers."""
+        return tuple(parameter.index for parameter in self.parameters)
+
 
 class Traced(NamedTuple):
     """The update that holds for a group and a state as they are now, and what these give it."""
@@ -94,6 +99,67 @@ class Traced(NamedTuple):
         """What the update takes after the parameter and the gradient: tensors, then numbers."""
         group, state = self.group, self.state
         return [*group.tensors, *state.tensors, *group.scalars, *state.scalars]
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the update was traced for numbers like these."""
+        guard = self.update.guard
+        return guard is None or guard((*self.group.scalars, *self.state.scalars))
+
+
+class KnownStates:
+    """Neighbours' states as they were when they were last seen as one.
+
+    It holds none of them: they may be moved away, or replaced by others that have been loaded.
+    """
+
+    def __init__(self, states: Sequence[dict[str, Any]], seen_as_one: Arguments) -> None:
+        self._key, self._kinds = seen_as_one.key, seen_as_one.kinds
+        self._shards = seen_as_one.shards
+        self._seen = [
+            [(name, weakref.ref(value), _place(value)) for name, value in state.items()]
+            for state in states
+        ]
+
+    @staticmethod
+    def can_be(seen_as_one: Arguments) -> bool:
+        """Return whether a state is nothing but shards and numbers, as 0-dim tensors."""
+        return all(type(kind) is tuple and kind[0] in _KNOWN_KINDS for kind in seen_as_one.kinds)
+
+    def again(self, states: Sequence[dict[str, Any]]) -> Arguments | None:
+        """See the states as one, with the numbers that they have now; None if they have changed.
+
+        Tensors at the addresses of some that were in one storage are in one storage.
+        """
+        for state, seen in zip(states, self._seen, strict=True):
+            if len(state) != len(seen):
+                return None
+            for name, known, place in seen:
+                value = state.get(name)
+                if value is None or value is not known() or _place(value) != place:
+                    return None
+        values: dict[str, Tensor] = {}
+        scalars = []
+        for name, kind, is_shard in zip(states[0], self._kinds, self._shards, strict=True):
+            if is_shard:
+                values[name] = join([state[name] for state in states])
+                continue
+            values[name] = first = states[0][name]
+            number = first.item()
+            if kind != kind_of_number(number, first.dtype):
+                return None
+            if any(state[name].item() != number for state in states):
+                return None
+            scalars.append(number)
+        tensors = list(values.values())
+        return Arguments(values, self._key, self._kinds, tensors, self._shards, scalars)
+
+
+_KNOWN_KINDS = ("shard", "scalar tensor")
+
+
+def _place(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:

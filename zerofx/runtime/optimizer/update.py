@@ -14,10 +14,18 @@ from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import adjoin, layout
-from zerofx.runtime.optimizer.piece import GroupOfStep, Piece, Traced, joined_state
+from zerofx.runtime.optimizer.piece import (
+    GroupOfStep,
+    KnownStates,
+    Piece,
+    Traced,
+    joined_state,
+)
+from zerofx.runtime.optimizer.precision import Draw
 from zerofx.runtime.optimizer.setup import UpdateSettings
 from zerofx.runtime.optimizer.states import StatePlaces
 from zerofx.runtime.optimizer.traces import Member, TracedOptimizer
@@ -65,6 +73,18 @@ class Fused(NamedTuple):
 ALONE = Fused()
 
 
+class KnownRun(NamedTuple):
+    """What ran a piece's update last, and will again while all that it was chosen by is the same.
+
+    ``chosen_by`` is all of that but the states.
+    """
+
+    states: KnownStates
+    chosen_by: tuple
+    update: Update
+    kernel: Kernel
+
+
 class OptimizerRunner(TracedOptimizer):
     """Updates parameters as an optimizer's ``step`` would, one at a time.
 
@@ -90,6 +110,7 @@ class OptimizerRunner(TracedOptimizer):
         self.states = StatePlaces(self)
         # Of updates that run together: how they lay in the last step, and their pieces.
         self._cuts: dict[tuple[int, ...], tuple[tuple | None, list[list[int]]]] = {}
+        self._known_runs: dict[tuple[int, ...], KnownRun] = {}
 
     def begin(self) -> None:
         super().begin()
@@ -247,8 +268,29 @@ class OptimizerRunner(TracedOptimizer):
             if sum(shard.numel() for shard, *_ in members) < FEWEST_ELEMENTS:
                 return None
         piece = self.piece(members)
-        values = joined_state(piece.states, piece.lengths)
-        return None if values is None else self._ready(piece._replace(values=values), fused)
+        ready = self._again(piece, fused)
+        if ready is None:
+            values = joined_state(piece.states, piece.lengths)
+            if values is not None:
+                ready = self._ready(piece._replace(values=values), fused)
+        return ready
+
+    def _again(self, piece: Piece, fused: Fused) -> ReadyUpdate | None:
+        """The run of a piece that is as in the last step; None if anything but numbers differs."""
+        known = self._known_runs.get(piece.indices)
+        if known is None:
+            return None
+        group = self._read(piece.group)
+        state = known.states.again(piece.states)
+        if state is None or known.chosen_by != _chosen_by(piece, fused):
+            return None
+        traced = Traced(known.update, group, state)
+        if not traced.holds:
+            return None
+        inputs = [*traced.inputs, *fused.coefficients]
+        return self._of(
+            piece._replace(values=state.values), known.update, known.kernel, inputs, fused
+        )
 
     @torch.no_grad()
     def _ready(self, piece: Piece, fused: Fused | None = None) -> ReadyUpdate | None:
@@ -265,15 +307,32 @@ class OptimizerRunner(TracedOptimizer):
         kernel: Kernel | None
         if fused is None:
             kernel = kernels.without(update, self._is_coded(info))
-        else:
-            kernel = kernels.find(update, data, grad, fused.work, fused.gives_squares)
-            inputs += fused.coefficients
+            return self._of(piece, update, kernel, inputs, ALONE, draw)
+        kernel = kernels.find(update, data, grad, fused.work, fused.gives_squares)
         if kernel is None:
             return None
+        if update is traced.update and KnownStates.can_be(traced.state):
+            known = KnownStates(piece.states, traced.state)
+            self._known_runs[piece.indices] = KnownRun(
+                known, _chosen_by(piece, fused), update, kernel
+            )
+        return self._of(piece, update, kernel, [*inputs, *fused.coefficients], fused, draw)
+
+    def _of(
+        self,
+        piece: Piece,
+        update: Update,
+        kernel: Kernel,
+        inputs: Sequence[Any],
+        fused: Fused,
+        draw: Draw | None = None,
+    ) -> ReadyUpdate:
+        """The run of a kernel that has been chosen."""
+        data, grad, values, info = piece.data, piece.grad, piece.values, piece.info
         waits = {}
         # New states are settled below, and rounded: what makes them cannot wait.
         is_settled = draw is None or all(name in values for name, _ in update.state)
-        if fused is not None and kernel.may_wait and is_settled:
+        if kernel.may_wait and is_settled and fused.launches is not None:
             waits["launches"] = fused.launches
         converted = grad  # which may be there only when the kernel computes
         if grad.dtype is not kernel.gradient_dtype:
@@ -310,3 +369,10 @@ class OptimizerRunner(TracedOptimizer):
             for parameter in piece.parameters:
                 self.check_gradient(update, parameter)
         return True
+
+
+def _chosen_by(piece: Piece, fused: Fused) -> tuple:
+    """What the kernel of a piece is chosen by, but for its states and the guard of its trace."""
+    attributes = [parameter.attributes for parameter in piece.parameters]
+    dtypes = (piece.data.dtype, piece.grad.dtype)
+    return (piece.group.key, attributes, dtypes, fused.work, fused.gives_squares)
