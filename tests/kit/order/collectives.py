@@ -42,8 +42,8 @@ class Collectives:
         communicator = communication.Communicator
         yield patch(communicator, "_transport_of", lambda one, device: self._transport(one.group))
         yield patch(transport, "dist", self._namespace())
-        yield patch(transport, "all_gather", self._all_gather)
-        yield patch(transport, "_reduce_scatter", self._reduce_scatter)
+        yield patch(compat.tensors, "start_all_gather", self._all_gather)
+        yield patch(compat.tensors, "start_reduce_scatter", self._reduce_scatter)
 
     def _namespace(self) -> Any:
         return SimpleNamespace(

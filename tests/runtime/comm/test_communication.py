@@ -15,7 +15,8 @@ from tests.kit.allocations import Allocations
 from tests.kit.covering import first, only
 from tests.kit.ranks import Ranks, ranks_either_way_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
-from zerofx.runtime.comm import communication, transport
+from zerofx import compat
+from zerofx.runtime.comm import communication
 from zerofx.runtime.comm.communication import Communicator, NativeTransport, default_group
 from zerofx.runtime.comm.transport import SCALAR_BYTES
 
@@ -169,7 +170,7 @@ def test_nccl_averages_by_itself(monkeypatch):
     asked, group = [], SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     monkeypatch.setattr(communication, "_backend_for", lambda device, group: "nccl")
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: asked.append(a[1]))
-    monkeypatch.setattr(transport, "_reduce_scatter", lambda *a, **k: asked.append(a[2]))
+    monkeypatch.setattr(compat.tensors, "start_reduce_scatter", lambda *a, **k: asked.append(a[2]))
     comm, flat = Communicator(group), torch.full((4,), 6e4, dtype=torch.float16)
     assert comm.wait(comm.all_reduce_start(flat, "mean")).equal(flat)
     comm.wait(comm.reduce_scatter_start(flat, "mean", 2))

@@ -1,11 +1,15 @@
 """Buckets' flat buffers: made of their gradients, and taken where their shards lie."""
 
+import weakref
+
 import pytest
 import torch
 
-from zerofx.ir.parameters import ParameterInfo, Place
-from zerofx.runtime.memory.flat import adjoin, flatten_bucket, layout, pack
+from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.flat import Seen, adjoin, flatten_bucket, layout, pack
 from zerofx.runtime.memory.pages import BufferPool
+from zerofx.runtime.parameters.buckets import Buckets
 
 SHAPES = ((3, 4), (0, 2), (5,), (2, 3, 2))
 
@@ -62,6 +66,44 @@ def test_a_bucket_is_its_gradients_in_order_and_zeros(gap, lie, first):
         if order[0] == 0 or first is torch.float32:
             flat = flatten_bucket(*chosen, pool)
             assert flat.dtype is first and torch.equal(flat, expected)
+
+
+def test_shards_that_were_packed_where_they_lay_may_have_moved():
+    table = infos()
+    buckets = Buckets(Communicator.of(None), ParameterTable(tuple(table)), [], ())
+    flat = torch.arange(float(table[0].place.shard_numel))
+    shards = [flat.narrow(0, info.position_in_shard, info.shard_numel) for info in table]
+    indices = list(range(len(table)))
+
+    def packed():
+        result = buckets.pack(shards, indices, len(flat))
+        assert torch.equal(result, pack(shards, table))
+        return result.data_ptr() == flat.data_ptr()
+
+    assert packed() and packed()
+    shards[0].data = shards[0] * 2
+    assert not packed() and not packed()
+    shards[0] = flat.narrow(0, 0, table[0].shard_numel)
+    assert packed()
+    shards = [shard + 1 for shard in shards]
+    assert not packed()
+
+
+def test_what_was_seen_is_not_held_and_is_known_again_where_it_lay():
+    flat = torch.arange(12.0)
+    tensors = [flat[:4], flat[4:12]]
+    seen = Seen(tensors)
+    assert seen.again(tensors)
+    assert not seen.again([tensors[0], flat[4:12]])
+    assert not seen.again([tensors[0], None])
+    for changed in (flat[5:12], torch.arange(8.0), flat[4:12].view(torch.int32), flat[4:10]):
+        was, tensors[1].data = tensors[1].detach(), changed
+        assert not seen.again(tensors)
+        tensors[1].data = was
+        assert seen.again(tensors)
+    known = weakref.ref(tensors.pop())
+    assert known() is None
+    assert not seen.again([tensors[0], None])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

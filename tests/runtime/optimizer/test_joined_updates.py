@@ -1,6 +1,7 @@
 """Neighbouring shards updated in one kernel: as each by itself, for whatever lies next to what."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -208,6 +209,63 @@ def test_a_state_that_was_replaced_is_used(uncompiled):
             if seed == 2:
                 bucket.states[0]["exp_avg_sq"].mul_(2)
     assert_alike(one, other)
+
+
+def swap_moments(bucket):
+    state = bucket.states[0]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].abs(), state["exp_avg"].abs()
+
+
+def set_in_place(tensor, value):
+    tensor.data = torch.full_like(tensor, value)
+
+
+DISTURBANCES = {
+    "nothing": lambda b: None,
+    "replaced": lambda b: b.states[3].update(exp_avg=b.states[3]["exp_avg"] * 2),
+    "moved": lambda b: set_in_place(b.states[0]["exp_avg"], 0.5),
+    "all moved": lambda b: [set_in_place(state["exp_avg"], 0.5) for state in b.states],
+    "swapped": swap_moments,
+    "one count": lambda b: b.states[1]["step"].fill_(9),
+    "all counts": lambda b: [state["step"].fill_(9) for state in b.states],
+    "inexact counts": lambda b: [state["step"].fill_(2.0**25) for state in b.states],
+    "infinite counts": lambda b: [state["step"].fill_(torch.inf) for state in b.states],
+    "forgotten": lambda b: b.optimizer.state.pop(b.parameters[0]),
+    "loaded": lambda b: b.optimizer.load_state_dict(b.optimizer.state_dict()),
+    "rate": lambda b: b.optimizer.param_groups[0].update(lr=0.5),
+    "no decay": lambda b: b.optimizer.param_groups[0].update(weight_decay=0.0),
+    "maximizes": lambda b: b.optimizer.param_groups[0].update(maximize=True),
+}
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES.keys())
+def test_what_a_piece_was_known_by_is_looked_at_again(disturb, uncompiled):
+    one, other = (Bucket(CASES["adamw"], together=together) for together in (True, False))
+    for seed in range(5):
+        if seed == 3:
+            disturb(one)
+            disturb(other)
+        one.step(seed)
+        other.step(seed)
+        assert_alike(one, other)
+
+
+def test_a_piece_that_is_as_in_the_last_step_is_not_put_together_again(uncompiled, monkeypatch):
+    bucket = Bucket(CASES["adamw"], together=True)
+    bucket.step(0)  # makes states
+    bucket.step(1)
+    monkeypatch.setattr(updates, "joined_state", None)
+    bucket.step(2)
+    assert {float(state["step"]) for state in bucket.states} == {3.0}
+
+
+def test_what_is_known_of_states_keeps_none_of_them(uncompiled):
+    bucket = Bucket(CASES["adamw"], together=True)
+    for seed in range(3):
+        bucket.step(seed)
+    known = [weakref.ref(state["exp_avg"]) for state in bucket.states]
+    bucket.optimizer.state.clear()
+    assert not any(reference() is not None for reference in known)
 
 
 def test_a_step_count_of_ones_own_is_kept(uncompiled):

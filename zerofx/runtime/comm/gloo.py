@@ -17,7 +17,6 @@ from zerofx.runtime.comm.transport import (
     SCALAR_BYTES,
     Started,
     Work,
-    all_gather,
     divide,
     is_exact,
 )
@@ -151,7 +150,7 @@ class GlooTransport:
             splits = [0, shard.nbytes] if self.rank == 0 else [shard.nbytes, 0]
             return self._all_to_all(other, shard, splits, splits)
         buffers = _as_bytes(out), _as_bytes(shard)
-        return GlooWork(all_gather(*buffers, group=self.group, async_op=True), *buffers)
+        return GlooWork(compat.tensors.start_all_gather(*buffers, self.group), *buffers)
 
     def _all_to_all(self, out: torch.Tensor, flat: torch.Tensor, *splits: list[int]) -> GlooWork:
         buffers = _as_bytes(out), _as_bytes(flat)

@@ -14,9 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-# 2.13 renames both and warns at the old names; for 2.11 and 2.12, which have only those.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from zerofx import compat
 
 SCALAR_BYTES = 4096
 """A sum or maximum up to this size is latency, not bandwidth: norms, found-inf flags.
@@ -123,12 +121,12 @@ class NativeTransport:
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         result = flat.new_empty(flat.numel() // self.world_size)
         operation = self.operations[reduction]
-        work = _reduce_scatter(result, flat, operation, group=self.group, async_op=True)
+        work = compat.tensors.start_reduce_scatter(result, flat, operation, self.group)
         return Started(result, work, partial(divide, result, reduction, self._divisor))
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor | None = None) -> Started:
         result = shard.new_empty(shard.numel() * self.world_size) if into is None else into
-        return Started(result, all_gather(result, shard, group=self.group, async_op=True))
+        return Started(result, compat.tensors.start_all_gather(result, shard, self.group))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)

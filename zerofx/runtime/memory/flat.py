@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
@@ -66,26 +67,42 @@ def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torc
 
     Shapes: ``[info.shard_numel]`` each -> ``[place.shard_numel]``.
     """
+    start = start_in_storage(shards, infos)
+    if start is not None:
+        return view_of_pack(shards, infos, start)
     numel = infos[0].place.shard_numel
-    parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
-    if parts:
-        first, position = parts[0][0], parts[0][1].position_in_shard
-        start = first.storage_offset() - position
-        address = first.data_ptr() - position * first.itemsize
-        in_place = all(
-            shard.storage_offset() == start + info.position_in_shard
-            and shard.data_ptr() == address + info.position_in_shard * first.itemsize
-            for shard, info in parts
-        )
-        is_whole = first.untyped_storage().nbytes() == numel * first.itemsize or numel == sum(
-            shard.numel() for shard, _ in parts
-        )
-        if in_place and is_whole:
-            return first.as_strided((numel,), (1,), start)
     buffer = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
-    for shard, info in parts:
+    for shard, info in zip(shards, infos, strict=True):
         buffer.narrow(0, info.position_in_shard, info.shard_numel).copy_(shard)
     return buffer
+
+
+def start_in_storage(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> int | None:
+    """Where in their storage the bucket's shard begins that these are views of; None if of none."""
+    numel = infos[0].place.shard_numel
+    parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
+    if not parts:
+        return None
+    first, position = parts[0][0], parts[0][1].position_in_shard
+    start = first.storage_offset() - position
+    address = first.data_ptr() - position * first.itemsize
+    in_place = all(
+        shard.storage_offset() == start + info.position_in_shard
+        and shard.data_ptr() == address + info.position_in_shard * first.itemsize
+        for shard, info in parts
+    )
+    is_whole = first.untyped_storage().nbytes() == numel * first.itemsize or numel == sum(
+        shard.numel() for shard, _ in parts
+    )
+    return start if in_place and is_whole else None
+
+
+def view_of_pack(
+    shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], start: int
+) -> torch.Tensor:
+    """View the bucket's shard that begins at ``start`` of these shards' storage."""
+    first = next(shard for shard in shards if shard.numel())
+    return first.as_strided((infos[0].place.shard_numel,), (1,), start)
 
 
 def flatten_bucket(
@@ -96,15 +113,15 @@ def flatten_bucket(
     Shapes: ``info.shape`` each -> ``[place.shard_numel * world_size]``; padding is zero.
     """
     buffer = buffers.empty(infos[0].place.shard_numel * infos[0].world_size, wholes[0])
-    end, pieces = 0, []
+    dtype, end, pieces = buffer.dtype, 0, []
     for whole, info in zip(wholes, infos, strict=True):
-        is_next = info.place.offset == end and whole.dtype is buffer.dtype
-        is_alike = whole.stride() == info.stride and whole.numel() == info.numel
-        if info.numel and not (is_next and is_alike):
-            end = _copy_apart(wholes, infos, buffer)
-            break
-        pieces.append(whole.as_strided((info.numel,), (1,)))
-        end += info.numel
+        if numel := info.numel:
+            is_next = info.place.offset == end and whole.dtype is dtype
+            if not (is_next and whole.stride() == info.stride and whole.numel() == numel):
+                end = _copy_apart(wholes, infos, buffer)
+                break
+            pieces.append(whole.as_strided((numel,), (1,)))
+            end += numel
     else:  # on a device, one kernel for all
         torch.cat(pieces, out=buffer[:end])
     if end < len(buffer):
@@ -163,6 +180,29 @@ def with_own_storage(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     return whole_from_flat(torch.from_dlpack(capsule).view(flat.dtype), info)
 
 
+class Seen:
+    """Where tensors lay when they were last looked at.  It holds none of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._seen = [
+            (weakref.ref(t), t.data_ptr(), t.storage_offset(), t.numel(), t.dtype) for t in tensors
+        ]
+
+    def again(self, tensors: Sequence[Any]) -> bool:
+        """Return whether these are the same tensors, where they were.
+
+        Those that were in one storage still are: none other begins at its address.
+        """
+        for tensor, (known, address, offset, numel, dtype) in zip(tensors, self._seen, strict=True):
+            if tensor is None or tensor is not known() or tensor.data_ptr() != address:
+                return False
+            if tensor.storage_offset() != offset or tensor.numel() != numel:
+                return False
+            if tensor.dtype is not dtype:
+                return False
+        return True
+
+
 def adjoin(*tensors: torch.Tensor) -> bool:
     """Return whether each flat tensor begins where the one before it ends, in the same memory.
 
@@ -196,9 +236,13 @@ def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Those without elements may stand anywhere.
     """
-    lengths = [piece.numel() for piece in pieces]
-    first = pieces[next((place for place, length in enumerate(lengths) if length), 0)]
-    return first.detach().as_strided((sum(lengths),), (1,), first.storage_offset())
+    first, total = pieces[0], 0
+    for piece in pieces:
+        length = piece.numel()
+        if length and not total:
+            first = piece
+        total += length
+    return first.detach().as_strided((total,), (1,))
 
 
 def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:

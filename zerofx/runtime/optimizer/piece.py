@@ -16,7 +16,7 @@ from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import Arguments, kind_of_number
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import adjoin, join, ordinary_tensors, without_base
+from zerofx.runtime.memory.flat import Seen, adjoin, join, ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import in_huge_pages, prefer_huge_pages
 
 
@@ -116,10 +116,7 @@ class KnownStates:
     def __init__(self, states: Sequence[dict[str, Any]], seen_as_one: Arguments) -> None:
         self._key, self._kinds = seen_as_one.key, seen_as_one.kinds
         self._shards = seen_as_one.shards
-        self._seen = [
-            [(name, weakref.ref(value), _place(value)) for name, value in state.items()]
-            for state in states
-        ]
+        self._seen = {name: Seen([state[name] for state in states]) for name in states[0]}
 
     @staticmethod
     def can_be(seen_as_one: Arguments) -> bool:
@@ -127,28 +124,25 @@ class KnownStates:
         return all(type(kind) is tuple and kind[0] in _KNOWN_KINDS for kind in seen_as_one.kinds)
 
     def again(self, states: Sequence[dict[str, Any]]) -> Arguments | None:
-        """See the states as one, with the numbers that they have now; None if they have changed.
-
-        Tensors at the addresses of some that were in one storage are in one storage.
-        """
-        for state, seen in zip(states, self._seen, strict=True):
-            if len(state) != len(seen):
-                return None
-            for name, known, place in seen:
-                value = state.get(name)
-                if value is None or value is not known() or _place(value) != place:
-                    return None
+        """See the states as one, with the numbers that they have now; None if they have changed."""
+        if any(len(state) != len(self._seen) for state in states):
+            return None
         values: dict[str, Tensor] = {}
         scalars = []
-        for name, kind, is_shard in zip(states[0], self._kinds, self._shards, strict=True):
-            if is_shard:
-                values[name] = join([state[name] for state in states])
-                continue
-            values[name] = first = states[0][name]
-            number = first.item()
-            if kind != kind_of_number(number, first.dtype):
+        for (name, seen), kind, is_shard in zip(
+            self._seen.items(), self._kinds, self._shards, strict=True
+        ):
+            of_all = [state.get(name) for state in states]
+            if not seen.again(of_all):
                 return None
-            if any(state[name].item() != number for state in states):
+            if is_shard:
+                values[name] = join(of_all)
+                continue
+            values[name] = of_all[0]
+            number, *others = [value.item() for value in of_all]
+            if kind != kind_of_number(number, of_all[0].dtype) or others.count(number) < len(
+                others
+            ):
                 return None
             scalars.append(number)
         tensors = list(values.values())
@@ -156,10 +150,6 @@ class KnownStates:
 
 
 _KNOWN_KINDS = ("shard", "scalar tensor")
-
-
-def _place(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
@@ -213,8 +203,9 @@ def keep_state(
             for state in states:
                 state[name] = value
     for state in states:
-        for name in state.keys() - new.keys():
-            del state[name]
+        if len(state) > len(new):
+            for name in state.keys() - new.keys():
+                del state[name]
 
 
 def _side_by_side(

@@ -109,7 +109,8 @@ class TracedOptimizer:
                 if id(user) in known:
                     parameter = known[id(user)]
                     self._groups[parameter.index] = groups[parameter.on_host]
-                    if attributes := vars(user):
+                    attributes = vars(user)
+                    if attributes or parameter.attributes:
                         found = ((name, contents(value)) for name, value in attributes.items())
                         parameter.attributes = tuple(found)
                     if draws:

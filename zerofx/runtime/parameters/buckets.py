@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import (
+    Seen,
     copy_range,
     flat_pieces,
     flatten_bucket,
     pack,
+    start_in_storage,
     take_shard,
+    view_of_pack,
     whole_from_flat,
 )
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
@@ -48,6 +51,8 @@ class Buckets:
             object, tuple[torch.Tensor, set[int]]
         ] = {}  # buffers, and the parameters in them
         self._parameter_storages: set[int] = set()
+        # Where in their storage the shards of a bucket began that were packed last.
+        self._starts: dict[tuple[int, ...], tuple[Seen, int | None]] = {}
 
     def bind(self, bounds: Sequence[ParameterState]) -> None:
         """Know the program's parameters, and so the memory of its buckets."""
@@ -130,7 +135,12 @@ class Buckets:
             return memory.own
         # What is packed may travel from where it is: later shards do not come next to it.
         self._cuts.pop((self.table[parameters[0]].place.bucket, shards[0].dtype), None)
-        return pack(shards, [self.table[index] for index in parameters])
+        infos = [self.table[index] for index in parameters]
+        seen, start = self._starts.get(tuple(parameters), (None, None))
+        if seen is None or not seen.again(shards):
+            start = start_in_storage(shards, infos)
+            self._starts[tuple(parameters)] = Seen(shards), start
+        return pack(shards, infos) if start is None else view_of_pack(shards, infos, start)
 
     def flatten_bucket(
         self, wholes: list[torch.Tensor], parameters: list[int], numel: int
