@@ -188,17 +188,16 @@ class Seen:
             (weakref.ref(t), t.data_ptr(), t.storage_offset(), t.numel(), t.dtype) for t in tensors
         ]
 
-    def again(self, tensors: Sequence[Any]) -> bool:
+    def again(self, tensors: Iterable[Any]) -> bool:
         """Return whether these are the same tensors, where they were.
 
         Those that were in one storage still are: none other begins at its address.
         """
         for tensor, (known, address, offset, numel, dtype) in zip(tensors, self._seen, strict=True):
-            if tensor is None or tensor is not known() or tensor.data_ptr() != address:
+            was = known()
+            if was is None or tensor is not was or was.data_ptr() != address:
                 return False
-            if tensor.storage_offset() != offset or tensor.numel() != numel:
-                return False
-            if tensor.dtype is not dtype:
+            if was.storage_offset() != offset or was.numel() != numel or was.dtype is not dtype:
                 return False
         return True
 

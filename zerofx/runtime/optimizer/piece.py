@@ -132,7 +132,7 @@ class KnownStates:
         for (name, seen), kind, is_shard in zip(
             self._seen.items(), self._kinds, self._shards, strict=True
         ):
-            of_all = [state.get(name) for state in states]
+            of_all: list[Any] = [state.get(name) for state in states]
             if not seen.again(of_all):
                 return None
             if is_shard:

@@ -289,7 +289,7 @@ class OptimizerRunner(TracedOptimizer):
             return None
         inputs = [*traced.inputs, *fused.coefficients]
         return self._of(
-            piece._replace(values=state.values), known.update, known.kernel, inputs, fused
+            piece._replace(values=dict(state.values)), known.update, known.kernel, inputs, fused
         )
 
     @torch.no_grad()
