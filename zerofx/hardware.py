@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import torch
 
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Two gathered buckets of this size are a small part of any memory that trains such layers."""
@@ -26,18 +30,26 @@ class Hardware:
     neighbour's memory happen where the program waits for them.  ``copy_bytes_per_s`` is what goes
     between device and host in one direction, ``host_bytes_per_s`` what the host's memory carries,
     ``file_bytes_per_s`` what a rank's files do: nobody measures these three, they are of PCIe 4, of
-    a few memory channels and of one NVMe disk.  Units: seconds, bytes, floating point operations.
+    a few memory channels and of one NVMe disk.  ``flops_per_s`` is that of matrices,
+    ``float32_flops_per_s`` of those in float32, if they are slower than others.  Units: seconds,
+    bytes, floating point operations.
     """
 
     latency_s: float
     bytes_per_s: float
     overlaps: bool = True
     flops_per_s: float = 1e14
+    float32_flops_per_s: float | None = None
     memory_bytes_per_s: float = 1e12
     copy_bytes_per_s: float = 2.5e10
     host_bytes_per_s: float = 5e10
     file_bytes_per_s: float = 3e9
     source: str = "given"
+
+    def flops_per_s_in(self, dtype: torch.dtype) -> float:
+        """The arithmetic of matrices of a dtype in a second."""
+        is_full = dtype.itemsize >= torch.float32.itemsize
+        return self.float32_flops_per_s or self.flops_per_s if is_full else self.flops_per_s
 
     def transfer_s(self, nbytes: int, world_size: int) -> float:
         """Seconds to gather or reduce-scatter a whole buffer; none in a world of one."""
@@ -67,7 +79,7 @@ class Hardware:
         values = {
             name: value
             for name, value in asdict(self).items()
-            if name != "source" and value != assumed.get(name)
+            if name != "source" and value not in (None, assumed.get(name))
         }
         return " ".join(f"{name}={value:g}" for name, value in values.items())
 
@@ -79,6 +91,7 @@ NOMINAL = Hardware(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
 def of(figures: str | Mapping[str, object]) -> Hardware:
     """Figures by name, or ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good.
 
+    Or the path of a JSON file with these names, as ``benchmarks/first_contact.py`` writes it.
     ``latency_s`` and ``bytes_per_s`` must be among them.
 
     Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
@@ -100,6 +113,14 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
 
 
 def _items(text: str) -> dict[str, object]:
+    if text.endswith(".json"):
+        try:
+            values = json.loads(Path(text).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot be read as JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{text} holds no figures by name")
+        return values
     items = [item.partition("=") for item in text.replace(",", " ").split()]
     for name, separator, _ in items:
         if not separator:

@@ -108,6 +108,7 @@ def _device_figures(place: Place, found: Findings) -> None:
     found.figure("the host's memory, a copy by torch's threads", on_host / 1e9, "GB/s")
     found.hardware(
         flops_per_s=flops[torch.bfloat16],
+        float32_flops_per_s=flops[torch.float32],
         memory_bytes_per_s=bytes_per_s,
         copy_bytes_per_s=min(copies.values()),
         host_bytes_per_s=on_host,

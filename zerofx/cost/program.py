@@ -176,11 +176,18 @@ def seconds(node: fx.Node, figures: Hardware, table: ParameterTable) -> float:
     if ops.is_ours(node.target):
         rules = ops.rules(node)
         memory_s = rules.memory_bytes(node, table) / figures.memory_bytes_per_s
-        return max(rules.flops(node) / figures.flops_per_s, memory_s)
+        return max(_flops_s(node, rules.flops(node), figures), memory_s)
     if aliased_inputs(node) and not mutated_inputs(node):
         return 0.0
     nbytes = sum(map(hinted_bytes, (*node.all_input_nodes, node)))
-    return max(flops(node) / figures.flops_per_s, nbytes / figures.memory_bytes_per_s)
+    return max(_flops_s(node, flops(node), figures), nbytes / figures.memory_bytes_per_s)
+
+
+def _flops_s(node: fx.Node, count: int, figures: Hardware) -> float:
+    made = node.meta.get("val")
+    first = made[0] if isinstance(made, (tuple, list)) and made else made
+    dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
+    return count / figures.flops_per_s_in(dtype)
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:

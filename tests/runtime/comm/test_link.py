@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from unittest import mock
 
@@ -60,6 +61,26 @@ def test_a_group_of_one_transfers_nothing_and_has_the_largest_buckets():
 def test_what_is_shown_can_be_given_back():
     shown = str(figures(overlaps=False))
     assert of(shown) == figures(overlaps=False)
+
+
+def test_arithmetic_in_float32_has_a_figure_of_its_own():
+    assert figures(flops_per_s=8e12).flops_per_s_in(torch.float32) == 8e12
+    both = figures(flops_per_s=8e12, float32_flops_per_s=1e12)
+    assert both.flops_per_s_in(torch.float32) == both.flops_per_s_in(torch.float64) == 1e12
+    assert both.flops_per_s_in(torch.bfloat16) == 8e12
+    assert of(str(both)) == both
+
+
+def test_figures_are_read_from_a_file(tmp_path):
+    given = tmp_path / "hardware.json"
+    given.write_text(json.dumps({"latency_s": 1e-3, "bytes_per_s": 1e9}))
+    assert of(str(given)) == Hardware(1e-3, 1e9)
+    for text, words in {"[1]": "holds no figures", "{": "cannot be read", "{}": "missing"}.items():
+        given.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            of(str(given))
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        of(str(tmp_path / "none.json"))
 
 
 # What the ranks agree on.

@@ -7,6 +7,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ LONGEST_S = 0.1
 LARGE_BYTES = (2**22, 2**26)
 IN_A_ROW = (1, 8)
 """The calls that are timed together: the host starts an accelerator's while others run."""
-MATRIX = ((512, torch.float32), (4096, torch.bfloat16))
+MATRIX = ({torch.float32: 512}, {torch.bfloat16: 4096, torch.float32: 4096})
 NUMEL = (2**22, 2**25)
 """Of a sum: enough to leave the caches, and two of them a quarter of a GB of an accelerator."""
 
@@ -71,14 +73,23 @@ def rounded(figure: float) -> float:
     return 2.0 ** round(math.log2(figure))
 
 
-WORST = {"latency_s": max, "bytes_per_s": min, "flops_per_s": min, "memory_bytes_per_s": min}
+WORST = {
+    "latency_s": max,
+    "bytes_per_s": min,
+    "flops_per_s": min,
+    "float32_flops_per_s": min,
+    "memory_bytes_per_s": min,
+}
 """Of each figure that ranks measure, the slowest rank's."""
 
 
 def slowest(figures: Iterable[Hardware], source: str = "given") -> Hardware:
     """Return the figures that all ranks reach."""
     figures = list(figures)
-    reached = {n: rounded(worst(getattr(f, n) for f in figures)) for n, worst in WORST.items()}
+    reached: dict[str, Any] = {}
+    for name, worst in WORST.items():
+        of_ranks = [figure for one in figures if (figure := getattr(one, name)) is not None]
+        reached[name] = rounded(worst(of_ranks)) if of_ranks else None
     return Hardware(**reached, overlaps=all(each.overlaps for each in figures), source=source)
 
 
@@ -86,10 +97,11 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
     # A communicator of its own: what it sends is no step's traffic.
     probe = Communicator(group)
     mine = own_figures(probe, device)
-    numbers = [getattr(mine, name) for name in WORST]
+    numbers = [getattr(mine, name) or 0.0 for name in WORST]
     every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
     probe.settle()
-    ranks = (dict(zip(WORST, row, strict=True)) for row in every.view(-1, len(WORST)).tolist())
+    rows = every.view(-1, len(WORST)).tolist()
+    ranks = ({n: figure for n, figure in zip(WORST, row, strict=True) if figure} for row in rows)
     return slowest(
         (replace(mine, **figures) for figures in ranks),
         source=f"measured, the slowest of {probe.world_size} ranks",
@@ -123,15 +135,18 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     if probe.gather_whole(here).max().item() * times < LONGEST_S:
         nbytes, seconds = large_bytes, exchange(large_bytes)
     sent = nbytes * (ranks - 1) / ranks
-    size, dtype = MATRIX[on_accelerator]
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    flops_per_s = {}
+    for dtype, size in MATRIX[on_accelerator].items():
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        flops_per_s[dtype] = 2 * size**3 / _fastest(partial(torch.mm, matrix, matrix), device)
     vector = torch.ones(NUMEL[on_accelerator], device=device)
     other = torch.ones_like(vector)
     return Hardware(
         latency_s=latency_s,
         bytes_per_s=sent / max(seconds - latency_s, seconds / 10),
         overlaps=probe.overlaps(here),
-        flops_per_s=2 * size**3 / _fastest(lambda: matrix @ matrix, device),
+        flops_per_s=max(flops_per_s.values()),
+        float32_flops_per_s=flops_per_s[torch.float32],
         memory_bytes_per_s=3 * vector.nbytes / _fastest(lambda: vector.add_(other), device),
     )
 
