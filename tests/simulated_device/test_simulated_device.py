@@ -155,7 +155,7 @@ def test_a_stream_that_does_not_wait_for_a_collective_reads_old_values(devices):
 def _measured() -> tuple[Hardware, int]:
     training.give_group_a_device()
     torch.sim.reset_peak_memory_stats()
-    here, small = torch.device("sim"), (512, torch.bfloat16)  # these products are the CPU's
+    here, small = torch.device("sim"), {torch.float32: 512}  # these products are the CPU's
     with mock.patch.object(measure, "MATRIX", (small, small)):
         figures = measure.own_figures(Communicator(torch.distributed.group.WORLD), here)
     return figures, torch.sim.max_memory_allocated()
