@@ -204,9 +204,7 @@ def _divide(
         state[name] = without_base(part if whole is None else whole_from_flat(part, whole))
 
 
-def _are_shards(
-    values: Sequence[Any], lengths: Sequence[int], whole: ParameterInfo | None
-) -> bool:
+def _are_shards(values: Sequence[Any], lengths: Sequence[int], whole: ParameterInfo | None) -> bool:
     dtype = getattr(values[0], "dtype", None)
     return all(
         isinstance(value, Tensor)

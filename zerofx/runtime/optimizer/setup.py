@@ -54,9 +54,9 @@ class ProgramSetup:
     """The options of a program, and what its function has for it.
 
     ``copies`` makes its moves.  ``in_place`` are the buckets, as their parameters' indices, that it
-    may write to before its last copies do.  Updates run together, those in host memory as one for
-    each bucket, if ``joins_updates``.  ``open_files`` opens the tier for what it reads from files.  With
-    ``delayed``, updates go on into the next call, which stores what they have made.
+    may write to before its last copies do.  Updates run together if ``joins_updates``, those in
+    host memory as one for each bucket.  ``open_files`` opens the tier for what it reads from files.
+    With ``delayed``, updates go on into the next call, which stores what they have made.
     """
 
     options: Options
