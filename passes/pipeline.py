@@ -45,11 +45,11 @@ def _buffers_count(ctx: PassContext) -> str:
     return "" if ctx.options.memory_budget is None else "memory_budget counts buckets' buffers"
 
 
-# What reads the averages that ``data_parallel`` makes, what moves sharded updates, and of that what
-# fuses them into kernels: together these are the option ``fuse_optimizer``.
+# What reads the averages that ``data_parallel`` makes, what moves sharded updates, and what fuses
+# updates into kernels: together these are the option ``fuse_optimizer``.
 _of_averages = partial(Pass, requires=frozenset({"averaged_gradients"}))
 _of_updates = partial(Pass, requires=frozenset({"sharded_updates"}), smallest_stage=1)
-_fusing = partial(_of_updates, optional=True, switch="fuse_optimizer", lowers=True, why_not=_eager)
+_fusing = partial(_of_averages, optional=True, switch="fuse_optimizer", lowers=True, why_not=_eager)
 
 PIPELINE = (
     Pass(normalize),
@@ -89,7 +89,11 @@ PIPELINE = (
         conflicts=FILES_CONFLICTS,
     ),
     _of_updates(write_back, lowers=True, why_not=_no_whole_buckets),
-    _fusing(fold_gradient_norms, preserves_numerics=False),  # kernels sum in another order
+    _fusing(
+        fold_gradient_norms,
+        preserves_numerics=False,  # kernels sum in another order
+        smallest_stage=1,
+    ),
     _fusing(fold_gradient_work),
     _fusing(merge_updates),
     _of_averages(reduce_unflattened, smallest_stage=1, lowers=True, why_not=_buffers_count),

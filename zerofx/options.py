@@ -218,7 +218,8 @@ class Options:
     update_in_backward: bool = _pass(True)
     prefetch: bool = _pass(True)
     fuse_optimizer: bool = _pass(True)
-    """Updates of neighbouring shards run as one compiled kernel; with ``inductor`` only."""
+    """Updates of neighbouring shards, or of a whole parameter, are one compiled kernel; with
+    ``inductor`` only."""
     peer_memory: bool = _option(True, _SWITCH)
     """Ranks of one machine may read each other's memory; off, all goes through sockets."""
     master_weights: bool = _option(False, _SWITCH)

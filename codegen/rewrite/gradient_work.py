@@ -36,7 +36,7 @@ _OF_MEMORY = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
 
 
 def may_be_work(node: fx.Node) -> bool:
-    """Return whether an operation on a flat gradient, 0-dim tensors and constants may be such work.
+    """Return whether an operation on a gradient, 0-dim tensors and constants may be such work.
 
     Every operand that is not 0-dim has the result's shape and device, and every tensor is known
     by its ``meta["val"]``.
@@ -47,7 +47,7 @@ def may_be_work(node: fx.Node) -> bool:
     name, _ = operator_names(target)
     if name not in _ARITHMETIC | _COMPARISONS | _OTHERS or rule_of(target) is None:
         return False
-    if node.kwargs.get("rounding_mode") is not None or value.dim() != 1:
+    if node.kwargs.get("rounding_mode") is not None or not value.dim():
         return False
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     if not all(isinstance(operand, Tensor) for operand in operands):
@@ -99,7 +99,7 @@ class GradientWork:
         return cls(fx.GraphModule({}, graph), nodes[-1].meta["val"].dtype), coefficients
 
     def __call__(self, gradient: Tensor, *coefficients: Tensor) -> Tensor:
-        """Run it operator by operator.  Shapes: flat [n]; each 0-dim."""
+        """Run it operator by operator.  Shapes: any, in kernels flat [n]; each 0-dim."""
         return self.graph_module(gradient, *coefficients)
 
     @cached_property
@@ -129,7 +129,7 @@ class GradientWork:
 
 def _example_of(node: fx.Node) -> Tensor:
     value = node.meta["val"]
-    return example(value.dim(), value.dtype)
+    return example(min(value.dim(), 1), value.dtype)
 
 
 # The gradient's part of a norm.  A kernel has every element at hand, and sums their squares.

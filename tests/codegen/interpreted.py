@@ -366,13 +366,15 @@ def check_the_runtime_updates_a_bucket(name):
         one = joined.Bucket(OPTIMIZERS[name], together=True)
         other = joined.Bucket(OPTIMIZERS[name], together=False)
         one.data[3] = one.data[3].clone()  # a hole in memory: two pieces are left, and it
+        whole, its = (joined.Wholes(OPTIMIZERS[name], together) for together in (True, False))
         for seed in range(3):
-            one.step(seed)
-            other.step(seed)
+            for bucket in (one, other, whole, its):
+                bucket.step(seed)
     finally:
         TritonKernel.launch = launch
     joined.assert_alike(one, other)
-    assert launched == [3, 3, 3]
+    joined.assert_alike(whole, its)
+    assert launched == [3, 5] * 3  # of whole parameters, all that have elements
 
 
 def check_the_runtime_sums_a_buckets_squares():

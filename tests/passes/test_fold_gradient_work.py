@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.allocations import Allocations
 from tests.kit.covering import first, only
+from tests.kit.models import Lion
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.codegen import kernel
@@ -121,6 +122,18 @@ def test_a_chain_is_folded_with_what_it_branches_on(program, inputs):
     given = [values[order.index(node)] for node in one.kwargs["coefficients"]]
     (worked,) = worked_on([gradient], one.kwargs["work"], given)
     torch.testing.assert_close(worked, gradient_work(one)(gradient, *given), equal_nan=True)
+
+
+def test_work_on_a_matrix_is_that_on_a_flat_gradient(program, inputs):
+    """As gradients are at stage 0: there is one kernel for matrices and vectors."""
+    p, _, g, _, coefficient = inputs
+    matrix, its = program.input("matrix", 2, 3, kind="parameter"), program.input("its", 2, 3)
+    scaled = program.call(aten.mul.Tensor, program.call(ops.wait, its), coefficient)
+    one = program.update(p, program.call(aten.mul.Tensor, g, coefficient))
+    left = program.fold(one, program.update(matrix, scaled, 1))
+    assert aten.mul.Tensor not in left
+    one, other = program.updates()
+    assert gradient_work(one) is gradient_work(other)
 
 
 def test_equal_work_is_shared_and_other_work_is_not(program, inputs):
@@ -294,6 +307,10 @@ def batch(number, rank=0, world_size=1):
     return torch.randn(8, 12, generator=generator).chunk(world_size)[rank]
 
 
+def adamw(groups, **options):
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0, **options)
+
+
 class Trained:
     """Three steps of a compiled function; the kernels of each, and what they have made."""
 
@@ -308,6 +325,7 @@ class Trained:
         bad=None,
         rank=0,
         world_size=1,
+        make=adamw,
         **options,
     ):
         torch.manual_seed(0)
@@ -317,7 +335,7 @@ class Trained:
             {"params": model[0].parameters(), "weight_decay": 0.1},
             {"params": model[2].parameters(), "lr": 3e-3},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+        optimizer = make(groups)
         called = functools.partial(step, work)
         if stage is not None:
             called = torch.compile(
@@ -391,7 +409,7 @@ def assert_close(one, other, **tolerance):
     torch.testing.assert_close(one.states, other.states, **tolerance)
 
 
-EACH_STAGE = [(1, scale), (2, clip_value), (3, clip_norm)]
+EACH_STAGE = [(0, clip_norm), (1, scale), (2, clip_value), (3, clip_norm)]
 
 
 @pytest.mark.nightly
@@ -406,6 +424,7 @@ def test_a_step_trains_as_without(stage, work):
 def test_fewer_kernels_run_the_clipped_step():
     """As many as without clipping: one for the neighbours of a group."""
     assert Trained(3).kernels == Trained(3, nothing).kernels == [2, 2, 2]
+    assert Trained(0).kernels == [4, 4, 4]  # one for each parameter
     assert Trained(3, folds=False).kernels == [4, 4, 4]
 
 
@@ -427,7 +446,7 @@ def test_what_is_not_finite_spreads_as_without(bad, work):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+@pytest.mark.parametrize("stage", only((0, 3), (0, 1, 3)))
 def test_a_gradient_that_is_read_afterwards_has_been_clipped(stage):
     eager = Trained(None, step=step_that_looks)
     assert_close(Trained(stage, step=step_that_looks), eager)
@@ -444,7 +463,8 @@ def test_two_updates_in_a_step_have_work_of_their_own():
 
 
 @pytest.mark.nightly
-def test_a_scaled_step_unscales_in_the_kernel():
+@pytest.mark.parametrize(("stage", "kernels"), [(0, 4), (2, 2)])
+def test_a_scaled_step_unscales_in_the_kernel(stage, kernels):
     def step(_, model, optimizer, x):
         loss = loss_of(model, x)
         scaler.scale(loss).backward()
@@ -456,16 +476,16 @@ def test_a_scaled_step_unscales_in_the_kernel():
     found = []
     for options in ({}, {"fuse_optimizer": False}):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        found.append(Trained(2, step=step, bad=float("inf"), **options))
+        found.append(Trained(stage, step=step, bad=float("inf"), **options))
     folded, unfused = found
     assert_close(folded, unfused)
     assert all(value.isfinite().all() for value in folded.parameters)
-    assert folded.kernels == [2, 0, 2]  # one step was skipped
+    assert folded.kernels == [kernels, 0, kernels]  # one step was skipped
 
 
-def train_on_rank(stage, work):
+def train_on_rank(stage, work, make=adamw):
     group = torch.distributed.group.WORLD
-    ranked = {"rank": group.rank(), "world_size": group.size()}
+    ranked = {"rank": group.rank(), "world_size": group.size(), "make": make}
     folded = Trained(stage, work, **ranked)
     assert_close(folded, Trained(stage, work, fuse_optimizer=False, **ranked))
     assert any(folded.kernels)
@@ -478,6 +498,27 @@ def test_ranks_train_as_without(stage, work, ranks):
     one, other = ranks(2).run(train_on_rank, stage, work)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     torch.testing.assert_close(one, Trained(None, work).parameters, rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS = {
+    "amsgrad": functools.partial(adamw, amsgrad=True),
+    "momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "lion": Lion,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_parameters_train_as_in_eager(name, ranks):
+    make = OPTIMIZERS[name]
+    eager = Trained(None, make=make)
+    alone = Trained(0, make=make)
+    assert alone.kernels == [4, 4, 4]
+    assert_close(alone, eager)
+    assert_close(alone, Trained(0, make=make, fuse_optimizer=False))
+    one, other = ranks(2).run(train_on_rank, 0, clip_norm, make)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(one, eager.parameters, rtol=1e-4, atol=1e-5)
 
 
 # Memory.

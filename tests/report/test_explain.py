@@ -95,14 +95,16 @@ FUSING = {"until": "merge_updates", "lowering": "inductor"}
 
 def test_updates_are_fused_where_nothing_is_in_the_way():
     skipped = {
-        name: run_passes(clone(mlp_step()), **FUSING, **options)["merge_updates"].skipped
+        name: run_passes(clone(mlp_step()), **FUSING | options)["merge_updates"].skipped
         for name, options in (
             ("fused", {}),
             ("stage 0", {"stage": 0}),
+            ("eager", {"lowering": "eager"}),
             ("off", {"fuse_optimizer": False}),
         )
     }
-    assert skipped == {"fused": "", "stage 0": "stage 0 (needs 1)", "off": TURNED_OFF}
+    needs = "lowering eager (needs inductor)"
+    assert skipped == {"fused": "", "stage 0": "", "eager": needs, "off": TURNED_OFF}
     text = train(stage=2, fuse_optimizer=False)
     assert text.count("turned off; ZEROFX_FUSE_OPTIMIZER=1 turns it on") == 3
 

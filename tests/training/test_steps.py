@@ -37,6 +37,7 @@ from tests.kit.step_forms.training import (
     trained,
     zero,
 )
+from tests.passes.test_fold_gradient_work import counting
 from zerofx.runtime.access import full_params, unshard
 
 SHARED = [name for name in FORMS if not FORMS[name].only_alone]
@@ -163,6 +164,20 @@ def test_stages_agree_bitwise_on_two_ranks(name, on_two_ranks):
             results, state, _ = on_two_ranks(name, stage)[rank]
             assert_results(name, [results], expected, exact=True)
             assert_states([state], expected_state, exact=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name",
+    (*AT_EVERY_STAGE, "batch_norm", "several_parameter_groups", "old_values_read_after_the_update"),
+)
+def test_kernels_for_whole_parameters_train_as_in_eager(name):
+    with counting() as calls:
+        results, state, _ = trained(name, 0, options={"lowering": "inductor"})
+    assert calls["kernels"] > 0
+    expected, expected_state = reference(name, 1)
+    assert_results(name, [results], expected, exact=False)
+    assert_states([state], expected_state, exact=False)
 
 
 @pytest.mark.exhaustive

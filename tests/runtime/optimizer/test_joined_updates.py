@@ -1,5 +1,6 @@
 """Neighbouring shards updated in one kernel: as each by itself, for whatever lies next to what."""
 
+import copy
 import itertools
 import weakref
 
@@ -27,16 +28,23 @@ NOT_HERE = {"decay_matrices", "adagrad"}
 class Bucket:
     """One rank's shards of some parameters, one after the other in one buffer."""
 
+    settings = UpdateSettings(rank=0, sharded=True)
+
     def __init__(self, make, together: bool, order=None, shapes=SHAPES):
         torch.manual_seed(0)
         self.together = together
         self.order = list(order or range(len(shapes)))
-        self.parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.parameters = [self.parameter(shape) for shape in shapes]
         self.optimizer = make(self.parameters)
         table = {i: (p, layout(p, 1, i)) for i, p in enumerate(self.parameters)}
-        self.runner = OptimizerRunner(self.optimizer, table, UpdateSettings(rank=0, sharded=True))
-        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
-        self.data = self.cut(flat)
+        self.runner = OptimizerRunner(self.optimizer, table, self.settings)
+        self.data = self.first_data()
+
+    def parameter(self, shape):
+        return nn.Parameter(torch.randn(shape))
+
+    def first_data(self):
+        return self.cut(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
 
     def cut(self, flat):
         return list(flat.split([p.numel() for p in self.parameters]))
@@ -66,6 +74,28 @@ def assert_alike(one: Bucket, other: Bucket):
         assert mine.keys() == its.keys()
         for name in mine:
             torch.testing.assert_close(mine[name], its[name], rtol=1e-5, atol=1e-6)
+
+
+class Wholes(Bucket):
+    """Whole parameters as stage 0 has them; together, each is seen flat."""
+
+    def __init__(self, make, together: bool, order=None, shapes=SHAPES):
+        self.settings = UpdateSettings(rank=0, sharded=False, seen_flat=together)
+        super().__init__(make, together, order, shapes)
+
+    def parameter(self, shape):
+        """Matrices are transposed, and images' channels last."""
+        value = torch.randn(shape)
+        if value.dim() == 4:
+            value = value.to(memory_format=torch.channels_last)
+        return nn.Parameter(value.mT.contiguous().mT if value.dim() == 2 else value)
+
+    def first_data(self):
+        return [p.detach() for p in self.parameters]
+
+    def cut(self, flat):
+        pairs = zip(super().cut(flat), self.parameters, strict=True)
+        return [part.view(p.shape) for part, p in pairs]
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +329,84 @@ def test_the_compiled_kernel_is_as_the_optimizer(name, monkeypatch):
         one.step(seed)
         other.step(seed)
     assert_alike(one, other)
+
+
+# Whole parameters.
+
+WHOLE_SHAPES = ((40, 3), (7,), (5, 0), (4, 3, 2, 2), (), (1,), (33,))
+SEEN_FLAT = 4  # of these: those of more than one element
+
+
+@pytest.mark.parametrize("name", first(12, sorted(CASES)))
+def test_a_whole_parameter_is_updated_as_a_shard_that_is_all_of_it(name, uncompiled, kernels):
+    one, other = (Wholes(CASES[name], together, shapes=WHOLE_SHAPES) for together in (True, False))
+    for seed in range(3):
+        one.step(seed)
+        other.step(seed)
+        assert_alike(one, other)
+    for mine, its in zip(one.states, other.states, strict=True):
+        for state, value in mine.items():
+            if isinstance(value, torch.Tensor):
+                assert value.stride() == its[state].stride() and value._base is None
+    assert kernels() == 3 * SEEN_FLAT
+
+
+def test_whole_parameters_continue_from_a_state_dict(uncompiled, kernels):
+    one, other = (Wholes(CASES["adamw"], together) for together in (True, False))
+    one.step(0)
+    other.step(0)
+    given = copy.deepcopy(other.optimizer.state_dict())
+    # As from another model: what does not lie like its parameter is updated as it is.
+    given["state"][3]["exp_avg"] = given["state"][3]["exp_avg"].contiguous()
+    one.optimizer.load_state_dict(given)
+    for seed in range(1, 4):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert kernels() == 5 + 3 * 4
+    theirs = other.optimizer.state_dict()["state"]
+    torch.testing.assert_close(one.optimizer.state_dict()["state"], theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_counts_as_a_write_to_a_whole_parameter(uncompiled, kernels):
+    bucket = Wholes(CASES["adamw"], together=True)
+    before = [p._version for p in bucket.parameters]
+    bucket.step(0)
+    assert all(p._version > v for p, v in zip(bucket.parameters, before, strict=True) if p.numel())
+
+
+class Normed(torch.optim.Optimizer):
+    """Not elementwise but for vectors."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() if p.ndim == 2 else p.grad, alpha=group["lr"])
+
+
+def test_what_is_not_elementwise_is_updated_whole(uncompiled, kernels):
+    shapes = ((40, 3), (7,), (40, 3), (7,), (40, 3))
+    one, other = (Wholes(Normed, together, shapes=shapes) for together in (True, False))
+    one.runner.prepare(range(len(shapes)))
+    assert one.runner.trace_count == 3  # of a matrix twice
+    for seed in range(3):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert one.runner.trace_count == 3 and kernels() == 3 * 2
+
+
+def test_an_operator_without_a_kernel_leaves_parameters_whole(uncompiled, kernels):
+    one, other = (Wholes(Unusual, together) for together in (True, False))
+    for seed in range(2):
+        one.step(seed)
+        other.step(seed)
+    assert_alike(one, other)
+    assert kernels() == 0
 
 
 def test_adjoin_and_join():

@@ -721,8 +721,9 @@ def test_a_branch_that_looks_at_other_parameters_is_refused_when_it_is_taken():
     for _ in range(5):
         ranks.step([torch.ones(5), torch.ones(4)])
     before = ranks.whole(0).clone()
-    with pytest.raises(UpdateError, match="does not update each parameter by itself"):
-        ranks.step([torch.ones(5), torch.ones(4)])
+    for _ in range(2):  # the next call is no better
+        with pytest.raises(UpdateError, match="does not update each parameter by itself"):
+            ranks.step([torch.ones(5), torch.ones(4)])
     assert torch.equal(ranks.whole(0), before)
 
 

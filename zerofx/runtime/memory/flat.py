@@ -153,9 +153,7 @@ def flat_pieces(
     pieces, offsets = [], []
     for whole, info in zip(wholes, infos, strict=True):
         if info.numel:
-            ordered = whole.detach().permute(info.storage_order)
-            # contiguous() too: reshape keeps the stride of what has one dimension.
-            pieces.append(ordered.to(wholes[0].dtype).reshape(-1).contiguous())
+            pieces.append(in_storage_order(whole.to(wholes[0].dtype), info))
             offsets.append(info.place.offset)
     return pieces, offsets
 
@@ -166,6 +164,15 @@ def whole_from_flat(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
     Shapes: at least ``[info.numel]`` -> ``info.shape``, with its strides.
     """
     return flat.as_strided(info.shape, info.stride, flat.storage_offset())
+
+
+def in_storage_order(whole: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
+    """Return a whole tensor's elements, flat and contiguous: a view if they lie so.
+
+    Shapes: ``info.shape`` -> ``[info.numel]``.
+    """
+    # contiguous() too: reshape keeps the stride of what has one dimension.
+    return whole.detach().permute(info.storage_order).reshape(-1).contiguous()
 
 
 def with_own_storage(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:

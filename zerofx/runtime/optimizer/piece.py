@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,16 @@ from zerofx import compat
 from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import Arguments, kind_of_number
-from zerofx.codegen.trace.trace import Update
+from zerofx.codegen.trace.trace import Update, is_usual
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import Seen, adjoin, join, ordinary_tensors, without_base
+from zerofx.runtime.memory.flat import (
+    Seen,
+    adjoin,
+    join,
+    ordinary_tensors,
+    whole_from_flat,
+    without_base,
+)
 from zerofx.runtime.memory.pages import in_huge_pages, prefer_huge_pages
 
 
@@ -42,7 +49,8 @@ class UpdatedParameter:
     """A parameter that an optimizer updates, and what it is in the step under way.
 
     ``on_host`` its update runs on CPU tensors, which its layout then is of.  ``is_sharded``: its
-    update is traced for shards.  One that is divided later is whole until then.
+    update is traced for shards.  One that is divided later is whole until then.  ``seen_flat``: it
+    is whole, and its update is traced for one shard that is all of it.
     ``layouts`` are what traces of it are known by: what it shares with shards of any size, if there
     may be such traces, and last its own layout.
     ``first_element`` is the number of this rank's first element among all of the optimizer's, by
@@ -55,9 +63,20 @@ class UpdatedParameter:
     info: ParameterInfo
     on_host: bool
     is_sharded: bool
-    layouts: list[tuple]
+    seen_flat: bool = False
+    layouts: list[tuple] = field(init=False)
     first_element: int = 0
     attributes: tuple = ()
+
+    def __post_init__(self) -> None:
+        self.see_flat(self.seen_flat)
+
+    def see_flat(self, is_so: bool) -> None:
+        """Have a whole parameter seen flat from now on, or not any more."""
+        self.seen_flat, info = is_so, self.info
+        self.layouts = [(is_so, info.shape, info.stride, info.dtype, info.device)]
+        if (self.is_sharded or is_so) and is_usual(info):
+            self.layouts.insert(0, (info.dtype, info.device))
 
 
 class Piece(NamedTuple):
@@ -85,6 +104,11 @@ class Piece(NamedTuple):
     def indices(self) -> tuple[int, ...]:
         """The parameters' numbers."""
         return tuple(parameter.index for parameter in self.parameters)
+
+    @property
+    def whole(self) -> ParameterInfo | None:
+        """The layout of states that are kept whole, and seen flat as the data are."""
+        return self.info if self.parameters[0].seen_flat else None
 
 
 class Traced(NamedTuple):
@@ -152,11 +176,14 @@ class KnownStates:
 _KNOWN_KINDS = ("shard", "scalar tensor")
 
 
-def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any] | None:
+def joined_state(
+    states: Sequence[dict[str, Any]], lengths: Sequence[int], whole: ParameterInfo | None = None
+) -> dict[str, Any] | None:
     """See the optimizer's states of neighbouring shards as one; None if they differ in kind.
 
     Shards of a state that are not next to each other are moved there: ``optimizer.state`` then
-    holds views, so that each parameter has its own as ever.
+    holds views, so that each parameter has its own as ever.  States of one parameter may be
+    ``whole``, laid out like that.
     """
     first = states[0]
     if any(state.keys() != first.keys() for state in states):
@@ -166,7 +193,7 @@ def joined_state(states: Sequence[dict[str, Any]], lengths: Sequence[int]) -> di
     for name in first:
         values = [state[name] for state in states]
         parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
-        if _are_shards(values, parts):
+        if _are_shards(values, parts, whole):
             joined[name] = _side_by_side(name, values, states, parts)
         elif _are_one_number(values):
             joined[name] = values[0]
@@ -180,10 +207,11 @@ def keep_state(
     joined: Mapping[str, Any],
     states: Sequence[dict[str, Any]],
     lengths: Sequence[int],
+    whole: ParameterInfo | None = None,
 ) -> None:
     """Give each parameter its part of what an update of ``joined`` has returned.
 
-    If it is one parameter, a number or a whole tensor is its own.
+    If it is one parameter, a number or a whole tensor is its own; flat ones become ``whole``.
     """
     native = new.get(NATIVE, {})
     for name, value in new.items():
@@ -192,7 +220,7 @@ def keep_state(
             continue
         parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
         if isinstance(value, Tensor) and value.shape == (sum(parts),):
-            _divide(name, in_huge_pages(value), states, parts)
+            _divide(name, in_huge_pages(value), states, parts, whole)
         elif isinstance(value, Tensor) and len(states) > 1:
             for state in states:
                 if not isinstance(state.get(name), Tensor):
@@ -224,18 +252,22 @@ def _side_by_side(
 
 
 def _divide(
-    name: str, flat: Tensor, states: Sequence[dict[str, Any]], lengths: Sequence[int]
+    name: str,
+    flat: Tensor,
+    states: Sequence[dict[str, Any]],
+    lengths: Sequence[int],
+    whole: ParameterInfo | None = None,
 ) -> None:
     for state, part in zip(states, flat.split(list(lengths)), strict=True):
-        state[name] = without_base(part)
+        state[name] = without_base(part if whole is None else whole_from_flat(part, whole))
 
 
-def _are_shards(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+def _are_shards(values: Sequence[Any], lengths: Sequence[int], whole: ParameterInfo | None) -> bool:
     dtype = getattr(values[0], "dtype", None)
     return all(
         isinstance(value, Tensor)
-        and value.dim() == 1
-        and value.numel() == length
+        and (value.shape, value.stride())
+        == (((length,), (1,)) if whole is None else (whole.shape, whole.stride))
         and value.dtype is dtype
         for value, length in zip(values, lengths, strict=True)
     )

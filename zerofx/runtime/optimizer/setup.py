@@ -35,7 +35,8 @@ class UpdateSettings:
     errors.  ``gradients_read_later`` are the parameters whose gradient something reads after the
     update.  ``keep_source`` is given the kernels that are generated.  ``precision`` is what states
     are kept in.  ``owned`` are the parameters whose update may need them whole.  Those ``on_host``
-    are updated on CPU tensors, and their states are kept in host memory.
+    are updated on CPU tensors, and their states are kept in host memory.  Those that are not
+    sharded may be ``seen_flat`` by updates that run together, as shards are.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class UpdateSettings:
     precision: Precision = Precision()
     owned: Collection[int] = ()
     on_host: Collection[int] = ()
+    seen_flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class ProgramSetup:
     """The options of a program, and what its function has for it.
 
     ``copies`` makes its moves.  ``in_place`` are the buckets, as their parameters' indices, that it
-    may write to before its last copies do.  Updates in host memory run as one for each bucket if
-    ``joins_updates``.  ``open_files`` opens the tier for what it reads from files.  With
-    ``delayed``, updates go on into the next call, which stores what they have made.
+    may write to before its last copies do.  Updates run together if ``joins_updates``, those in
+    host memory as one for each bucket.  ``open_files`` opens the tier for what it reads from files.
+    With ``delayed``, updates go on into the next call, which stores what they have made.
     """
 
     options: Options

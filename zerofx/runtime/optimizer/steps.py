@@ -58,6 +58,7 @@ class OptimizerSteps:
                     precision=Precision.of(setup.options),
                     owned=owned.get(handle, ()),
                     on_host=on_host[handle],
+                    seen_flat=setup.options.stage == 0 and setup.joins_updates,
                 ),
             )
             for handle, optimizer in trained.optimizers.items()

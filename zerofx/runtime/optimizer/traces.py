@@ -24,7 +24,7 @@ from zerofx.codegen.trace.arguments import (
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.nested import contents
 from zerofx.codegen.trace.step import ChangingIntegers
-from zerofx.codegen.trace.trace import Update, is_usual, trace_update
+from zerofx.codegen.trace.trace import Update, trace_update
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.memory.flat import join
 from zerofx.runtime.optimizer.piece import (
@@ -72,6 +72,7 @@ class TracedOptimizer:
         self._groups: dict[int, GroupOfStep] | None = None  # of the step under way
         self._known: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
+        self._stay_whole: set[Hashable] = set()  # of which, seen flat, there is no trace
         self._shared_keys: dict[Hashable, int] = {}
         self._changing_integers: set[str] = set()
         self._attributes: tuple = ()
@@ -81,10 +82,7 @@ class TracedOptimizer:
         if on_host:
             info = replace(info, device=torch.device("cpu"))
         is_sharded = self.settings.sharded and index not in self.settings.owned
-        layouts: list[tuple] = [(info.shape, info.stride, info.dtype, info.device)]
-        if is_sharded and is_usual(info):
-            layouts.insert(0, (info.dtype, info.device))
-        return UpdatedParameter(index, weakref.ref(user), info, on_host, is_sharded, layouts)
+        return UpdatedParameter(index, weakref.ref(user), info, on_host, is_sharded)
 
     def live_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer.  Raises: RuntimeError if it is gone."""
@@ -199,7 +197,7 @@ class TracedOptimizer:
         if new_state or piece.values:
             entries = self.live_optimizer().state
             states = [entries[user] for user in piece.users]
-            keep_state(new_state, piece.values, states, piece.lengths)
+            keep_state(new_state, piece.values, states, piece.lengths, piece.whole)
 
     def traced(self, piece: Piece) -> Traced:
         """Return the trace that holds for a piece's first parameter as its group and state are now.
@@ -207,7 +205,8 @@ class TracedOptimizer:
         Raises: UpdateError if there is none and none can be made.
         """
         logical = self.storage.logical(piece.values, piece.info)
-        shape = tuple(piece.data.shape) if self.settings.sharded else None
+        is_flat = self.settings.sharded or piece.whole is not None
+        shape = tuple(piece.data.shape) if is_flat else None
         state = read_arguments(logical, shard_shape=shape, inputs=logical)
         return self.find(piece.parameters[0], piece.group, state)
 
@@ -226,26 +225,32 @@ class TracedOptimizer:
                     self.check_gradient(update, parameter)
                     return Traced(update, arguments, state)
         optimizer = self.live_optimizer()
+        if keys[-1] in self._stay_whole:
+            raise UpdateError(f"{self.name}'s update of '{parameter.info.name}' is none of shards.")
         moment = (group.key, scalars)
         if state.values and moment not in self._checked:
-            self._checked.add(moment)
             check_independent(optimizer, state.values)
+            self._checked.add(moment)
         self.trace_count += 1
         compute = self.settings.precision.compute_dtype(parameter.info.dtype)
-        info, is_sharded = replace(parameter.info, dtype=compute), parameter.is_sharded
+        info = replace(parameter.info, dtype=compute)
         try:
             update = trace_update(
                 optimizer,
                 info,
                 group=arguments,
                 state=state,
-                sharded=is_sharded,
+                sharded=parameter.is_sharded or parameter.seen_flat,
                 attributes=vars(parameter.user()),
             )
         except ChangingIntegers as changing:
             self._changing_integers |= changing.names
             group.arguments = None
             return self.find(parameter, group, state)
+        except UpdateError:
+            if parameter.seen_flat:
+                self._stay_whole.add(keys[-1])
+            raise
         self.check_gradient(update, parameter)
         known = self._known.setdefault(keys[0 if update.of_any_sizes else -1], [])
         known.append(update)

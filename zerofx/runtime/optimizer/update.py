@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.codegen.kernels import Kernel, runs_triton
+from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.arguments import read_arguments
@@ -17,7 +19,7 @@ from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.runtime.memory.flat import adjoin, layout
+from zerofx.runtime.memory.flat import adjoin, in_storage_order, layout
 from zerofx.runtime.optimizer.piece import (
     GroupOfStep,
     KnownStates,
@@ -111,6 +113,9 @@ class OptimizerRunner(TracedOptimizer):
         # Of updates that run together: how they lay in the last step, and their pieces.
         self._cuts: dict[tuple[int, ...], tuple[tuple | None, list[list[int]]]] = {}
         self._known_runs: dict[tuple[int, ...], KnownRun] = {}
+        for parameter in self.parameters.values() if settings.seen_flat else ():
+            info = parameter.info
+            parameter.see_flat(info.numel > 1 and _are_enough(info.numel, info.device))
 
     def begin(self) -> None:
         super().begin()
@@ -135,7 +140,13 @@ class OptimizerRunner(TracedOptimizer):
                 self.owned.check_precision(parameter.info)
             group = self._group_of(parameter.index)
             if group is not None and not optimizer.state.get(parameter.user()):
-                traced = self.find(parameter, group, nothing)
+                try:
+                    traced = self.find(parameter, group, nothing)
+                except UpdateError:
+                    if not parameter.seen_flat:
+                        raise
+                    parameter.see_flat(False)
+                    traced = self.find(parameter, group, nothing)
                 if is_owned:
                     self.owned.divide(traced.update, parameter.info)
         self._groups = None
@@ -167,12 +178,12 @@ class OptimizerRunner(TracedOptimizer):
         parameters: Sequence[int],
         fused: Fused = ALONE,
     ) -> list[Tensor]:
-        """Do as ``run`` does to each of several sharded parameters, in one kernel where it can.
+        """Do as ``run`` does to each of several parameters, in one kernel where it can.
 
         That is where shards, gradients and states lie next to each other and the same update
-        holds for all.  States are laid out so when they are first met.  What is ``fused`` with the
-        updates is done in any case; returns what all squares are in sum, as some numbers, 0-dim, in
-        float32.
+        holds for all.  States are laid out so when they are first met.  Whole parameters have a
+        kernel each, if their update is elementwise.  What is ``fused`` with the updates is done in
+        any case; returns what all squares are in sum, as some numbers, 0-dim, in float32.
         """
         members = list(zip(data, grads, parameters, strict=True))
         squares: list[Tensor] = []
@@ -210,8 +221,11 @@ class OptimizerRunner(TracedOptimizer):
         """Sort updates by where their shards lie, and cut where groups change or memory does.
 
         What has no elements on this rank lies nowhere, and goes with the first of its group.  As
-        long as all lie to each other as in the last step, they are cut as they were then.
+        long as all lie to each other as in the last step, they are cut as they were then.  Whole
+        parameters are pieces of their own.
         """
+        if not self.settings.sharded:
+            return [[member] for member in members]
         data, grads, indices = zip(*members, strict=True)
         groups = [self._group_of(index) for index in indices]
         lies: tuple = (layout(data), layout(grads))
@@ -264,13 +278,35 @@ class OptimizerRunner(TracedOptimizer):
 
     def _joined(self, members: Sequence[Member], fused: Fused) -> ReadyUpdate | None:
         """One kernel's run for shards that are one piece of memory; None if that cannot be."""
-        if not runs_triton(members[0][0].device):
-            if sum(shard.numel() for shard, *_ in members) < FEWEST_ELEMENTS:
-                return None
+        if not self.settings.sharded:
+            return self._seen_flat(*members[0], fused)
+        if not _are_enough(sum(shard.numel() for shard, *_ in members), members[0][0].device):
+            return None
+        return self._ready_as_one(members, fused)
+
+    def _seen_flat(
+        self, data: Tensor, grad: Tensor, index: int, fused: Fused
+    ) -> ReadyUpdate | None:
+        """One kernel's run for a whole parameter; None, from now on, if that cannot be."""
+        parameter = self.parameters[index]
+        if not parameter.seen_flat:
+            return None
+        ready = None
+        flat, flat_grad = (in_storage_order(one, parameter.info) for one in (data, grad))
+        if flat.data_ptr() == data.data_ptr():  # and no copy
+            with contextlib.suppress(UpdateError):
+                ready = self._ready_as_one([(flat, flat_grad, index)], fused)
+        if ready is None:
+            parameter.see_flat(False)
+        else:
+            torch.autograd.graph.increment_version(data)  # no kernel does
+        return ready
+
+    def _ready_as_one(self, members: Sequence[Member], fused: Fused) -> ReadyUpdate | None:
         piece = self.piece(members)
         ready = self._again(piece, fused)
         if ready is None:
-            values = joined_state(piece.states, piece.lengths)
+            values = joined_state(piece.states, piece.lengths, piece.whole)
             if values is not None:
                 ready = self._ready(piece._replace(values=values), fused)
         return ready
@@ -376,3 +412,8 @@ def _chosen_by(piece: Piece, fused: Fused) -> tuple:
     attributes = [parameter.attributes for parameter in piece.parameters]
     dtypes = (piece.data.dtype, piece.grad.dtype)
     return (piece.group.key, attributes, dtypes, fused.work, fused.gives_squares)
+
+
+def _are_enough(numel: int, device: torch.device) -> bool:
+    """Return whether so many elements are worth a kernel's call."""
+    return runs_triton(device) or numel >= FEWEST_ELEMENTS
