@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.kit.order.history import After, History, Mark
-from tests.kit.order.judge import Judge, Place, Race, races_in
+from zerofx.order.history import After, History, Mark
+from zerofx.order.judge import Judge, Place, Race, races_in
 
 MARKS = ("record",)
 """The marks that a program makes itself; others are in the nature of what is marked."""

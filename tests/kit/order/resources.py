@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.kit.order.history import Block, Range, Where
-from tests.kit.order.notes import Notes
 from zerofx.checkpoint import folders, loading, saving
 from zerofx.checkpoint.folders import Draft
+from zerofx.order.history import Block, Range, Where
+from zerofx.order.notes import Notes
 from zerofx.runtime.storage.disk.host_cache import HostCache
 
 

@@ -11,15 +11,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.kit.order import compiled
 from tests.kit.order.collectives import Collectives
-from tests.kit.order.history import History, Where
-from tests.kit.order.notes import Notes
+from tests.kit.order.places import PlacedNotes
 from tests.kit.order.resources import Resources
 from tests.kit.order.streams import Device
 from tests.kit.order.threads import Threads
-from tests.kit.order.watch import Watch
 from zerofx import accelerator
+from zerofx.order.history import History, Where
+from zerofx.order.operators import Watch, of_compiled
 from zerofx.runtime.memory import pages
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.parameters import snapshots
@@ -37,7 +36,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.history = History()
-        self.notes = Notes(self.history)
+        self.notes = PlacedNotes(self.history)
         self.device = Device(self.notes)
 
     def operators(self) -> Watch:
@@ -57,7 +56,7 @@ def watching() -> Iterator[Watched]:
             *Threads(notes).patches(),
             *Collectives(notes).patches(),
             *Resources(notes).patches(),
-            *compiled.patches(notes),
+            *of_compiled(notes),
         ):
             stack.enter_context(patch)
         call = StepRuntime.__call__
@@ -91,7 +90,7 @@ def _accelerators(watched: Watched) -> Iterator[Any]:
     yield mock.patch.object(bucket, "kind", lambda: "simulated")
 
 
-def _memory(notes: Notes) -> Iterator[Any]:
+def _memory(notes: PlacedNotes) -> Iterator[Any]:
     """Note what is the host's, and what of it is pinned; the device's is taken anew each time."""
     empty = HostMemory.empty
     taken: dict[str, Callable] = {"aligned_empty": pages.aligned_empty}

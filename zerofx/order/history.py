@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -24,20 +24,6 @@ class Where(Enum):
 
 
 @dataclass(eq=False)
-class Group:
-    """Blocks that must be of the same memory, as operators compute on them together."""
-
-    where: Where | None = None
-    parent: Group | None = None
-
-    def root(self) -> Group:
-        group = self
-        while group.parent is not None:
-            group = group.parent
-        return group
-
-
-@dataclass(eq=False)
 class Block:
     """A range of addresses from when it is taken until it is given back.
 
@@ -47,23 +33,15 @@ class Block:
     start: int
     stop: int
     name: str
-    group: Group = field(default_factory=Group)
+    where: Where | None = None
     inside: Block | None = None
 
     def root(self) -> Block:
-        block = self
-        while block.inside is not None:
-            block = block.inside
-        return block
-
-    @property
-    def where(self) -> Where | None:
-        return self.root().group.root().where
+        return self if self.inside is None else self.inside.root()
 
     @property
     def is_on_device(self) -> bool:
-        """What has met nothing of the host is the device's."""
-        return self.where in (None, Where.DEVICE)
+        return self.root().where is Where.DEVICE
 
 
 @dataclass(frozen=True)
@@ -136,14 +114,6 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """``record_stream``: memory is given out again only after what ``stream`` has been given."""
-
-    block: Block
-    stream: int
-
-
-@dataclass(frozen=True)
 class Mark:
     """What a line has done until now, under a number: an event, the end of a job."""
 
@@ -170,7 +140,7 @@ class After:
     given: bool = False
 
 
-Entry = Operator | Taken | Given | Kept | Mark | After
+Entry = Operator | Taken | Given | Mark | After
 
 MAIN, DEFAULT_STREAM = 0, 1
 

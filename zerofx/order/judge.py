@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tests.kit.order.history import (
+from zerofx.order.history import (
     After,
     Block,
     Entry,
     Given,
     History,
-    Kept,
     Mark,
     Operator,
     Range,
@@ -91,7 +90,6 @@ class Judge:
         self._clocks: dict[int, Clock] = {}
         self._marks: dict[int, tuple[Clock, Place]] = {}
         self._accesses: dict[Block, list[Access]] = {}
-        self._kept: dict[Block, set[int]] = {}
 
     def clock(self, line: int) -> Clock:
         return self._clocks.setdefault(line, {})
@@ -110,8 +108,6 @@ class Judge:
                 self._wait(entry)
         elif isinstance(entry, Taken):
             self._taken(entry)
-        elif isinstance(entry, Kept):
-            self._kept.setdefault(entry.block.root(), set()).add(entry.stream)
         else:
             self._given(entry)
 
@@ -202,13 +198,13 @@ class Judge:
             return
         line = entry.stream if block.is_on_device else entry.thread
         # Whoever is given it next has the allocator's lock after the thread that gives it back.
-        knows, kept = dict(self.clock(line)), self._kept.get(block, ())
+        knows = dict(self.clock(line))
         join(knows, self.clock(entry.thread))
         name = "its next user, as it is given back," if block.is_on_device else "giving it back"
         for other in self._accesses.pop(block, ()):
             if other.line not in self._history.streams:
                 continue  # a thread, an operation on files: they hold what they use
-            if other.count > knows.get(other.line, 0) and other.line not in kept:
+            if other.count > knows.get(other.line, 0):
                 access = Access(name, line, 0, block.start, block.stop, True, entry.site)
                 self._found(block, other, access)
 

@@ -1,0 +1,187 @@
+"""Notes what happens in a run, by whichever thread, into a history."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.accelerator import is_accelerator, kind, module_of
+from zerofx.order.blocks import Blocks, addresses
+from zerofx.order.history import (
+    DEFAULT_STREAM,
+    MAIN,
+    After,
+    Block,
+    Given,
+    History,
+    Operator,
+    Range,
+    Site,
+    Taken,
+    Where,
+)
+from zerofx.runtime.parameters.registry import REGISTRY
+
+PACKAGE = Path(__file__).parents[1]
+
+PROGRAM = "<eval_with_key>"
+"""The file that a program's statements are of: torch makes it of the graph."""
+
+THROUGH = frozenset(
+    (
+        *("_complete", "settle", "_settle", "result", "wait", "_wait_for", "wait_for_its_end"),
+        *("make_before_change", "before_change", "_copy_beside", "_copy", "_start", "complete"),
+        *("<genexpr>", "<listcomp>", "synchronize", "start"),
+    )
+)
+"""Functions that wait or copy for others: a place in the code is theirs and their caller's."""
+
+MOST_FRAMES = 6
+
+
+class Notes:
+    """Writes the ``history``; ``thread`` and ``stream`` are the calling thread's line and stream.
+
+    While ``is_on`` is false nothing is noted.  Places in the code are frames of the folders
+    ``ours``, but for those of ``not_ours``.
+    """
+
+    ours: tuple[str, ...] = (f"{PACKAGE}/",)
+    not_ours: tuple[str, ...] = (f"{PACKAGE}/order/",)
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.is_on = True
+        self.blocks = Blocks(self._given)
+        self._threads = threading.local()
+        self._threads.line = MAIN
+        self._streams: dict[Any, int] = {}
+        self._taken_on: dict[Block, int] = {}
+
+    @property
+    def thread(self) -> int:
+        if not hasattr(self._threads, "line"):
+            self._threads.line = self.history.line(threading.current_thread().name)
+        return self._threads.line
+
+    @property
+    def stream(self) -> int:
+        """The line of the stream that is current; on a CPU of one that nothing uses."""
+        device = kind()
+        if device is None:
+            return DEFAULT_STREAM
+        return self.line_of(module_of(torch.device(device)).current_stream())
+
+    def line_of(self, stream: Any) -> int:
+        """Return the line of a device's stream; the first that is met is the default one."""
+        with self.history.lock:
+            if stream not in self._streams:
+                number = len(self._streams)
+                self._streams[stream] = (
+                    self.history.line(f"stream {number}", is_stream=True)
+                    if number
+                    else DEFAULT_STREAM
+                )
+            return self._streams[stream]
+
+    # What waits for what
+
+    def mark(self, line: int, kind: str) -> int:
+        """Note what a line has done until now; return the number that ``after`` takes."""
+        return self.history.mark(line, self.thread, self.site(), kind)
+
+    def after(self, line: int, mark: int, kind: str, given: bool = False) -> None:
+        """Have a line go on after a mark."""
+        self.history.add(After(line, mark, self.thread, self.site(), kind, given))
+
+    # Memory
+
+    def block(self, tensor: Tensor, name: str, is_new: bool = False) -> Block | None:
+        """Return the block that a tensor lies in.  One that ``is_new`` has just been taken."""
+        with self.history.lock:
+            found = self.blocks.of(tensor, name)
+            if found is None:
+                return None
+            block, was_unknown = found
+            if was_unknown:
+                self._taken_on[block] = self.stream if is_new else DEFAULT_STREAM
+                self.place(block, tensor, is_new)
+            if was_unknown and is_new:
+                self.history.add(Taken(block, self.thread, self.stream, self.site()))
+            return block
+
+    def place(self, block: Block, tensor: Tensor, is_new: bool) -> None:
+        """Note which memory a block is of that has not been met before."""
+        if is_accelerator(tensor.device):
+            block.where = Where.DEVICE
+        elif kind() is None or not tensor.is_pinned():
+            block.where = Where.HOST
+        else:
+            is_own = REGISTRY.host.holds(tensor)
+            block.where = Where.PINNED if is_own else Where.PINNED_BY_TORCH
+
+    def settle_places(
+        self,
+        func: Any,
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Any],
+        read: Sequence[Range],
+        made: Sequence[Range],
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Learn from an operator which memory its tensors are of; real ones say it themselves."""
+
+    def ranges(self, tensor: Tensor, writes: bool, name: str, is_new: bool = False) -> list[Range]:
+        """Return what an operator reads or writes of a tensor."""
+        block = self.block(tensor, name, is_new)
+        if block is None:
+            return []
+        is_number = tensor.dim() == 0
+        return [Range(block, *one, writes, is_number) for one in addresses(tensor)]
+
+    def _given(self, block: Block) -> None:
+        if self.is_on:
+            line = self._taken_on.pop(block, DEFAULT_STREAM)
+            self.history.add(Given(block, self.thread, line, self.site()))
+
+    # What is done
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
+
+    def operator(self, name: str, ranges: Sequence[Range], **facts: Any) -> None:
+        """Note an operator that the calling thread runs, or gives to its current stream."""
+        if not ranges:
+            return
+        facts = {"stream": self.stream, **facts}
+        site = self.site()
+        self.history.add(Operator(name, self.thread, ranges=tuple(ranges), site=site, **facts))
+
+    def site(self) -> Site:
+        """Return our frames that the caller was called from, and the program's statement.
+
+        From the innermost frame to the first of a function that is not ``THROUGH``.
+        """
+        frames: list[str] = []
+        frame, is_whole = sys._getframe(1), False
+        while frame is not None:
+            code, line = frame.f_code, frame.f_lineno
+            file = code.co_filename
+            if file.startswith(PROGRAM):
+                text = linecache.getline(file, line, frame.f_globals).split(";")[0].strip()
+                frames.append(f"<program> {text}")
+                break
+            is_ours = file.startswith(self.ours) and not file.startswith(self.not_ours)
+            if is_ours and not is_whole:
+                frames.append(f"{file.removeprefix(f'{PACKAGE.parent}/')}:{line} {code.co_name}")
+                is_whole = code.co_name not in THROUGH or len(frames) == MOST_FRAMES
+            frame = frame.f_back  # type: ignore[assignment]
+        return Site(tuple(frames))
