@@ -215,10 +215,10 @@ class Program:
     def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:
         """Run the program, and say it if another rank runs or has compiled another one."""
         try:
-            checked = contextlib.nullcontext()
-            if self.options.check_order:
-                checked = CHECK.watching(runtime, self.lowered.gm.graph)
-            with self.function.communicator.running(self.rewritten.digest), checked:
+            with self.function.communicator.running(self.rewritten.digest):
+                if self.options.check_order:
+                    with CHECK.watching(runtime, self.lowered.gm.graph):
+                        return runtime(inputs)
                 return runtime(inputs)
         except AnotherProgramError as error:
             known = [one for f in self.function.backend.functions for one in f.programs]

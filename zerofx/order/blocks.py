@@ -14,33 +14,26 @@ from torch import Tensor
 
 from zerofx.order.history import Block
 
-MOST_RUNS = 256
-"""A strided tensor of more stretches than this counts as all that lies between its ends."""
-
 
 def addresses(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return the stretches of memory that a strided tensor's elements lie in, as byte addresses."""
+    """Return the stretches of memory that a strided tensor's elements lie in, as byte addresses.
+
+    One stretch, or one for each step along its largest stride.
+    """
     if not tensor.numel():
         return []
-    dims = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1 and stride
-    )
-    length, num_runs, outer = 1, 1, []
-    for stride, size in dims:
-        if stride <= length and not outer:
-            length = (size - 1) * stride + length
-        else:
-            outer.append((stride, size))
-            num_runs *= size
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, size) for stride, size in strides if size > 1 and stride)
     start, itemsize = tensor.data_ptr(), tensor.element_size()
-    if num_runs > MOST_RUNS:
-        return [(start, start + (sum((size - 1) * stride for stride, size in dims) + 1) * itemsize)]
-    firsts = [0]
-    for stride, size in outer:
-        firsts = [first + stride * index for first in firsts for index in range(size)]
-    return [(start + first * itemsize, start + (first + length) * itemsize) for first in firsts]
+    length = 1 + sum((size - 1) * stride for stride, size in dims)
+    if not dims or length == tensor.numel():
+        return [(start, start + length * itemsize)]
+    step, count = dims[-1]
+    length -= (count - 1) * step
+    if length >= step:
+        return [(start, start + (length + (count - 1) * step) * itemsize)]
+    firsts = range(start, start + count * step * itemsize, step * itemsize)
+    return [(first, first + length * itemsize) for first in firsts]
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ class OrderCheck:
 
     def __init__(
         self,
-        make_notes: Callable[[History], Notes] = Notes,
+        make_notes: Callable[[], Notes] = lambda: Notes(History()),
         hooks: Callable[[Notes], Iterable[Any]] = hooks,
     ) -> None:
         self._make_notes, self._hooks = make_notes, hooks
@@ -38,9 +38,9 @@ class OrderCheck:
     def begin(self) -> None:
         """Take note from here on, if that is not so already."""
         if self._stack is None:
-            self.history = History()
-            self.notes = self._make_notes(self.history)
-            self._judge, self._judged = Judge(self.history), 0
+            self.notes = self._make_notes()
+            self.history = self.notes.history
+            self._judge = Judge(self.history)
             self._stack = contextlib.ExitStack()
             for hook in self._hooks(self.notes):
                 self._stack.enter_context(hook)
@@ -57,19 +57,21 @@ class OrderCheck:
         """Note one call of a program; raise OrderError if anything in it is in no order."""
         self.begin()
         for bound, info in zip(runtime.bound, runtime.table, strict=True):
-            self.notes.block(bound.shard, f"the parameter {info.name}")
+            memory = bound.shard if bound.shard is not None else bound.parameter
+            self.notes.block(memory, f"the parameter {info.name}")
         try:
             with Watch(self.notes):
                 yield
         except BaseException:
             self.end()  # what it has left under way is waited for in ways of its own
             raise
-        races = self._new_races()
+        races = self.races()
         if races:
             self.end()
             raise OrderError(_words(races, graph))
 
-    def _new_races(self) -> list[Race]:
+    def races(self) -> list[Race]:
+        """Return what nothing orders of what was noted since the beginning."""
         with self.history.lock:
             entries, self.history.entries = self.history.entries, []
         for entry in entries:
@@ -83,27 +85,24 @@ CHECK = OrderCheck()
 def _words(races: list[Race], graph: fx.Graph) -> str:
     race = races[0]
     first, second = race.lines
-    others = f" ({len(races) - 1} more such pairs in this call.)" if len(races) > 1 else ""
+    others = f"; {len(races) - 1} more pairs in this call" if len(races) > 1 else ""
     return (
         f"{race}\n"
-        f"What is missing is a wait: the {second} has to wait for what the {first} has done before "
-        f"{race.second.name}. As it is, either may come first, and what was computed may be "
-        f"wrong.{others} This is a fault of zerofx and not of your step: please report it, with "
-        f"this message. {_remedy(race, graph)}"
+        f"What is missing is a wait: the {second} has to go on to {race.second.name} after what "
+        f"the {first} has done. Either may come first{others}, so this call may have computed "
+        "something wrong. It is a fault of zerofx and not of your step: please report it, with "
+        f"this message.{_placed_by(race, graph)} 'ZEROFX_CHECK_ORDER=1 python -m zerofx bisect -- "
+        "COMMAND' looks for a pass to turn off until then."
     )
 
 
-def _remedy(race: Race, graph: fx.Graph) -> str:
-    """Return how to go on without the passes that have placed what is not in order."""
-    made_by = {node.name: provenance(node) for node in graph.nodes}
-    found: list[str] = []
-    for access in (race.first, race.second):
-        for name in re.findall(r"<program> (\w+)", str(access.site)):
-            reason = made_by.get(name)
-            if reason is not None and reason.inserted_by not in found:
-                found.append(reason.inserted_by)
-    off = turned_off(name for name in found or OPTIONAL_PASSES if name in OPTIONAL_PASSES)
-    placed = f"{' and '.join(found)} placed the operators. " if found else ""
-    switches = " ".join(f"{name}={value}" for name, value in off.items())
-    until = f"Until it is mended, try {switches}" if off else "Until it is mended, try stop_after"
-    return f"{placed}{until}, with check_order on."
+def _placed_by(race: Race, graph: fx.Graph) -> str:
+    """Return which passes have placed the operators, and what turns them off."""
+    names = re.findall(r"<program> (\w+)", f"{race.first.site} {race.second.site}")
+    reasons = (provenance(node) for node in graph.nodes if node.name in names)
+    passes = dict.fromkeys(reason.inserted_by for reason in reasons if reason is not None)
+    off = turned_off(name for name in passes if name in OPTIONAL_PASSES)
+    switches = ", ".join(f"{name}={value}" for name, value in off.items())
+    return "".join(f" {name} placed one of the two." for name in passes) + (
+        f" Without that: {switches}." if off else ""
+    )

@@ -50,11 +50,6 @@ class Site:
 
     frames: tuple[str, ...] = ()
 
-    @property
-    def code(self) -> tuple[str, ...]:
-        """The frames of source files: without the programs that are generated."""
-        return tuple(frame for frame in self.frames if not frame.startswith("<"))
-
     def __str__(self) -> str:
         return " < ".join(self.frames)
 

@@ -18,6 +18,7 @@ from zerofx.order.notes import Notes
 from zerofx.order.operators import Watch, of_compiled
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.comm.transport import LocalTransport, Started, Work
+from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage import copies
 from zerofx.runtime.storage.disk.transfers import Operation, Transfers
 from zerofx.runtime.storage.memory import HostMemory
@@ -29,6 +30,8 @@ def hooks(notes: Notes) -> Iterator[Any]:
     """Yield contexts in which this process's runtime notes what it does."""
     yield patch(copies, "module_of", partial(_module, notes))
     yield patch(HostMemory, "empty", _empty(notes, HostMemory.empty))
+    # What a pool gives out again is held by nothing: as memory that is taken anew.
+    yield patch(BufferPool, "empty", lambda pool, numel, like: like.new_empty(numel))
     yield patch(Communicator, "_start", _collective_start(notes, Communicator._start))
     yield from of_jobs(notes)
     yield from of_files(notes)
@@ -113,7 +116,7 @@ class _NotedWork(Work):
             self._work.wait()
 
     def abandon(self) -> None:
-        Started(None, self._work).abandon()  # type: ignore[arg-type]
+        Started(None, self._work).abandon()
 
 
 def _collective_start(notes: Notes, original: Callable) -> Callable:
@@ -231,7 +234,7 @@ def _file_start(notes: Notes, original: Callable) -> Callable:
         if operation.memory is not None:
             ranges = notes.ranges(operation.memory, not operation.is_write, verb)
             notes.operator(verb, ranges, line=line)
-        operation.order_end = notes.mark(line, "end")
+        operation.__dict__["order_end"] = notes.mark(line, "end")
         original(transfers, operation, after)
 
     return start

@@ -9,7 +9,7 @@ detector of Pozniansky and Schuster 2003 (DJIT+), here over ranges of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerofx.order.history import (
@@ -27,9 +27,6 @@ from zerofx.order.history import (
 )
 
 Clock = dict[int, int]
-
-Place = tuple[str, tuple[str, ...]]
-"""A kind of wait or mark, and where it stands in the code: ``Site.code``."""
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -61,11 +58,6 @@ class Race:
     second: Access
     lines: tuple[str, str]
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """The same for races of the same places in the code."""
-        return (self.first.name, str(self.first.site), self.second.name, str(self.second.site))
-
     def __str__(self) -> str:
         nbytes = min(self.first.stop, self.second.stop) - max(self.first.start, self.second.start)
         words = [f"{nbytes} bytes of {self.block} are used in no order:"]
@@ -76,19 +68,13 @@ class Race:
 
 
 class Judge:
-    """Takes the entries of a history one by one; ``races`` are those found so far.
+    """Takes the entries of a history one by one; ``races`` are those found so far."""
 
-    ``left_out`` are waits and marks that are not to count, by their kind and place in the code.
-    ``telling`` are the waits of which a line has learned of accesses that it did not know of, and
-    the marks of which such a wait has.
-    """
-
-    def __init__(self, history: History, left_out: Collection[Place] = ()) -> None:
+    def __init__(self, history: History) -> None:
         self.races: list[Race] = []
-        self.telling: set[Place] = set()
-        self._history, self._left_out = history, left_out
+        self.marks: dict[int, Clock] = {}
+        self._history = history
         self._clocks: dict[int, Clock] = {}
-        self._marks: dict[int, tuple[Clock, Place]] = {}
         self._accesses: dict[Block, list[Access]] = {}
 
     def clock(self, line: int) -> Clock:
@@ -98,27 +84,15 @@ class Judge:
         if isinstance(entry, Operator):
             self._operator(entry)
         elif isinstance(entry, Mark):
-            if (entry.kind, entry.site.code) not in self._left_out:
-                self._told(entry.line, entry.thread)
-                place = entry.kind, entry.site.code
-                self._marks[entry.number] = dict(self.clock(entry.line)), place
+            self._told(entry.line, entry.thread)
+            self.marks[entry.number] = dict(self.clock(entry.line))
         elif isinstance(entry, After):
-            if entry.given or (entry.kind, entry.site.code) not in self._left_out:
-                self._told(entry.line, entry.thread)
-                self._wait(entry)
+            self._told(entry.line, entry.thread)
+            join(self.clock(entry.line), self.marks.get(entry.mark, {}))
         elif isinstance(entry, Taken):
             self._taken(entry)
         else:
             self._given(entry)
-
-    def _wait(self, entry: After) -> None:
-        knows = self.clock(entry.line)
-        told, place = self._marks.get(entry.mark, ({}, None))
-        if any(count > knows.get(line, 0) for line, count in told.items()):
-            self.telling.add((entry.kind, entry.site.code))
-            if place is not None:
-                self.telling.add(place)
-        join(knows, told)
 
     def _told(self, line: int, thread: int) -> None:
         """Have a line know what the thread knew that gave it something to do."""
@@ -223,11 +197,3 @@ def _host_waits_for(entry: Operator) -> bool:
         return False
     is_pinned = all(block.where in (Where.PINNED, Where.PINNED_BY_TORCH) for block in on_host)
     return not (entry.copies and entry.may_lag and is_pinned)
-
-
-def races_in(history: History, left_out: Collection[Place] = ()) -> list[Race]:
-    """Return what nothing orders, once for each pair of places, if some waits do not count."""
-    judge = Judge(history, left_out)
-    for entry in history:
-        judge.take(entry)
-    return list({race.key: race for race in reversed(judge.races)}.values())[::-1]

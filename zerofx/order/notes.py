@@ -30,31 +30,17 @@ from zerofx.order.history import (
 from zerofx.runtime.parameters.registry import REGISTRY
 
 PACKAGE = Path(__file__).parents[1]
+OURS, HERE = f"{PACKAGE}/", f"{PACKAGE}/order/"
 
 PROGRAM = "<eval_with_key>"
 """The file that a program's statements are of: torch makes it of the graph."""
-
-THROUGH = frozenset(
-    (
-        *("_complete", "settle", "_settle", "result", "wait", "_wait_for", "wait_for_its_end"),
-        *("make_before_change", "before_change", "_copy_beside", "_copy", "_start", "complete"),
-        *("<genexpr>", "<listcomp>", "synchronize", "start"),
-    )
-)
-"""Functions that wait or copy for others: a place in the code is theirs and their caller's."""
-
-MOST_FRAMES = 6
 
 
 class Notes:
     """Writes the ``history``; ``thread`` and ``stream`` are the calling thread's line and stream.
 
-    While ``is_on`` is false nothing is noted.  Places in the code are frames of the folders
-    ``ours``, but for those of ``not_ours``.
+    While ``is_on`` is false nothing is noted.
     """
-
-    ours: tuple[str, ...] = (f"{PACKAGE}/",)
-    not_ours: tuple[str, ...] = (f"{PACKAGE}/order/",)
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -166,22 +152,21 @@ class Notes:
         self.history.add(Operator(name, self.thread, ranges=tuple(ranges), site=site, **facts))
 
     def site(self) -> Site:
-        """Return our frames that the caller was called from, and the program's statement.
-
-        From the innermost frame to the first of a function that is not ``THROUGH``.
-        """
+        """Return the innermost of our frames that the caller was called from, and the statement."""
         frames: list[str] = []
-        frame, is_whole = sys._getframe(1), False
+        frame: Any = sys._getframe(1)
         while frame is not None:
             code, line = frame.f_code, frame.f_lineno
-            file = code.co_filename
-            if file.startswith(PROGRAM):
-                text = linecache.getline(file, line, frame.f_globals).split(";")[0].strip()
-                frames.append(f"<program> {text}")
+            if code.co_filename.startswith(PROGRAM):
+                text = linecache.getline(code.co_filename, line, frame.f_globals)
+                frames.append(f"<program> {text.split(';')[0].strip()}")
                 break
-            is_ours = file.startswith(self.ours) and not file.startswith(self.not_ours)
-            if is_ours and not is_whole:
-                frames.append(f"{file.removeprefix(f'{PACKAGE.parent}/')}:{line} {code.co_name}")
-                is_whole = code.co_name not in THROUGH or len(frames) == MOST_FRAMES
-            frame = frame.f_back  # type: ignore[assignment]
+            if self.is_told(code.co_filename, frames):
+                path = code.co_filename.removeprefix(f"{PACKAGE.parent}/")
+                frames.append(f"{path}:{line} {code.co_name}")
+            frame = frame.f_back
         return Site(tuple(frames))
+
+    def is_told(self, file: str, frames: Sequence[str]) -> bool:
+        """Return whether a frame of this file is told, behind those inside of it."""
+        return not frames and file.startswith(OURS) and not file.startswith(HERE)

@@ -12,11 +12,24 @@ import torch
 from torch import Tensor
 
 from zerofx.order.history import Block, History, Range, Where
-from zerofx.order.notes import Notes
+from zerofx.order.notes import PACKAGE, Notes
 
 TESTS = Path(__file__).parents[2]
+OURS, HERE = (f"{PACKAGE}/", f"{TESTS}/"), (f"{PACKAGE}/order/", f"{TESTS}/kit/order/")
 
 aten = torch.ops.aten
+
+
+THROUGH = frozenset(
+    (
+        *("_complete", "settle", "_settle", "result", "wait", "_wait_for", "wait_for_its_end"),
+        *("make_before_change", "before_change", "_copy_beside", "_copy", "_start", "complete"),
+        *("<genexpr>", "<listcomp>", "synchronize", "start"),
+    )
+)
+"""Functions that wait or copy for others: a place in the code is theirs and their caller's."""
+
+MOST_FRAMES = 6
 
 
 @dataclass(eq=False)
@@ -56,9 +69,6 @@ class PlacedBlock(Block):
 class PlacedNotes(Notes):
     """Notes of streams that are the tests' own, and of memory that is known by what it meets."""
 
-    ours = (*Notes.ours, f"{TESTS}/")
-    not_ours = (*Notes.not_ours, f"{TESTS}/kit/order/")
-
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self.blocks.make = self._block
@@ -96,6 +106,11 @@ class PlacedNotes(Notes):
         if kwargs.get("pin_memory"):  # there is nothing to pin it with
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
+
+    def is_told(self, file: str, frames: Sequence[str]) -> bool:
+        is_whole = frames and frames[-1].split()[-1] not in THROUGH
+        is_ours = file.startswith(OURS) and not file.startswith(HERE)
+        return is_ours and not is_whole and len(frames) < MOST_FRAMES
 
     def settle_places(self, func, kwargs, inputs, read, made, fresh) -> None:
         packet, name = func.overloadpacket, str(func)

@@ -17,6 +17,8 @@ from tests.kit.order.resources import Resources
 from tests.kit.order.streams import Device
 from tests.kit.order.threads import Threads
 from zerofx import accelerator
+from zerofx.compiler import program
+from zerofx.order.check import OrderCheck
 from zerofx.order.history import History, Where
 from zerofx.order.operators import Watch, of_compiled
 from zerofx.runtime.memory import pages
@@ -45,7 +47,16 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Watched]:
+def checking() -> Iterator[OrderCheck]:
+    """Have the option ``check_order`` watch the paths of accelerators, on CPU tensors."""
+    with watching(is_by_option=True) as watched:
+        check = OrderCheck(lambda: watched.notes, lambda notes: ())
+        with mock.patch.object(program, "CHECK", check):
+            yield check
+
+
+@contextlib.contextmanager
+def watching(is_by_option: bool = False) -> Iterator[Watched]:
     """Note what compiled steps do, and jobs that they hand over, until the block ends."""
     watched = Watched()
     notes = watched.notes
@@ -65,7 +76,7 @@ def watching() -> Iterator[Watched]:
             for one in inputs:  # parameters, buffers, a batch
                 if isinstance(one, Tensor) and not REGISTRY.host.holds(one):
                     notes.lies_in(one, Where.DEVICE, "the program's caller", is_new=False)
-            with watched.operators():
+            with contextlib.nullcontext() if is_by_option else watched.operators():
                 return call(runtime, inputs)
 
         stack.enter_context(mock.patch.object(StepRuntime, "__call__", watched_call))
