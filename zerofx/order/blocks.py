@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.order.history import Block
+from zerofx.order.clocks import Block
 
 
 def addresses(tensor: Tensor) -> list[tuple[int, int]]:

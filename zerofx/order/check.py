@@ -12,9 +12,8 @@ from torch import fx
 from zerofx.errors import OrderError
 from zerofx.ir.roles import provenance
 from zerofx.options import OPTIONAL_PASSES, turned_off
-from zerofx.order.history import History
+from zerofx.order.clocks import Clocks, Race
 from zerofx.order.hooks import hooks
-from zerofx.order.judge import Judge, Race
 from zerofx.order.notes import Notes
 from zerofx.order.operators import Watch
 from zerofx.runtime.step import StepRuntime
@@ -29,7 +28,7 @@ class OrderCheck:
 
     def __init__(
         self,
-        make_notes: Callable[[], Notes] = lambda: Notes(History()),
+        make_notes: Callable[[], Notes] = lambda: Notes(Clocks()),
         hooks: Callable[[Notes], Iterable[Any]] = hooks,
     ) -> None:
         self._make_notes, self._hooks = make_notes, hooks
@@ -39,8 +38,6 @@ class OrderCheck:
         """Take note from here on, if that is not so already."""
         if self._stack is None:
             self.notes = self._make_notes()
-            self.history = self.notes.history
-            self._judge = Judge(self.history)
             self._stack = contextlib.ExitStack()
             for hook in self._hooks(self.notes):
                 self._stack.enter_context(hook)
@@ -65,18 +62,10 @@ class OrderCheck:
         except BaseException:
             self.end()  # what it has left under way is waited for in ways of its own
             raise
-        races = self.races()
+        races = self.notes.clocks.races
         if races:
             self.end()
             raise OrderError(_words(races, graph))
-
-    def races(self) -> list[Race]:
-        """Return what nothing orders of what was noted since the beginning."""
-        with self.history.lock:
-            entries, self.history.entries = self.history.entries, []
-        for entry in entries:
-            self._judge.take(entry)
-        return self._judge.races
 
 
 CHECK = OrderCheck()

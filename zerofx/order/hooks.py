@@ -46,7 +46,7 @@ class _Noted:
 
     def __init__(self, notes: Notes, real: Any) -> None:
         self._notes, self._real = notes, real
-        self._mark: int | None = None  # what comes before an event
+        self._mark: Any = None  # what comes before an event
 
     @property
     def _line(self) -> int:
@@ -125,7 +125,7 @@ def _collective_start(notes: Notes, original: Callable) -> Callable:
     def start(communicator: Communicator, kind: str, nbytes: int, launch: partial) -> Tensor:
         result = original(communicator, kind, nbytes, launch)
         is_beside = accelerator.is_accelerator(result.device)
-        line = notes.history.line(f"collective ({kind})")
+        line = notes.clocks.line(f"collective ({kind})")
         begin = notes.mark(notes.stream if is_beside else notes.thread, "hand over")
         notes.after(line, begin, "begin", given=True)
         read = compat.tensors.tensors_in((launch.args, launch.keywords))
@@ -172,7 +172,7 @@ def job_of(notes: Notes, done: Any, job: Callable) -> Callable:
 class _Done:
     """Holds the mark of a job's end."""
 
-    order_end: int | None = None
+    order_end: Any = None
 
 
 def _submit(notes: Notes, original: Callable) -> Callable:
@@ -226,7 +226,7 @@ def _file_start(notes: Notes, original: Callable) -> Callable:
     def start(transfers: Transfers, operation: Operation, after: Iterable[Operation]) -> None:
         after = list(after)
         verb = "pwritev" if operation.is_write else "preadv"
-        line = notes.history.line(f"file operation ({verb}, {operation.bucket})")
+        line = notes.clocks.line(f"file operation ({verb}, {operation.bucket})")
         notes.after(line, notes.mark(notes.thread, "hand over"), "begin", given=True)
         for end in (getattr(other, "order_end", None) for other in after):
             if end is not None:

@@ -1,4 +1,4 @@
-"""Notes what happens in a run, by whichever thread, into a history."""
+"""Tell the clocks of a run what happens in it, by whichever thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from torch import Tensor
 
 from zerofx.accelerator import is_accelerator, kind, module_of
 from zerofx.order.blocks import Blocks, addresses
-from zerofx.order.history import (
+from zerofx.order.clocks import (
     DEFAULT_STREAM,
     MAIN,
-    After,
     Block,
-    Given,
-    History,
+    Clocks,
     Operator,
     Range,
     Site,
-    Taken,
     Where,
 )
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -37,13 +34,13 @@ PROGRAM = "<eval_with_key>"
 
 
 class Notes:
-    """Writes the ``history``; ``thread`` and ``stream`` are the calling thread's line and stream.
+    """Tells the ``clocks``; ``thread`` and ``stream`` are the calling thread's line and stream.
 
     While ``is_on`` is false nothing is noted.
     """
 
-    def __init__(self, history: History) -> None:
-        self.history = history
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
         self.is_on = True
         self.blocks = Blocks(self._given)
         self._threads = threading.local()
@@ -54,7 +51,7 @@ class Notes:
     @property
     def thread(self) -> int:
         if not hasattr(self._threads, "line"):
-            self._threads.line = self.history.line(threading.current_thread().name)
+            self._threads.line = self.clocks.line(threading.current_thread().name)
         return self._threads.line
 
     @property
@@ -67,11 +64,11 @@ class Notes:
 
     def line_of(self, stream: Any) -> int:
         """Return the line of a device's stream; the first that is met is the default one."""
-        with self.history.lock:
+        with self.clocks.lock:
             if stream not in self._streams:
                 number = len(self._streams)
                 self._streams[stream] = (
-                    self.history.line(f"stream {number}", is_stream=True)
+                    self.clocks.line(f"stream {number}", is_stream=True)
                     if number
                     else DEFAULT_STREAM
                 )
@@ -79,19 +76,19 @@ class Notes:
 
     # What waits for what
 
-    def mark(self, line: int, kind: str) -> int:
-        """Note what a line has done until now; return the number that ``after`` takes."""
-        return self.history.mark(line, self.thread, self.site(), kind)
+    def mark(self, line: int, kind: str) -> Any:
+        """Return what a line has done until now, for ``after``."""
+        return self.clocks.mark(line, self.thread, self.site(), kind)
 
-    def after(self, line: int, mark: int, kind: str, given: bool = False) -> None:
+    def after(self, line: int, mark: Any, kind: str, given: bool = False) -> None:
         """Have a line go on after a mark."""
-        self.history.add(After(line, mark, self.thread, self.site(), kind, given))
+        self.clocks.after(line, mark, self.thread, self.site(), kind, given)
 
     # Memory
 
     def block(self, tensor: Tensor, name: str, is_new: bool = False) -> Block | None:
         """Return the block that a tensor lies in.  One that ``is_new`` has just been taken."""
-        with self.history.lock:
+        with self.clocks.lock:
             found = self.blocks.of(tensor, name)
             if found is None:
                 return None
@@ -100,7 +97,7 @@ class Notes:
                 self._taken_on[block] = self.stream if is_new else DEFAULT_STREAM
                 self.place(block, tensor, is_new)
             if was_unknown and is_new:
-                self.history.add(Taken(block, self.thread, self.stream, self.site()))
+                self.clocks.taken(block, self.thread, self.stream, self.site())
             return block
 
     def place(self, block: Block, tensor: Tensor, is_new: bool) -> None:
@@ -135,7 +132,7 @@ class Notes:
     def _given(self, block: Block) -> None:
         if self.is_on:
             line = self._taken_on.pop(block, DEFAULT_STREAM)
-            self.history.add(Given(block, self.thread, line, self.site()))
+            self.clocks.given(block, self.thread, line, self.site())
 
     # What is done
 
@@ -147,9 +144,8 @@ class Notes:
         """Note an operator that the calling thread runs, or gives to its current stream."""
         if not ranges:
             return
-        facts = {"stream": self.stream, **facts}
-        site = self.site()
-        self.history.add(Operator(name, self.thread, ranges=tuple(ranges), site=site, **facts))
+        facts = {"stream": self.stream, "site": self.site(), **facts}
+        self.clocks.operator(Operator(name, self.thread, ranges=tuple(ranges), **facts))
 
     def site(self) -> Site:
         """Return the innermost of our frames that the caller was called from, and the statement."""
@@ -165,7 +161,7 @@ class Notes:
                 path = code.co_filename.removeprefix(f"{PACKAGE.parent}/")
                 frames.append(f"{path}:{line} {code.co_name}")
             frame = frame.f_back
-        return Site(tuple(frames))
+        return tuple(frames)
 
     def is_told(self, file: str, frames: Sequence[str]) -> bool:
         """Return whether a frame of this file is told, behind those inside of it."""

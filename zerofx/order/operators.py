@@ -14,7 +14,7 @@ from zerofx import compat
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.ir.aliases import memory_of, mutated_inputs
 from zerofx.lower.regions import CompiledRegion
-from zerofx.order.history import Range
+from zerofx.order.clocks import Range
 from zerofx.order.notes import Notes
 
 aten = torch.ops.aten

@@ -19,12 +19,12 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit import checkpoints, trainings
 from tests.kit.models import features
+from tests.kit.order.history import History
 from tests.kit.order.plants import Place, planted, races_in
 from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
 from tests.kit.trainings import SLOW
-from zerofx.order.history import History
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS, Snapshot
 from zerofx.runtime.storage import ring
 from zerofx.runtime.storage.copies import Copies

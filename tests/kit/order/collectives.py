@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.kit.order.places import PlacedNotes
 from zerofx import compat
-from zerofx.order.history import Where
+from zerofx.order.clocks import Where
 from zerofx.runtime.comm import communication, transport
 from zerofx.runtime.comm.transport import NativeTransport
 
@@ -34,7 +34,7 @@ class Collectives:
 
     def __init__(self, notes: PlacedNotes) -> None:
         self.notes = notes
-        self._line = notes.history.line("communication stream", is_stream=True)
+        self._line = notes.clocks.line("communication stream", is_stream=True)
         self._transports: dict[int, NativeTransport] = {}
 
     def patches(self) -> Iterator[Any]:

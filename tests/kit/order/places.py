@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.order.history import Block, History, Range, Where
+from tests.kit.order.history import History
+from zerofx.order.clocks import Block, Range, Where
 from zerofx.order.notes import PACKAGE, Notes
 
 TESTS = Path(__file__).parents[2]
@@ -71,6 +72,7 @@ class PlacedNotes(Notes):
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
+        self.history = history
         self.blocks.make = self._block
         self._current = threading.local()
         self.default: Any = None  # the stream of threads that have chosen none

@@ -8,53 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from zerofx.order.history import After, Entry, History, Mark, Site
-from zerofx.order.judge import Judge, Race
+from tests.kit.order.history import After, History, Mark, Place, code
+from zerofx.order.clocks import Race
 
-Place = tuple[str, tuple[str, ...]]
-"""A kind of wait or mark, and where it stands in the code."""
-
-
-def code(site: Site) -> tuple[str, ...]:
-    """The frames of source files: without the programs that are generated."""
-    return tuple(frame for frame in site.frames if not frame.startswith("<"))
-
-
-class Planter(Judge):
-    """Judges without the waits and marks that are ``left_out``.
-
-    ``telling`` are the waits of which a line has learned of accesses that it did not know of, and
-    the marks of which such a wait has.
-    """
-
-    def __init__(self, history: History, left_out: Collection[Place] = ()) -> None:
-        super().__init__(history)
-        self.telling: set[Place] = set()
-        self._left_out = left_out
-        self._places: dict[int, Place] = {}
-
-    def take(self, entry: Entry) -> None:
-        if isinstance(entry, (Mark, After)):
-            place = entry.kind, code(entry.site)
-            is_given = isinstance(entry, After) and entry.given
-            if place in self._left_out and not is_given:
-                return
-            if isinstance(entry, Mark):
-                self._places[entry.number] = place
-            else:
-                knows, told = self.clock(entry.line), self.marks.get(entry.mark, {})
-                self._told(entry.line, entry.thread)
-                if any(count > knows.get(line, 0) for line, count in told.items()):
-                    self.telling |= {place, self._places[entry.mark]}
-        super().take(entry)
+MARKS = ("record",)
+"""The marks that a program makes itself; others are in the nature of what is marked."""
 
 
 def races_in(history: History, left_out: Collection[Place] = ()) -> list[Race]:
     """Return what nothing orders, once for each pair of places, if some waits do not count."""
-    judge = Planter(history, left_out)
-    for entry in history:
-        judge.take(entry)
-    return list({_key(race): race for race in reversed(judge.races)}.values())[::-1]
+    races, _ = history.judged(left_out)
+    return list({_key(race): race for race in reversed(races)}.values())[::-1]
 
 
 def _key(race: Race) -> tuple[str, ...]:
@@ -62,14 +26,10 @@ def _key(race: Race) -> tuple[str, ...]:
     return tuple(word for one in accesses for word in (one.name, *code(one.site)))
 
 
-MARKS = ("record",)
-"""The marks that a program makes itself; others are in the nature of what is marked."""
-
-
 def places(history: History) -> Counter[Place]:
     """Return the waits and marks of the product in a run, and how often each was met."""
     found: Counter[Place] = Counter()
-    for entry in history:
+    for entry in history.entries:
         is_mark = isinstance(entry, Mark) and entry.kind in MARKS
         is_wait = isinstance(entry, After) and not entry.given
         if (is_mark or is_wait) and any(map(_is_of_product, code(entry.site))):
@@ -87,12 +47,10 @@ def planted(history: History) -> dict[Place, Race | None]:
     Not those that order nothing: of which no line learns of an access that it did not know of,
     such as a wait for a thread that compiles.  They are there for the host.
     """
-    judge = Planter(history)
-    for entry in history:
-        judge.take(entry)
+    _, telling = history.judged()
     found = {}
     for place in places(history):
-        if place in judge.telling:
+        if place in telling:
             races = races_in(history, [place])
             found[place] = races[0] if races else None
     return found

@@ -73,7 +73,7 @@ class Device:
 
     def Stream(self, *_device: Any, **_options: Any) -> Stream:  # noqa: N802
         number = len(self._all)
-        made = Stream(self._notes, self._notes.history.line(f"stream {number}", is_stream=True))
+        made = Stream(self._notes, self._notes.clocks.line(f"stream {number}", is_stream=True))
         self._all.append(made)
         return made
 

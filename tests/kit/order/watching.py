@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.kit.order.collectives import Collectives
+from tests.kit.order.history import History
 from tests.kit.order.places import PlacedNotes
 from tests.kit.order.resources import Resources
 from tests.kit.order.streams import Device
@@ -19,7 +20,7 @@ from tests.kit.order.threads import Threads
 from zerofx import accelerator
 from zerofx.compiler import program
 from zerofx.order.check import OrderCheck
-from zerofx.order.history import History, Where
+from zerofx.order.clocks import Where
 from zerofx.order.operators import Watch, of_compiled
 from zerofx.runtime.memory import pages
 from zerofx.runtime.memory.pages import BufferPool

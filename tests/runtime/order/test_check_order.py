@@ -14,7 +14,7 @@ from zerofx.compiler import program
 from zerofx.errors import OrderError
 from zerofx.ir import ops
 from zerofx.order.check import CHECK, OrderCheck
-from zerofx.order.history import Range, Where
+from zerofx.order.clocks import Range, Where
 from zerofx.order.hooks import _Noted
 from zerofx.order.operators import Watch
 from zerofx.runtime.storage.copies import Worker
@@ -94,13 +94,13 @@ def test_a_job_of_a_thread_that_is_not_waited_for_is_seen(check):
         job = worker.start(lambda: values.add_(1))
         job.result()
         values.sum()
-        assert not check.races()
+        assert not check.notes.clocks.races
         job = worker.start(lambda: values.add_(1))
         worker.start(lambda: None)
         while not job.done():  # which is no wait for it
             pass
         values.sum()
-    (race,) = check.races()
+    (race,) = check.notes.clocks.races
     assert race.second.name == "aten.sum.default" and race.lines[1] == "main thread"
 
 
@@ -121,9 +121,9 @@ def test_streams_wait_by_events_and_for_each_other(check):
     write(other)
     one.wait_stream(other)
     write(one)
-    assert not check.races()
+    assert not check.notes.clocks.races
     write(other)
-    assert [race.lines for race in check.races()] == [("default stream", "stream 1")]
+    assert [race.lines for race in check.notes.clocks.races] == [("default stream", "stream 1")]
     assert [call[0] for call in asked.mock_calls] == [
         "event.record",
         "other.wait_event",

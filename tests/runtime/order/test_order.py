@@ -14,8 +14,7 @@ from tests.kit.files import BLOCK, layout, store_of
 from tests.kit.order.plants import places, planted, races_in
 from tests.kit.order.watching import watching
 from zerofx.order.blocks import addresses
-from zerofx.order.history import Where
-from zerofx.order.judge import join
+from zerofx.order.clocks import Where, join
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.storage.copies import Copies, Worker, _complete
 from zerofx.runtime.storage.disk import HostCache
