@@ -43,7 +43,7 @@ class OrderCheck:
                 self._stack.enter_context(hook)
 
     def end(self) -> None:
-        """Take no more note, and forget what was noted."""
+        """Take no more note."""
         if self._stack is not None:
             self.notes.is_on = False
             self._stack.close()
@@ -56,16 +56,15 @@ class OrderCheck:
         for bound, info in zip(runtime.bound, runtime.table, strict=True):
             memory = bound.shard if bound.shard is not None else bound.parameter
             self.notes.block(memory, f"the parameter {info.name}")
+        clocks = self.notes.clocks
         try:
             with Watch(self.notes):
                 yield
+            if clocks.races:
+                raise OrderError(_words(clocks.races, graph))
         except BaseException:
-            self.end()  # what it has left under way is waited for in ways of its own
+            clocks.forget()  # what a call that failed has begun is not waited for as it was to be
             raise
-        races = self.notes.clocks.races
-        if races:
-            self.end()
-            raise OrderError(_words(races, graph))
 
 
 CHECK = OrderCheck()
@@ -77,9 +76,9 @@ def _words(races: list[Race], graph: fx.Graph) -> str:
     others = f"; {len(races) - 1} more pairs in this call" if len(races) > 1 else ""
     return (
         f"{race}\n"
-        f"What is missing is a wait: the {second} has to go on to {race.second.name} after what "
-        f"the {first} has done. Either may come first{others}, so this call may have computed "
-        "something wrong. It is a fault of zerofx and not of your step: please report it, with "
+        f"A wait is missing: {race.second.name} on the {second} has to come after what the {first} "
+        f"has done. Either may come first{others}, so this call may have computed something wrong. "
+        "It is a fault of zerofx and not of your step: please report it, with "
         f"this message.{_placed_by(race, graph)} 'ZEROFX_CHECK_ORDER=1 python -m zerofx bisect -- "
         "COMMAND' looks for a pass to turn off until then."
     )

@@ -232,6 +232,11 @@ class Clocks:
                     access = Access(name, line, 0, block.start, block.stop, True, site)
                     self._found(block, other, access)
 
+    def forget(self) -> None:
+        """Compare nothing with the accesses that there have been until now."""
+        with self.lock:
+            self.races, self._accesses = [], {}
+
     def _told(self, line: int, thread: int) -> None:
         """Have a line know what the thread knew that gave it something to do."""
         if line != thread:

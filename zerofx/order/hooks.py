@@ -20,6 +20,7 @@ from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.comm.transport import LocalTransport, Started, Work
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage import copies
+from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.disk.transfers import Operation, Transfers
 from zerofx.runtime.storage.memory import HostMemory
 
@@ -29,6 +30,7 @@ patch = mock.patch.object
 def hooks(notes: Notes) -> Iterator[Any]:
     """Yield contexts in which this process's runtime notes what it does."""
     yield patch(copies, "module_of", partial(_module, notes))
+    yield patch(Copies, "_copy_beside", _copy_beside(notes, Copies._copy_beside))
     yield patch(HostMemory, "empty", _empty(notes, HostMemory.empty))
     # What a pool gives out again is held by nothing: as memory that is taken anew.
     yield patch(BufferPool, "empty", lambda pool, numel, like: like.new_empty(numel))
@@ -41,7 +43,7 @@ def hooks(notes: Notes) -> Iterator[Any]:
 # Streams
 
 
-class _Noted:
+class Noted:
     """A stream or an event of a device that notes who waits for it, or for whom it waits."""
 
     def __init__(self, notes: Notes, real: Any) -> None:
@@ -49,7 +51,7 @@ class _Noted:
         self._mark: Any = None  # what comes before an event
 
     @property
-    def _line(self) -> int:
+    def line(self) -> int:
         return self._notes.line_of(self._real)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,18 +63,18 @@ class _Noted:
     def __eq__(self, other: object) -> bool:
         return self._real == getattr(other, "_real", other)
 
-    def wait_stream(self, other: _Noted) -> None:
-        mark = self._notes.mark(other._line, "wait_stream")
-        self._notes.after(self._line, mark, "wait_stream")
+    def wait_stream(self, other: Noted) -> None:
+        mark = self._notes.mark(other.line, "wait_stream")
+        self._notes.after(self.line, mark, "wait_stream")
         self._real.wait_stream(other._real)
 
-    def wait_event(self, event: _Noted) -> None:
-        if event._mark is not None:
-            self._notes.after(self._line, event._mark, "wait_event")
-        self._real.wait_event(event._real)
+    def wait_event(self, event: Any) -> None:
+        if getattr(event, "_mark", None) is not None:
+            self._notes.after(self.line, event._mark, "wait_event")
+        self._real.wait_event(getattr(event, "_real", event))
 
-    def record(self, stream: _Noted) -> None:
-        self._mark = self._notes.mark(stream._line, "record")
+    def record(self, stream: Noted) -> None:
+        self._mark = self._notes.mark(stream.line, "record")
         self._real.record(stream._real)
 
     def synchronize(self) -> None:
@@ -85,11 +87,20 @@ def _module(notes: Notes, device: torch.device) -> Any:
     """Return what a device's module has for copies beside a step, noted."""
     module = accelerator.module_of(device)
     return SimpleNamespace(
-        Stream=lambda *given: _Noted(notes, module.Stream(*given)),
-        Event=lambda: _Noted(notes, module.Event()),
-        current_stream=lambda *given: _Noted(notes, module.current_stream(*given)),
+        Stream=lambda *given: Noted(notes, module.Stream(*given)),
+        Event=lambda: Noted(notes, module.Event()),
+        current_stream=lambda *given: Noted(notes, module.current_stream(*given)),
         stream=lambda stream: module.stream(stream._real),
     )
+
+
+def _copy_beside(notes: Notes, original: Callable) -> Callable:
+    def copy(moves: Copies, *given: Any) -> Any:
+        for key, stream in moves._streams.items():  # of before there was a check
+            moves._streams[key] = stream if isinstance(stream, Noted) else Noted(notes, stream)
+        return original(moves, *given)
+
+    return copy
 
 
 def _empty(notes: Notes, original: Callable) -> Callable:

@@ -48,6 +48,9 @@ class After:
     given: bool = False
 
 
+FORGET = object()
+
+
 class History(Clocks):
     """The ``entries`` of a run in the order in which they came, of all threads."""
 
@@ -78,6 +81,9 @@ class History(Clocks):
     def given(self, *facts: Any) -> None:
         self._added(Given(*facts))
 
+    def forget(self) -> None:
+        self._added(FORGET)
+
     def _added(self, entry: Any) -> Any:
         with self.lock:
             self.entries.append(entry)
@@ -96,6 +102,8 @@ class History(Clocks):
             elif isinstance(entry, Taken):
                 facts = (entry.block, entry.thread, entry.stream, entry.site)
                 (clocks.given if isinstance(entry, Given) else clocks.taken)(*facts)
+            elif entry is FORGET:
+                clocks.forget()
             elif isinstance(entry, Mark):
                 if (entry.kind, code(entry.site)) not in left_out:
                     marks[entry] = clocks.mark(entry.line, entry.thread, entry.site, entry.kind)
