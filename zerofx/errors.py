@@ -9,6 +9,10 @@ class ValidationError(GraphError):
     """A pass has changed what the step computes: says which, and where it shows first."""
 
 
+class OrderError(RuntimeError):
+    """A running step uses memory in no order: says which, which two accesses, what is missing."""
+
+
 class StepError(ValueError):
     """The step cannot be compiled as written: says what, why, and what to change."""
 

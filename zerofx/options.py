@@ -210,6 +210,8 @@ class Options:
     """The folder that receives the program after every pass; None writes nothing."""
     validate: bool = _option(False, _SWITCH)
     """Run each pass's program on random inputs, and compare it with the one before; slow."""
+    check_order: bool = _option(False, _SWITCH)
+    """Watch what a running step reads and writes, and raise where nothing orders it; slow."""
     stop_after: str | None = _option(None, _choice(*STOPS))
     """The last pass to run: what later ones shard or offload stays as it is."""
     recompute: bool = _pass(True)

@@ -47,6 +47,7 @@ def test_defaults_are_the_contracts():
         "delayed_update": False,
         "dump": None,
         "validate": False,
+        "check_order": False,
         "recompute": True,
         "hoist_casts": True,
         "bucket": True,
@@ -118,6 +119,7 @@ def test_every_allowed_value_is_kept(name, value):
         ("moment_dtype", "int8", torch.int8),
         ("moment_dtype", "torch.bfloat16", torch.bfloat16),
         ("rounding_seed", "17", 17),
+        ("check_order", "1", True),
         *((name, "0", False) for name in OPTIONAL_PASSES),
     ],
 )
@@ -364,7 +366,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = [field.name for field in dataclasses.fields(Options)]
-    assert len(known) == 28
+    assert len(known) == 29
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )
@@ -451,7 +453,7 @@ def test_the_users_dict_is_left_alone():
 def test_every_optional_pass_is_a_field_and_on_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
-    others |= {"offload_checksums", "delayed_update", "validate"}
+    others |= {"offload_checksums", "delayed_update", "validate", "check_order"}
     assert switches == {*OPTIONAL_PASSES, *others}
     assert all(map(Options().enabled, OPTIONAL_PASSES))
 

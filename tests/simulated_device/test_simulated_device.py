@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -16,7 +17,10 @@ import tests.simulated_device as simulated
 from tests.kit.ranks import Ranks
 from tests.kit.step_forms.form import FORMS
 from tests.simulated_device import training
+from zerofx.errors import OrderError
 from zerofx.hardware import Hardware
+from zerofx.order.check import CHECK
+from zerofx.order.hooks import Noted
 from zerofx.runtime.comm import measure
 from zerofx.runtime.comm.communication import Communicator
 
@@ -199,6 +203,32 @@ def test_what_is_offloaded_comes_back_in_time(offload, tier, policy, devices):
     options = {"offload": offload, "offload_tier": tier}
     (num_moved,) = devices(1).run(training.check, "plain", 3, policy, 0, options)
     assert (num_moved > 0) == ("activations" in offload)
+
+
+def _watched(offload: str, waits: bool) -> str:
+    """Train with ``check_order``; return what it says if streams have ``waits`` for events or not.
+
+    The device runs early, so that results are right without.
+    """
+    options = {"check_order": True, **({"offload": offload} if offload else {})}
+    no_wait = mock.patch.object(Noted, "wait_event", lambda stream, event: None)
+    try:
+        with contextlib.nullcontext() if waits else no_wait:
+            training.check("plain", 3, "early", 0, options)
+    except OrderError as error:
+        return str(error)
+    finally:
+        CHECK.end()
+    return ""
+
+
+@pytest.mark.parametrize("count", (1, 2))
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_check_order_finds_a_missing_wait_and_nothing_else(offload, count, devices):
+    assert devices(count).run(_watched, offload, True) == [""] * count
+    for words in devices(count).run(_watched, offload, False) if offload else ():
+        assert "stream 1" in words and "zerofx/runtime/storage/copies.py" in words
+        assert "place_offload" in words or "offload_activations" in words
 
 
 def smallest_stage(offload: str) -> int:

@@ -106,6 +106,7 @@ def pinning() -> Iterator[Pinned]:
     It is an error to end that while one is under way.
     """
     extension, pinned = simulated.use(), Pinned()
+    torch.empty(1, pin_memory=True)  # before, torch takes nothing for pinned
 
     def register(address: int, nbytes: int, _flags: int) -> int:
         extension.register_host(address, nbytes)

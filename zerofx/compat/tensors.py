@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import (
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 # Names as short as ``f32``, by dtype.
 short_dtypes = dtype_abbrs
@@ -33,6 +35,22 @@ def fake_tensors() -> FakeTensorMode:
 def is_fake(value: Any) -> bool:
     """Return whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements in memory of its own: not fake, not wrapped, strided."""
+    return not (
+        isinstance(tensor, FakeTensor | FunctionalTensor)
+        or tensor.device.type == "meta"
+        or tensor.layout is not torch.strided
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in what an operator returns, however it is nested."""
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 # Documented under this name.

@@ -25,6 +25,7 @@ from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.lowering import lower
 from zerofx.options import Options, environment
+from zerofx.order.check import CHECK
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport
 from zerofx.report.explain import explanation, first_words
@@ -215,6 +216,9 @@ class Program:
         """Run the program, and say it if another rank runs or has compiled another one."""
         try:
             with self.function.communicator.running(self.rewritten.digest):
+                if self.options.check_order:
+                    with CHECK.watching(runtime, self.lowered.gm.graph):
+                        return runtime(inputs)
                 return runtime(inputs)
         except AnotherProgramError as error:
             known = [one for f in self.function.backend.functions for one in f.programs]

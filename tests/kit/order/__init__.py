@@ -1,6 +1,6 @@
-"""A happens-before checker: what a step reads and writes, on which streams, ordered by what.
+"""Runs of steps under the checker of ``zerofx.order``, on what stands for a device.
 
 CPU tensors stand for a device's memory, and everything runs at once, so that results stay right.
-``watch`` notes a ``history`` while steps run; ``judge`` finds what nothing orders in it, also with
-waits left out (``plants``).
+``watching`` notes a ``history`` while steps run; ``plants`` finds what nothing orders in it, also
+with waits left out.
 """

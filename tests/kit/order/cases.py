@@ -20,8 +20,7 @@ import zerofx
 from tests.kit import checkpoints, trainings
 from tests.kit.models import features
 from tests.kit.order.history import History
-from tests.kit.order.judge import Place, races_in
-from tests.kit.order.plants import planted
+from tests.kit.order.plants import Place, planted, races_in
 from tests.kit.order.watching import Watched, watching
 from tests.kit.step_forms import training as step_forms
 from tests.kit.step_forms.form import FORMS
@@ -209,7 +208,6 @@ def _growing(_watched: Watched, stage: int, options: Mapping[str, Any], _folder:
 
 def sensitivity(model, x, y):
     """The loss's gradient by the batch: of parameters that nothing changes."""
-    x = x.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(torch.nn.functional.mse_loss(model(x), y), x)
     return gradient
 
@@ -218,9 +216,9 @@ def _streams(watched: Watched, stage: int, options: Mapping[str, Any], _folder: 
     """Call what writes to nothing on two streams in turn, which nobody has wait for each other."""
     model = trainings.built()[0].requires_grad_(False)
     compiled = trainings.zero(sensitivity, stage, **options)
-    compiled(model, *features(0, 8))  # binds the parameters
+    batches = [(x.requires_grad_(), y) for x, y in (features(number, 8) for number in range(4))]
+    compiled(model, *batches[0])  # binds the parameters
     streams = [watched.device.Stream() for _ in range(2)]
-    batches = [features(number, 8) for number in range(4)]
     for stream in streams:
         stream.wait_stream(watched.device.current_stream())
     found = []

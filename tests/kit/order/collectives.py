@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.kit.order.history import Where
-from tests.kit.order.notes import Notes
+from tests.kit.order.places import PlacedNotes
 from zerofx import compat
+from zerofx.order.clocks import Where
 from zerofx.runtime.comm import communication, transport
 from zerofx.runtime.comm.transport import NativeTransport
 
@@ -21,20 +21,20 @@ from zerofx.runtime.comm.transport import NativeTransport
 class Work:
     """A collective under way: it keeps what it reads and writes until it is waited for."""
 
-    def __init__(self, notes: Notes, mark: int, tensors: Any) -> None:
+    def __init__(self, notes: PlacedNotes, mark: int, tensors: Any) -> None:
         self._notes, self._mark, self._tensors = notes, mark, tensors
 
     def wait(self) -> None:
-        self._notes.after(self._notes.stream.line, self._mark, "collective wait")
+        self._notes.after(self._notes.stream, self._mark, "collective wait")
         self._tensors = ()
 
 
 class Collectives:
     """The stand-ins for torch's collectives: made at once, by gloo if there are other ranks."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: PlacedNotes) -> None:
         self.notes = notes
-        self._line = notes.history.line("communication stream", is_stream=True)
+        self._line = notes.clocks.line("communication stream", is_stream=True)
         self._transports: dict[int, NativeTransport] = {}
 
     def patches(self) -> Iterator[Any]:
@@ -102,7 +102,7 @@ class Collectives:
     ) -> Work:
         """Note a collective behind what the current stream has been given, and make it."""
         notes = self.notes
-        before = notes.mark(notes.stream.line, "collective start")
+        before = notes.mark(notes.stream, "collective start")
         notes.after(self._line, before, "collective start", given=True)
         for tensor in (*read, written):
             notes.lies_in(tensor, Where.DEVICE, name, is_new=False)

@@ -1,124 +1,24 @@
-"""Everything that has to do with order in a run: accesses, waits, memory taken and given back.
-
-A line is what does one thing after another: a host thread, a stream, a file operation.  The first
-is ``MAIN``, the thread that began, the second its device's default stream.
-"""
+"""Everything that has to do with order in a run, to be judged when all its memory has its place."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.order.clocks import Block, Clocks, Operator, Race, Site
+
+Place = tuple[str, tuple[str, ...]]
+"""A kind of wait or mark, and where it stands in the code."""
 
 
-class Where(Enum):
-    """The memory that a block is of."""
-
-    DEVICE = auto()
-    HOST = auto()
-    PINNED = auto()
-    """Of the host, copied by the device beside the host; unmapped when it is given back."""
-    PINNED_BY_TORCH = auto()
-    """The same, from torch's allocator, which waits for copies before it gives it out again."""
-
-
-@dataclass(eq=False)
-class Group:
-    """Blocks that must be of the same memory, as operators compute on them together."""
-
-    where: Where | None = None
-    parent: Group | None = None
-
-    def root(self) -> Group:
-        group = self
-        while group.parent is not None:
-            group = group.parent
-        return group
-
-
-@dataclass(eq=False)
-class Block:
-    """A range of addresses from when it is taken until it is given back.
-
-    ``inside`` is a larger one that has turned out to hold it.
-    """
-
-    start: int
-    stop: int
-    name: str
-    group: Group = field(default_factory=Group)
-    inside: Block | None = None
-
-    def root(self) -> Block:
-        block = self
-        while block.inside is not None:
-            block = block.inside
-        return block
-
-    @property
-    def where(self) -> Where | None:
-        return self.root().group.root().where
-
-    @property
-    def is_on_device(self) -> bool:
-        """What has met nothing of the host is the device's."""
-        return self.where in (None, Where.DEVICE)
-
-
-@dataclass(frozen=True)
-class Site:
-    """The place in the code that something comes from: frames, the innermost first."""
-
-    frames: tuple[str, ...] = ()
-
-    @property
-    def code(self) -> tuple[str, ...]:
-        """The frames of source files: without the programs that are generated."""
-        return tuple(frame for frame in self.frames if not frame.startswith("<"))
-
-    def __str__(self) -> str:
-        return " < ".join(self.frames)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Addresses of a block that an operator reads or writes.
-
-    ``is_number`` for a 0-dim tensor: of the host, its value is read when the operator is launched.
-    """
-
-    block: Block
-    start: int
-    stop: int
-    writes: bool
-    is_number: bool = False
-
-
-@dataclass(frozen=True)
-class Operator:
-    """Accesses of an operator, which ``thread`` gives to ``stream``, or does itself on the host.
-
-    ``line`` is given if that is decided already: a collective, a file operation.  ``waits`` if the
-    host waits for it, where the device does it.  ``may_lag`` if the host does not wait for a copy
-    between pinned memory and the device.
-    """
-
-    name: str
-    thread: int
-    stream: int
-    ranges: tuple[Range, ...]
-    site: Site
-    line: int | None = None
-    waits: bool = False
-    copies: bool = False
-    may_lag: bool = False
+def code(site: Site) -> tuple[str, ...]:
+    """The frames of source files: without the programs that are generated."""
+    return tuple(frame for frame in site if not frame.startswith("<"))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Memory taken: of the device's it may be what ``stream``'s operators have used until now."""
-
     block: Block
     thread: int
     stream: int
@@ -126,28 +26,12 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Memory given back: of the device's, ``stream``'s next operators may use it."""
-
-    block: Block
-    thread: int
-    stream: int
-    site: Site
+class Given(Taken):
+    pass
 
 
-@dataclass(frozen=True)
-class Kept:
-    """``record_stream``: memory is given out again only after what ``stream`` has been given."""
-
-    block: Block
-    stream: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mark:
-    """What a line has done until now, under a number: an event, the end of a job."""
-
-    number: int
     line: int
     thread: int
     site: Site
@@ -156,57 +40,78 @@ class Mark:
 
 @dataclass(frozen=True)
 class After:
-    """``line`` goes on after a mark; ``thread`` has told it to, if it is a stream.
-
-    One that is ``given`` is the way of things, as that a job begins after it was handed over: it
-    can't be left out.
-    """
-
     line: int
-    mark: int
+    mark: Mark
     thread: int
     site: Site
     kind: str
     given: bool = False
 
 
-Entry = Operator | Taken | Given | Kept | Mark | After
-
-MAIN, DEFAULT_STREAM = 0, 1
+FORGET = object()
 
 
-class History:
-    """The entries of a run in the order in which they came, of all threads.
-
-    ``lines`` are the names of the lines, by number, and ``streams`` those that are streams.
-    """
+class History(Clocks):
+    """The ``entries`` of a run in the order in which they came, of all threads."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.lines = ["main thread", "default stream"]
-        self.streams = {DEFAULT_STREAM}
-        self.lock = threading.RLock()
-        self._marks = 0
+        super().__init__()
+        self.entries: list[Any] = []
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
+    @property  # type: ignore[override]
+    def races(self) -> list[Race]:
+        return self.judged()[0]
 
-    def line(self, name: str, is_stream: bool = False) -> int:
-        """Return the number of a new line."""
-        with self.lock:
-            self.lines.append(name)
-            number = len(self.lines) - 1
-            if is_stream:
-                self.streams.add(number)
-            return number
+    @races.setter
+    def races(self, races: list[Race]) -> None:
+        """As they are found when they are asked for, none is kept."""
 
-    def add(self, entry: Entry) -> None:
+    def mark(self, *facts: Any) -> Mark:
+        return self._added(Mark(*facts))
+
+    def after(self, *facts: Any) -> None:
+        self._added(After(*facts))
+
+    def operator(self, operator: Operator) -> None:
+        self._added(operator)
+
+    def taken(self, *facts: Any) -> None:
+        self._added(Taken(*facts))
+
+    def given(self, *facts: Any) -> None:
+        self._added(Given(*facts))
+
+    def forget(self) -> None:
+        self._added(FORGET)
+
+    def _added(self, entry: Any) -> Any:
         with self.lock:
             self.entries.append(entry)
+        return entry
 
-    def mark(self, line: int, thread: int, site: Site, kind: str) -> int:
-        """Note what a line has done until now; return its number for ``After``."""
-        with self.lock:
-            self._marks += 1
-            self.entries.append(Mark(self._marks, line, thread, site, kind))
-            return self._marks
+    def judged(self, left_out: Collection[Place] = ()) -> tuple[list[Race], set[Place]]:
+        """Return what nothing orders if some waits and marks do not count, and those that tell.
+
+        A wait does of which a line learns of accesses that it did not know of, and its mark.
+        """
+        clocks, marks, telling = Clocks(), {}, set()
+        clocks.lines, clocks.streams = self.lines, self.streams
+        for entry in self.entries:
+            if isinstance(entry, Operator):
+                clocks.operator(entry)
+            elif isinstance(entry, Taken):
+                facts = (entry.block, entry.thread, entry.stream, entry.site)
+                (clocks.given if isinstance(entry, Given) else clocks.taken)(*facts)
+            elif entry is FORGET:
+                clocks.forget()
+            elif isinstance(entry, Mark):
+                if (entry.kind, code(entry.site)) not in left_out:
+                    marks[entry] = clocks.mark(entry.line, entry.thread, entry.site, entry.kind)
+            elif entry.given or (entry.kind, code(entry.site)) not in left_out:
+                told, facts = marks.get(entry.mark, {}), (entry.thread, entry.site, entry.kind)
+                clocks.after(entry.line, {}, *facts)
+                knows = clocks.clocks[entry.line]
+                if any(count > knows.get(line, 0) for line, count in told.items()):
+                    telling |= {(one.kind, code(one.site)) for one in (entry, entry.mark)}
+                clocks.after(entry.line, told, *facts)
+        return clocks.races, telling

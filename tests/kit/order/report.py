@@ -11,7 +11,7 @@ import tempfile
 import time
 
 from tests.kit.order.cases import Outcome, cases, outcome_of
-from tests.kit.order.judge import Place
+from tests.kit.order.plants import Place
 
 
 def watched_for(seconds: float, seed: int) -> list[Outcome]:

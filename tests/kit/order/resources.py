@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.kit.order.history import Block, Range, Where
-from tests.kit.order.notes import Notes
 from zerofx.checkpoint import folders, loading, saving
 from zerofx.checkpoint.folders import Draft
+from zerofx.order.clocks import Block, Range, Where
+from zerofx.order.notes import Notes
 from zerofx.runtime.storage.disk.host_cache import HostCache
 
 
@@ -32,8 +32,7 @@ class Resources:
     def _use(self, folder: Path, writes: bool, name: str) -> None:
         block = self._folders.get(folder)
         if block is None:
-            block = self._folders[folder] = Block(0, 1, f"folder {folder.name}")
-            block.group.where = Where.HOST
+            block = self._folders[folder] = Block(0, 1, f"folder {folder.name}", Where.HOST)
         self.notes.operator(name, [Range(block, 0, 1, writes)])
 
     def _written_by(self, original: Callable) -> Callable:

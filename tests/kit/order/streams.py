@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from tests.kit.order.notes import Notes
+from tests.kit.order.places import PlacedNotes
 
 
 class Stream:
     """Stands for a stream of a device: a line of the history."""
 
-    def __init__(self, notes: Notes, line: int) -> None:
+    def __init__(self, notes: PlacedNotes, line: int) -> None:
         self._notes, self.line = notes, line
 
     def wait_stream(self, other: Stream) -> None:
@@ -41,15 +41,15 @@ class Stream:
 class Event:
     """Stands for an event; one that was never recorded orders nothing."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: PlacedNotes) -> None:
         self._notes = notes
         self._mark: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self._mark = self._notes.mark((stream or self._notes.stream).line, "record")
+        self._mark = self._notes.mark((stream or self._notes.current).line, "record")
 
     def wait(self, stream: Stream | None = None) -> None:
-        self._before((stream or self._notes.stream).line, "wait")
+        self._before((stream or self._notes.current).line, "wait")
 
     def synchronize(self) -> None:
         self._before(self._notes.thread, "synchronize")
@@ -66,14 +66,14 @@ class Event:
 class Device:
     """Stands for ``torch.cuda`` and its like: one device, which CPU tensors are taken to lie on."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: PlacedNotes) -> None:
         self._notes = notes
         notes.default = Stream(notes, 1)
         self._all = [notes.default]
 
     def Stream(self, *_device: Any, **_options: Any) -> Stream:  # noqa: N802
         number = len(self._all)
-        made = Stream(self._notes, self._notes.history.line(f"stream {number}", is_stream=True))
+        made = Stream(self._notes, self._notes.clocks.line(f"stream {number}", is_stream=True))
         self._all.append(made)
         return made
 
@@ -81,22 +81,22 @@ class Device:
         return Event(self._notes)
 
     def current_stream(self, _device: Any = None) -> Stream:
-        return self._notes.stream
+        return self._notes.current
 
     def default_stream(self, _device: Any = None) -> Stream:
         return self._all[0]
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before = self._notes.stream
-        self._notes.stream = stream
+        before = self._notes.current
+        self._notes.current = stream
         try:
             yield
         finally:
-            self._notes.stream = before
+            self._notes.current = before
 
     def set_stream(self, stream: Stream) -> None:
-        self._notes.stream = stream
+        self._notes.current = stream
 
     def synchronize(self, _device: Any = None) -> None:
         for stream in self._all:

@@ -11,15 +11,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.kit.order import compiled
 from tests.kit.order.collectives import Collectives
-from tests.kit.order.history import History, Where
-from tests.kit.order.notes import Notes
+from tests.kit.order.history import History
+from tests.kit.order.places import PlacedNotes
 from tests.kit.order.resources import Resources
 from tests.kit.order.streams import Device
 from tests.kit.order.threads import Threads
-from tests.kit.order.watch import Watch
 from zerofx import accelerator
+from zerofx.compiler import program
+from zerofx.order.check import OrderCheck
+from zerofx.order.clocks import Where
+from zerofx.order.operators import Watch, of_compiled
 from zerofx.runtime.memory import pages
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.parameters import snapshots
@@ -37,7 +39,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.history = History()
-        self.notes = Notes(self.history)
+        self.notes = PlacedNotes(self.history)
         self.device = Device(self.notes)
 
     def operators(self) -> Watch:
@@ -46,7 +48,16 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Watched]:
+def checking() -> Iterator[OrderCheck]:
+    """Have the option ``check_order`` watch the paths of accelerators, on CPU tensors."""
+    with watching(is_by_option=True) as watched:
+        check = OrderCheck(lambda: watched.notes, lambda notes: ())
+        with mock.patch.object(program, "CHECK", check):
+            yield check
+
+
+@contextlib.contextmanager
+def watching(is_by_option: bool = False) -> Iterator[Watched]:
     """Note what compiled steps do, and jobs that they hand over, until the block ends."""
     watched = Watched()
     notes = watched.notes
@@ -57,7 +68,7 @@ def watching() -> Iterator[Watched]:
             *Threads(notes).patches(),
             *Collectives(notes).patches(),
             *Resources(notes).patches(),
-            *compiled.patches(notes),
+            *of_compiled(notes),
         ):
             stack.enter_context(patch)
         call = StepRuntime.__call__
@@ -66,7 +77,7 @@ def watching() -> Iterator[Watched]:
             for one in inputs:  # parameters, buffers, a batch
                 if isinstance(one, Tensor) and not REGISTRY.host.holds(one):
                     notes.lies_in(one, Where.DEVICE, "the program's caller", is_new=False)
-            with watched.operators():
+            with contextlib.nullcontext() if is_by_option else watched.operators():
                 return call(runtime, inputs)
 
         stack.enter_context(mock.patch.object(StepRuntime, "__call__", watched_call))
@@ -91,7 +102,7 @@ def _accelerators(watched: Watched) -> Iterator[Any]:
     yield mock.patch.object(bucket, "kind", lambda: "simulated")
 
 
-def _memory(notes: Notes) -> Iterator[Any]:
+def _memory(notes: PlacedNotes) -> Iterator[Any]:
     """Note what is the host's, and what of it is pinned; the device's is taken anew each time."""
     empty = HostMemory.empty
     taken: dict[str, Callable] = {"aligned_empty": pages.aligned_empty}

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests.kit.files import BLOCK, layout, store_of
-from tests.kit.order.blocks import addresses
-from tests.kit.order.history import Where
-from tests.kit.order.judge import join, races_in
-from tests.kit.order.plants import places, planted
+from tests.kit.order.plants import places, planted, races_in
 from tests.kit.order.watching import watching
+from zerofx.order.blocks import addresses
+from zerofx.order.clocks import Where, join
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.storage.copies import Copies, Worker, _complete
 from zerofx.runtime.storage.disk import HostCache
@@ -143,7 +142,7 @@ def test_memory_given_back_while_another_stream_reads_it_is_seen(run):
     assert "given back" in race.second.name and total is not None
 
 
-@pytest.mark.parametrize("way", ["the stream waits", "the host waits", "kept for it"])
+@pytest.mark.parametrize("way", ["the stream waits", "the host waits"])
 def test_memory_given_back_behind_its_last_use_is_not(run, way):
     values = run.on_device()
     run.side.wait_stream(run.device.current_stream())
@@ -151,10 +150,8 @@ def test_memory_given_back_behind_its_last_use_is_not(run, way):
         total = values.sum()
     if way == "the stream waits":
         run.device.current_stream().wait_stream(run.side)
-    elif way == "the host waits":
-        run.side.synchronize()
     else:
-        run.watched.notes.keep(values, run.side)
+        run.side.synchronize()
     del values
     assert not run.races and total is not None
 

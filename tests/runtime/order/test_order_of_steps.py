@@ -12,10 +12,11 @@ import torch
 from tests.kit import trainings
 from tests.kit.covering import exhaustive, first, nightly
 from tests.kit.order.cases import RUNS, Case, cases, outcome_of
-from tests.kit.order.history import MAIN, After, Operator
+from tests.kit.order.history import After
 from tests.kit.order.watching import watching
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import SLOW
+from zerofx.order.clocks import MAIN, Operator
 
 OFFLOADED = {"offload": "optimizer,params"}
 

@@ -5,42 +5,35 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.kit.order.history import Block, Group, Where
-
-MOST_RUNS = 256
-"""A strided tensor of more stretches than this counts as all that lies between its ends."""
+from zerofx.order.clocks import Block
 
 
 def addresses(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return the stretches of memory that a strided tensor's elements lie in, as byte addresses."""
+    """Return the stretches of memory that a strided tensor's elements lie in, as byte addresses.
+
+    One stretch, or one for each step along its largest stride.
+    """
     if not tensor.numel():
         return []
-    dims = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1 and stride
-    )
-    length, num_runs, outer = 1, 1, []
-    for stride, size in dims:
-        if stride <= length and not outer:
-            length = (size - 1) * stride + length
-        else:
-            outer.append((stride, size))
-            num_runs *= size
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, size) for stride, size in strides if size > 1 and stride)
     start, itemsize = tensor.data_ptr(), tensor.element_size()
-    if num_runs > MOST_RUNS:
-        return [(start, start + (sum((size - 1) * stride for stride, size in dims) + 1) * itemsize)]
-    firsts = [0]
-    for stride, size in outer:
-        firsts = [first + stride * index for first in firsts for index in range(size)]
-    return [(start + first * itemsize, start + (first + length) * itemsize) for first in firsts]
+    length = 1 + sum((size - 1) * stride for stride, size in dims)
+    if not dims or length == tensor.numel():
+        return [(start, start + length * itemsize)]
+    step, count = dims[-1]
+    length -= (count - 1) * step
+    if length >= step:
+        return [(start, start + (length + (count - 1) * step) * itemsize)]
+    firsts = range(start, start + count * step * itemsize, step * itemsize)
+    return [(first, first + length * itemsize) for first in firsts]
 
 
 @dataclass(eq=False)
@@ -56,6 +49,8 @@ class Blocks:
 
     ``on_given`` is called with one as it is given back, by whichever thread drops it.
     """
+
+    make: Callable[..., Block] = Block
 
     def __init__(self, on_given: Callable[[Block], Any]) -> None:
         self._on_given = on_given
@@ -100,12 +95,11 @@ class Blocks:
 
     def _add(self, storage: torch.UntypedStorage, start: int, stop: int, name: str) -> Block:
         self._taken += 1
-        block = Block(start, stop, f"block {self._taken} ({stop - start} bytes, by {name})")
+        block = self.make(start, stop, f"block {self._taken} ({stop - start} bytes, by {name})")
         for other in list(self._between(start, stop)):
             self._remove(other)
             if other.storage() is not None:  # a part of this one, with a storage of its own
                 other.block.inside = block
-                unite((block.group, other.block.group))
 
         def is_dead(_reference: Any) -> None:
             self.before_given.pop(start, lambda start: None)(start)
@@ -128,27 +122,3 @@ class Blocks:
     def _remove(self, held: _Held) -> None:
         del self._held[held.block.start]
         del self._starts[bisect_left(self._starts, held.block.start)]
-
-
-def unite(groups: Iterable[Group]) -> None:
-    """Have blocks be of the same memory; those that are known to be of others are left alone."""
-    roots = list(dict.fromkeys(group.root() for group in groups))
-    known = {root.where for root in roots} - {None}
-    if len(known) > 1:
-        return
-    for other in roots[1:]:
-        other.parent = roots[0]
-    if known:
-        (roots[0].where,) = known
-
-
-def put(block: Block, where: Where) -> None:
-    """Have a block be of this memory.
-
-    The device's alone if its group is the host's: on a CPU ``.to(device)`` makes no copy of it.
-    """
-    group = block.root().group.root()
-    if where is Where.DEVICE and group.where not in (None, where):
-        block.root().group = Group(where)
-    else:
-        group.where = where
