@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from collections import defaultdict
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-import zerofx.runtime.parameters.buckets
 from tests.kit import models
 from tests.kit.covering import exhaustive, only
 from tests.kit.models import squared_loss
 from tests.kit.persistent import persistent_bytes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.runtime.access import full_params, unshard
+from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.guarded import ShardedParameter
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -312,20 +313,15 @@ def check_nothing_is_copied() -> None:
     pair = Pair(3)
     packed = []
 
-    def recording(shards, infos, own=zerofx.runtime.parameters.buckets.pack):
-        result = own(shards, infos)
+    def recording(buckets, shards, parameters, numel, own=Buckets.pack):
+        result = own(buckets, shards, parameters, numel)
         packed.append((result, [s for s in shards if s.numel()]))
         return result
 
-    pair.train(0)
-    zerofx.runtime.parameters.buckets.pack, original = (
-        recording,
-        zerofx.runtime.parameters.buckets.pack,
-    )
-    try:
+    with mock.patch.object(Buckets, "pack", recording):
+        pair.train(0)  # compiles, and binds what packs
+        packed.clear()
         pair.train(1)
-    finally:
-        zerofx.runtime.parameters.buckets.pack = original
     assert len(packed) >= 3
     memory = set()
     for own in bounds_by_bucket(pair.model):
