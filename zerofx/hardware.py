@@ -39,12 +39,12 @@ class Hardware:
     bytes_per_s: float
     overlaps: bool = True
     flops_per_s: float = 1e14
-    float32_flops_per_s: float | None = None
     memory_bytes_per_s: float = 1e12
     copy_bytes_per_s: float = 2.5e10
     host_bytes_per_s: float = 5e10
     file_bytes_per_s: float = 3e9
     source: str = "given"
+    float32_flops_per_s: float | None = None
 
     def flops_per_s_in(self, dtype: torch.dtype) -> float:
         """The arithmetic of matrices of a dtype in a second."""
