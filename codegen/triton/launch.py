@@ -140,7 +140,7 @@ class TritonKernel:
         starts = itertools.accumulate((count * chunk for count in chunks), initial=0)
         rows = []
         for start, segment in zip(starts, segments, strict=False):
-            rows += [start, len(segment.tensors[0])]
+            rows += [start, segment.tensors[0].numel()]
             rows += [tensor.data_ptr() for tensor in segment.tensors]
         given = [bound.numbers[number] for bound in segments for number in self.program.numbers]
         on_device = {place: number for place, number in enumerate(given) if _is_on_device(number)}

@@ -124,7 +124,7 @@ def flatten_bucket(
             end += numel
     else:  # on a device, one kernel for all
         torch.cat(pieces, out=buffer[:end])
-    if end < len(buffer):
+    if end < buffer.numel():
         buffer[end:].zero_()
     return buffer
 
@@ -194,6 +194,11 @@ class Seen:
         self._seen = [
             (weakref.ref(t), t.data_ptr(), t.storage_offset(), t.numel(), t.dtype) for t in tensors
         ]
+
+    def are(self, tensors: Iterable[Any]) -> bool:
+        """Return whether these are the same tensors."""
+        pairs = zip(tensors, self._seen, strict=True)
+        return all(tensor is not None and tensor is seen[0]() for tensor, seen in pairs)
 
     def again(self, tensors: Iterable[Any]) -> bool:
         """Return whether these are the same tensors, where they were.

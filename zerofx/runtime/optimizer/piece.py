@@ -157,7 +157,7 @@ class KnownStates:
             self._seen.items(), self._kinds, self._shards, strict=True
         ):
             of_all: list[Any] = [state.get(name) for state in states]
-            if not seen.again(of_all):
+            if not (seen.again(of_all) if is_shard else seen.are(of_all)):
                 return None
             if is_shard:
                 values[name] = join(of_all)

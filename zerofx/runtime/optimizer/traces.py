@@ -68,6 +68,7 @@ class TracedOptimizer:
             index: self._updated(index, parameter, info)
             for index, (parameter, info) in parameters.items()
         }
+        self._by_id = {id(one.user()): one for one in self.parameters.values()}
         self.trace_count = 0
         self._groups: dict[int, GroupOfStep] | None = None  # of the step under way
         self._known: dict[Hashable, list[Update]] = {}
@@ -99,13 +100,12 @@ class TracedOptimizer:
         optimizer = self.live_optimizer()
         self._attributes = constant_attributes(optimizer)
         self._groups = {}
-        known = {id(parameter.user()): parameter for parameter in self.parameters.values()}
         number, draws = 0, self.settings.precision.draws
         for values in optimizer.param_groups:
             groups = [GroupOfStep(values, on_host) for on_host in (False, True)]
             for user in values["params"]:
-                if id(user) in known:
-                    parameter = known[id(user)]
+                parameter = self._by_id.get(id(user))
+                if parameter is not None and parameter.user() is user:
                     self._groups[parameter.index] = groups[parameter.on_host]
                     attributes = vars(user)
                     if attributes or parameter.attributes:

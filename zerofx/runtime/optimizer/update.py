@@ -48,7 +48,7 @@ class ReadyUpdate:
     finish: Callable[[Sequence[Any]], None]
 
     def run(self) -> Sequence[Any]:
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             results = self.compute()
             self.finish(results)
         return results
