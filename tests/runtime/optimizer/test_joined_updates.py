@@ -339,15 +339,19 @@ SEEN_FLAT = 4  # of these: those of more than one element
 
 @pytest.mark.parametrize("name", first(12, sorted(CASES)))
 def test_a_whole_parameter_is_updated_as_a_shard_that_is_all_of_it(name, uncompiled, kernels):
-    one, other = (Wholes(CASES[name], together, shapes=WHOLE_SHAPES) for together in (True, False))
+    # Rprop's masks of one number are refused: it would have to be read.
+    shapes = [shape for shape in WHOLE_SHAPES if shape or name != "rprop"]
+    one, other = (Wholes(CASES[name], together, shapes=shapes) for together in (True, False))
     for seed in range(3):
         one.step(seed)
         other.step(seed)
         assert_alike(one, other)
-    for mine, its in zip(one.states, other.states, strict=True):
+    pairs = zip(one.parameters, one.states, other.states, strict=True)
+    for parameter, mine, its in pairs:
         for state, value in mine.items():
-            if isinstance(value, torch.Tensor):
-                assert value.stride() == its[state].stride() and value._base is None
+            if isinstance(value, torch.Tensor):  # a clone of a gradient lies like that
+                assert value.stride() in (parameter.stride(), its[state].stride())
+                assert value._base is None
     assert kernels() == 3 * SEEN_FLAT
 
 
