@@ -48,8 +48,9 @@ class Hardware:
 
     def flops_per_s_in(self, dtype: torch.dtype) -> float:
         """The arithmetic of matrices of a dtype in a second."""
-        is_full = dtype.itemsize >= torch.float32.itemsize
-        return self.float32_flops_per_s or self.flops_per_s if is_full else self.flops_per_s
+        if self.float32_flops_per_s is None or dtype.itemsize < torch.float32.itemsize:
+            return self.flops_per_s
+        return self.float32_flops_per_s
 
     def transfer_s(self, nbytes: int, world_size: int) -> float:
         """Seconds to gather or reduce-scatter a whole buffer; none in a world of one."""

@@ -127,7 +127,7 @@ def read_arguments(
 
 
 def kind_of_number(number: Any, dtype: torch.dtype, is_input: bool = True) -> tuple | None:
-    """The kind of a 0-dim tensor with a number in it; None if it is not finite."""
+    """Return the kind of a 0-dim tensor by its number; None if that is not finite."""
     if not _is_number(number):
         return None
     return ("scalar tensor", dtype, is_input and _counts_exactly(number, dtype))

@@ -1,8 +1,8 @@
 """Build, tune and launch the Triton kernel of a pointwise program.
 
 For shards on CUDA; with ``TRITON_INTERPRET=1`` in the environment Triton runs it on the CPU, for
-tests.  Nothing here waits for the device: what a step has to tell the kernel goes there in one
-copy from pinned memory.
+tests.  Nothing here waits for the device: what a step has to tell the kernel goes there from
+pinned memory, and stays there for launches that say the same.
 """
 
 from __future__ import annotations
@@ -218,20 +218,25 @@ class Launches:
 
 @functools.lru_cache(maxsize=256)
 def _sent(words: bytes, device: torch.device) -> Tensor:
-    """Words of eight bytes on the device, where nothing writes to them: as numbers, [words]."""
+    """Return words of eight bytes on the device, int64 [words].  Nobody writes to them there."""
     host = (
         torch.frombuffer(bytearray(words), dtype=torch.int64)
         if words
         else torch.empty(0, dtype=torch.int64)
     )
-    return (host.pin_memory() if _on_gpu(device) else host).to(device, non_blocking=True)
+    return _moved(host, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _segment_of_chunk(chunks: tuple[int, ...], device: torch.device) -> Tensor:
     """Which segment each chunk belongs to, on the device."""
     owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
-    return (owners.pin_memory() if _on_gpu(device) else owners).to(device, non_blocking=True)
+    return _moved(owners, device)
+
+
+def _moved(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device without waiting for it."""
+    return (host.pin_memory() if _on_gpu(device) else host).to(device, non_blocking=True)
 
 
 @functools.cache

@@ -171,6 +171,30 @@ def check_groups_in_one_launch():
             torch.testing.assert_close(own, plain, rtol=1e-5, atol=1e-6, msg=tensor)
 
 
+def check_tables_are_sent_when_they_say_something_new():
+    from zerofx.codegen.program import Bound
+    from zerofx.codegen.triton import launch
+
+    pair = Pair("adamw", 300)
+    pair.step()
+    pair.step()
+    kernel = pair.shards.trace()[1]
+    own = pair.shards.optimizer.state[pair.own]
+    tensors = [pair.own.detach(), pair.gradient(), own["exp_avg"], own["exp_avg_sq"]]
+    values = [0.99, 0.1, 0.999, 0.001, 0.5, 1e-8, 0.01]
+    numbers = dict(zip(kernel.program.numbers, values, strict=True))
+    moved = [tensor.clone() for tensor in tensors]
+    changed = dict.fromkeys(numbers, 0.25)
+
+    def sent(*segment):
+        before = launch._sent.cache_info().misses
+        kernel.launch([Bound(*segment)])
+        return launch._sent.cache_info().misses - before
+
+    assert [sent(tensors, numbers), sent(tensors, numbers)] == [2, 0]
+    assert [sent(tensors, changed), sent(moved, changed), sent(tensors, numbers)] == [1, 1, 0]
+
+
 def check_neighbours_are_left_alone(offset, length):
     """A segment anywhere in memory, aligned or not, is updated and nothing around it."""
     from zerofx.codegen.program import Bound

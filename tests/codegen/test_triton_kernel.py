@@ -151,6 +151,9 @@ CHECKS = {
     "functions are those of torch": interpreted.check_functions,
     "rounding errors are what is left": interpreted.check_an_update_that_makes_up_for_its_rounding,
     "a rewritten update draws the same bits": interpreted.check_functions_in_a_rewritten_graph,
+    "tables are sent when they are new": (
+        interpreted.check_tables_are_sent_when_they_say_something_new
+    ),
     "streams that do not fit are refused": interpreted.check_streams_that_do_not_fit_are_refused,
 }
 

@@ -38,7 +38,7 @@ def lower(gm: fx.GraphModule, kernels: Mapping[object, Callable]) -> fx.GraphMod
         of = (ops.wait, ops.waits_on(node) or LINK) if ops.is_wait(node) else node.target
         if node.op == "call_function" and of in kernels:
             node.target = kernels[of]
-        elif node.target is aten.slice.Tensor and node.args[1] == 0 and len(node.args) == 4:
+        elif node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[1] == 0:
             source, _, *bounds = node.args  # the same view, in half of the dispatcher's time
             node.target, node.args = operator.getitem, (source, slice(*bounds))
     return fx.GraphModule(root, graph, "ZeroProgram")

@@ -105,7 +105,7 @@ class Operator:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the host waits for it: for a number, or a copy between host and device."""
+        """Return whether the host waits for it: for a number, or a copy to or from the device."""
         there = (one.block.root() for one in self.ranges if not one.is_number)
         on_host = {block.where for block in there if not block.is_on_device}
         is_pinned = on_host <= {Where.PINNED, Where.PINNED_BY_TORCH}

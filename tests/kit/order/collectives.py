@@ -51,8 +51,6 @@ class Collectives:
             all_reduce=self._all_reduce,
             broadcast=self._broadcast,
             all_to_all_single=self._all_to_all,
-            all_gather_into_tensor=self._all_gather,
-            reduce_scatter_tensor=self._reduce_scatter,
         )
 
     def _transport(self, group: Any) -> NativeTransport:
@@ -71,7 +69,7 @@ class Collectives:
 
         return self._run("broadcast", group, [], tensor, run)
 
-    def _all_gather(self, result: Tensor, shard: Tensor, group: Any, async_op: bool = True) -> Work:
+    def _all_gather(self, result: Tensor, shard: Tensor, group: Any) -> Work:
         def run() -> None:
             parts = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(parts, shard.clone(), group=group)
@@ -79,9 +77,7 @@ class Collectives:
 
         return self._run("all_gather", group, [shard], result, run)
 
-    def _reduce_scatter(
-        self, result: Tensor, flat: Tensor, op: Any, group: Any, async_op: bool = True
-    ) -> Work:
+    def _reduce_scatter(self, result: Tensor, flat: Tensor, op: Any, group: Any) -> Work:
         def run() -> None:
             whole = flat.clone()
             _reduce(whole, op, group)

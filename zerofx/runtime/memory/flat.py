@@ -78,7 +78,7 @@ def pack(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> torc
 
 
 def start_in_storage(shards: Sequence[torch.Tensor], infos: Sequence[ParameterInfo]) -> int | None:
-    """Where in their storage the bucket's shard begins that these are views of; None if of none."""
+    """Return where in their storage the bucket's shard begins that shards are views of, or None."""
     numel = infos[0].place.shard_numel
     parts = [(s, info) for s, info in zip(shards, infos, strict=True) if s.numel()]
     if not parts:
@@ -188,7 +188,7 @@ def with_own_storage(flat: torch.Tensor, info: ParameterInfo) -> torch.Tensor:
 
 
 class Seen:
-    """Where tensors lay when they were last looked at.  It holds none of them."""
+    """Remembers where tensors lay when they were last looked at.  It holds none of them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._seen = [

@@ -164,9 +164,9 @@ class KnownStates:
                 continue
             values[name] = of_all[0]
             number, *others = [value.item() for value in of_all]
-            if kind != kind_of_number(number, of_all[0].dtype) or others.count(number) < len(
-                others
-            ):
+            if any(other != number for other in others):
+                return None
+            if kind != kind_of_number(number, of_all[0].dtype):
                 return None
             scalars.append(number)
         tensors = list(values.values())

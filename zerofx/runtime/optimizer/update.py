@@ -76,7 +76,7 @@ ALONE = Fused()
 
 
 class KnownRun(NamedTuple):
-    """What ran a piece's update last, and will again while all that it was chosen by is the same.
+    """Keeps what ran a piece's update, for as long as all that it was chosen by is the same.
 
     ``chosen_by`` is all of that but the states.
     """
@@ -312,7 +312,7 @@ class OptimizerRunner(TracedOptimizer):
         return ready
 
     def _again(self, piece: Piece, fused: Fused) -> ReadyUpdate | None:
-        """The run of a piece that is as in the last step; None if anything but numbers differs."""
+        """Return the run of a piece as in the last step; None if anything but numbers differs."""
         known = self._known_runs.get(piece.indices)
         if known is None:
             return None
@@ -363,7 +363,7 @@ class OptimizerRunner(TracedOptimizer):
         fused: Fused,
         draw: Draw | None = None,
     ) -> ReadyUpdate:
-        """The run of a kernel that has been chosen."""
+        """Return the run of a kernel that has been chosen."""
         data, grad, values, info = piece.data, piece.grad, piece.values, piece.info
         waits = {}
         # New states are settled below, and rounded: what makes them cannot wait.
@@ -408,7 +408,7 @@ class OptimizerRunner(TracedOptimizer):
 
 
 def _chosen_by(piece: Piece, fused: Fused) -> tuple:
-    """What the kernel of a piece is chosen by, but for its states and the guard of its trace."""
+    """Return what a piece's kernel is chosen by, but for its states and the guard of its trace."""
     attributes = [parameter.attributes for parameter in piece.parameters]
     dtypes = (piece.data.dtype, piece.grad.dtype)
     return (piece.group.key, attributes, dtypes, fused.work, fused.gives_squares)
