@@ -9,7 +9,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 from torch import fx
@@ -22,7 +21,7 @@ from zerofx.ir import ops
 from zerofx.ir.graph import copied
 from zerofx.lower.lowering import lower
 from zerofx.passes.fuse.write_back import write_back
-from zerofx.runtime.storage.copies import Worker
+from zerofx.worker import Job, Worker
 
 SLACK_S = 0.02
 """How late a thread may be, over a whole step, without those behind it being so: they wake late."""
@@ -112,15 +111,15 @@ class ThrottledWorker(Worker):
         return _Throttled(super().start(throttled), clock)
 
 
-class _Throttled(Future):
-    """The future of what a throttled lane has started, which notes when it has ended."""
+class _Throttled(Job):
+    """The job of what a throttled lane has started, which notes when it has ended."""
 
-    def __init__(self, future: Future, clock: _Clock) -> None:
-        super().__init__()
-        self._future, self._clock = future, clock
+    def __init__(self, job: Job, clock: _Clock) -> None:
+        super().__init__(job._future)
+        self._job, self._clock = job, clock
 
-    def result(self, timeout: float | None = None) -> Any:
-        result, ended_s = self._future.result(timeout)
+    def result(self) -> Any:
+        result, ended_s = self._job.result()
         self._clock.note(ended_s)
         return result
 

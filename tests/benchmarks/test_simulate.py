@@ -17,7 +17,7 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import backend
 from zerofx.cost.timeline import predict
 from zerofx.hardware import Hardware
-from zerofx.runtime.storage.copies import Worker
+from zerofx.worker import Worker
 
 FREE = 1e30
 SECONDS = 1.0  # of compute

@@ -22,7 +22,7 @@ from zerofx.errors import StepError
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
 from zerofx.runtime.memory.flat import with_own_storage
 from zerofx.runtime.parameters import snapshots
-from zerofx.runtime.storage.copies import Worker
+from zerofx.worker import Worker
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])

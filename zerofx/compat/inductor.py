@@ -6,7 +6,6 @@ import contextvars
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from zerofx.accelerator import current_as_here
+from zerofx.worker import Worker
 
 
 def is_higher_order(target: Any) -> bool:
@@ -143,8 +142,12 @@ def _expressions(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
     """Call it there with this thread's device and settings: Inductor's are per context, in some."""
-    with ThreadPoolExecutor(max_workers=1, initializer=current_as_here()) as thread:
-        return thread.submit(contextvars.copy_context().run, function).result()
+    worker = Worker("compiles")
+    try:
+        in_context = functools.partial(contextvars.copy_context().run, function)
+        return worker.start(in_context).result()
+    finally:
+        worker.abandon()
 
 
 def _donating(donated: Sequence[int]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class OrderCheck:
                 yield
             if clocks.races:
                 raise OrderError(_words(clocks.races, graph))
+            clocks.prune()
         except BaseException:
             clocks.forget()  # what a call that failed has begun is not waited for as it was to be
             raise

@@ -11,14 +11,19 @@ detector of Pozniansky and Schuster 2003 (DJIT+), here over ranges of bytes.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
+from weakref import WeakKeyDictionary
 
 MAIN, DEFAULT_STREAM = 0, 1
+
+FEW_ENDED = 100
+"""Lines that have ended, of which it is not worth the time to look for those to forget."""
 
 Clock = dict[int, int]
 
@@ -156,24 +161,73 @@ class Clocks:
 
     ``races`` are those found so far.  ``lines`` are the names of the lines, by number, and
     ``streams`` those that are streams.
+
+    Accesses are compared with those to come, of which each is by a line that has not ended.  So a
+    line that has ``end``-ed matters as long as one of its accesses is kept, and ``prune`` forgets
+    those that matter no more.  What is kept is bounded by the memory that is there, the lines under
+    way and the ranges that each operator uses, and not by how long it has gone on.
     """
 
     def __init__(self) -> None:
         self.races: list[Race] = []
-        self.lines = ["main thread", "default stream"]
+        self.lines = {MAIN: "main thread", DEFAULT_STREAM: "default stream"}
         self.streams = {DEFAULT_STREAM}
         self.lock = threading.RLock()
         self.clocks: defaultdict[int, Clock] = defaultdict(dict)
-        self._accesses: dict[Block, list[Access]] = {}
+        # A block that nothing holds is in no range to come, so that its accesses go with it.
+        self._accesses: WeakKeyDictionary[Block, list[Access]] = WeakKeyDictionary()
+        self._numbers = itertools.count(len(self.lines))
+        self._ended: set[int] = set()
+        self._prune_at = FEW_ENDED
 
     def line(self, name: str, is_stream: bool = False) -> int:
         """Return the number of a new line."""
         with self.lock:
-            self.lines.append(name)
-            number = len(self.lines) - 1
+            number = next(self._numbers)
+            self.lines[number] = name
             if is_stream:
                 self.streams.add(number)
             return number
+
+    def end(self, line: int) -> None:
+        """Note that a line does nothing more; its marks still count.
+
+        Takes no lock: a thread's end may come while another thing is noted, by the same thread.
+        """
+        self._ended.add(line)
+
+    def prune(self) -> None:
+        """Forget the lines that have ended and of which no access is kept.
+
+        A clock is asked about a line for one thing alone: whether it knows of an access of that
+        line, which is kept.  Of such a line none is kept now, and none can come: only its owner
+        makes accesses, and has ended.  So the answer about it is never used again, by whichever
+        program, and its count can go from all clocks: what they say of other lines is counted
+        beside it.  Numbers are not given out again, and ``after`` takes no count of such a line
+        from an old mark.
+        """
+        with self.lock:
+            blocks = self._accesses.keyrefs()  # in one go: memory may be given back meanwhile
+            kept = {
+                access.line
+                for block in (reference() for reference in blocks)
+                if block is not None
+                for access in self._accesses.get(block, ())
+            }
+            gone = self._ended - kept
+            for line in gone:
+                del self.lines[line]
+                self.clocks.pop(line, None)
+            for clock in list(self.clocks.values()):
+                for line in gone & clock.keys():
+                    del clock[line]
+            self._ended -= gone
+            self._prune_at = 2 * len(self._ended) + FEW_ENDED
+
+    def prune_if_due(self) -> None:
+        """Forget them if there may be many, which takes little time for each that has ended."""
+        if len(self._ended) > self._prune_at:
+            self.prune()
 
     def mark(self, line: int, thread: int, site: Site, kind: str) -> Any:
         """Return what a line has done until now: an event, the end of a job.
@@ -194,7 +248,8 @@ class Clocks:
         """
         with self.lock:
             self._told(line, thread)
-            join(self.clocks[line], mark)
+            known = {line: count for line, count in mark.items() if line in self.lines}
+            join(self.clocks[line], known)
 
     def operator(self, operator: Operator) -> None:
         """Note an operator's accesses."""
@@ -235,7 +290,7 @@ class Clocks:
     def forget(self) -> None:
         """Compare nothing with the accesses that there have been until now."""
         with self.lock:
-            self.races, self._accesses = [], {}
+            self.races, self._accesses = [], WeakKeyDictionary()
 
     def _told(self, line: int, thread: int) -> None:
         """Have a line know what the thread knew that gave it something to do."""
@@ -256,7 +311,10 @@ class Clocks:
     def _check(self, block: Block, access: Access) -> None:
         """Compare an access with those before it that it overlaps, and keep what it needs of all.
 
-        What a later write covers is left out: whatever is after the write is after that too.
+        What a later write covers is left out: whatever is after the write is after that too.  So is
+        a read that a later read covers: what is in no order with it, and is a write, is in none
+        with the later one.  But a stream's use of memory is also compared with the memory's end,
+        which is not compared with that of others: it stands for it only if it is a stream's too.
         """
         knows, left = self.clocks[access.line], []
         for other in self._accesses.get(block, ()):
@@ -265,8 +323,8 @@ class Clocks:
             if overlaps and not is_before and (access.writes or other.writes):
                 self._found(block, other, access)
             covers = access.start <= other.start and other.stop <= access.stop
-            same = not other.writes and other.line == access.line
-            if not (covers and is_before and (access.writes or same)):
+            serves = other.line not in self.streams or access.line in self.streams
+            if not (covers and is_before and (access.writes or (not other.writes and serves))):
                 left.append(other)
         left.append(access)
         self._accesses[block] = left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from zerofx.runtime.storage import copies
 from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.disk.transfers import Operation, Transfers
 from zerofx.runtime.storage.memory import HostMemory
+from zerofx.worker import Job, Worker
 
 patch = mock.patch.object
 
@@ -144,7 +144,7 @@ def _collective_start(notes: Notes, original: Callable) -> Callable:
         if not isinstance(getattr(launch.func, "__self__", None), LocalTransport):
             ranges += notes.ranges(result, True, kind)
         notes.operator(kind, ranges, line=line)
-        end, started = notes.mark(line, "end"), communicator._in_flight[id(result)]
+        end, started = notes.end(line), communicator._in_flight[id(result)]
 
         def on_wait() -> None:
             notes.after(notes.stream if is_beside else notes.thread, end, "collective wait")
@@ -159,10 +159,13 @@ def _collective_start(notes: Notes, original: Callable) -> Callable:
 
 
 def of_jobs(notes: Notes) -> Iterator[Any]:
-    """Yield what notes that a job comes after it was handed over, and before its result."""
-    yield patch(ThreadPoolExecutor, "submit", _submit(notes, ThreadPoolExecutor.submit))
-    yield patch(ThreadPoolExecutor, "shutdown", _shutdown(notes, ThreadPoolExecutor.shutdown))
-    yield patch(Future, "result", ended(notes, Future.result, "result"))
+    """Yield what notes that a worker's job comes after it was handed over, and before its result.
+
+    Threads of the user's own are left alone, and those of ``replay``, which are of no step.
+    """
+    yield patch(Worker, "start", _worker_start(notes, Worker.start))
+    yield patch(Worker, "abandon", ended(notes, Worker.abandon, "shutdown"))
+    yield patch(Job, "result", ended(notes, Job.result, "result"))
 
 
 def job_of(notes: Notes, done: Any, job: Callable) -> Callable:
@@ -181,30 +184,27 @@ def job_of(notes: Notes, done: Any, job: Callable) -> Callable:
 
 
 class _Done:
-    """Holds the mark of a job's end."""
+    """Holds the mark of a job's end: of one job, or of the last that a worker has ended."""
 
     order_end: Any = None
 
 
-def _submit(notes: Notes, original: Callable) -> Callable:
-    def submit(executor: Any, job: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        done = _Done()
-        future = original(executor, job_of(notes, done, job), *args, **kwargs)
-        future.order_done = done
-        executor.__dict__.setdefault("order_jobs", []).append(done)
-        return future
+def _worker_start(notes: Notes, original: Callable) -> Callable:
+    def start(worker: Worker, job: Callable[[], Any]) -> Job:
+        done, last = _Done(), worker.__dict__.setdefault("order_done", _Done())
+        noted = job_of(notes, done, job)
 
-    return submit
+        def run() -> Any:
+            try:
+                return noted()
+            finally:
+                last.order_end = done.order_end  # which knows of the ends before, in one thread
 
+        started = original(worker, run)
+        started.order_done = done
+        return started
 
-def _shutdown(notes: Notes, original: Callable) -> Callable:
-    def shutdown(executor: Any, wait: bool = True, **options: Any) -> None:
-        original(executor, wait, **options)
-        for done in executor.__dict__.get("order_jobs", ()):
-            if wait and done.order_end is not None:
-                notes.after(notes.thread, done.order_end, "shutdown")
-
-    return shutdown
+    return start
 
 
 def ended(notes: Notes, original: Callable, kind: str) -> Callable:
@@ -245,7 +245,7 @@ def _file_start(notes: Notes, original: Callable) -> Callable:
         if operation.memory is not None:
             ranges = notes.ranges(operation.memory, not operation.is_write, verb)
             notes.operator(verb, ranges, line=line)
-        operation.__dict__["order_end"] = notes.mark(line, "end")
+        operation.__dict__["order_end"] = notes.end(line)
         original(transfers, operation, after)
 
     return start

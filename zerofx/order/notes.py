@@ -5,9 +5,10 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ PROGRAM = "<eval_with_key>"
 """The file that a program's statements are of: torch makes it of the graph."""
 
 
+class _Thread:
+    """A thread's line, which goes with the thread, and then does nothing more."""
+
+    def __init__(self, line: int, on_end: Callable[[int], object]) -> None:
+        self.line, self._on_end = line, on_end
+
+    def __del__(self) -> None:
+        self._on_end(self.line)
+
+
 class Notes:
     """Tells the ``clocks``; ``thread`` and ``stream`` are the calling thread's line and stream.
 
@@ -44,15 +55,16 @@ class Notes:
         self.is_on = True
         self.blocks = Blocks(self._given)
         self._threads = threading.local()
-        self._threads.line = MAIN
+        self._threads.own = _Thread(MAIN, lambda line: None)
         self._streams: dict[Any, int] = {}
-        self._taken_on: dict[Block, int] = {}
+        self._taken_on: WeakKeyDictionary[Block, int] = WeakKeyDictionary()
 
     @property
     def thread(self) -> int:
-        if not hasattr(self._threads, "line"):
-            self._threads.line = self.clocks.line(threading.current_thread().name)
-        return self._threads.line
+        if not hasattr(self._threads, "own"):
+            line = self.clocks.line(threading.current_thread().name)
+            self._threads.own = _Thread(line, self.clocks.end)
+        return self._threads.own.line
 
     @property
     def stream(self) -> int:
@@ -79,6 +91,13 @@ class Notes:
     def mark(self, line: int, kind: str) -> Any:
         """Return what a line has done until now, for ``after``."""
         return self.clocks.mark(line, self.thread, self.site(), kind)
+
+    def end(self, line: int) -> Any:
+        """Return what a line has done that will do nothing more: its last mark."""
+        mark = self.mark(line, "end")
+        self.clocks.end(line)
+        self.clocks.prune_if_due()  # of steps too that are not watched, beside one that is
+        return mark
 
     def after(self, line: int, mark: Any, kind: str, given: bool = False) -> None:
         """Have a line go on after a mark."""

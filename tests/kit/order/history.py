@@ -81,6 +81,9 @@ class History(Clocks):
     def given(self, *facts: Any) -> None:
         self._added(Given(*facts))
 
+    def prune(self) -> None:
+        """Forget nothing: it is all judged anew, with other waits each time."""
+
     def forget(self) -> None:
         self._added(FORGET)
 

@@ -1,6 +1,7 @@
 """The option ``check_order``: what is in no order in a running step is an error with its words."""
 
 import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from tests.kit.order import cases
 from tests.kit.order.watching import checking
 from tests.kit.planted.bugs import Bug
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx import compat
 from zerofx.compiler import program
 from zerofx.errors import OrderError
 from zerofx.ir import ops
@@ -18,7 +20,8 @@ from zerofx.order.check import CHECK, OrderCheck
 from zerofx.order.clocks import Range, Where
 from zerofx.order.hooks import Noted
 from zerofx.order.operators import Watch
-from zerofx.runtime.storage.copies import Worker
+from zerofx.replay.in_process_group import in_turns
+from zerofx.worker import Worker
 
 OFFLOADED = {"offload": "optimizer,params"}
 
@@ -101,6 +104,48 @@ def test_a_job_of_a_thread_that_is_not_waited_for_is_seen(check):
         values.sum()
     (race,) = check.notes.clocks.races
     assert race.second.name == "aten.sum.default" and race.lines[1] == "main thread"
+
+
+def test_the_users_own_threads_are_left_alone(check):
+    values = torch.zeros(8)
+    submit, result = ThreadPoolExecutor.submit, Future.result
+    with ThreadPoolExecutor(1) as pool, Watch(check.notes):
+        assert pool.submit(lambda: values.add_(1) is values).result()
+        values.sum()
+    assert not check.notes.clocks.races and len(check.notes.clocks.lines) == 2
+    check.end()
+    assert submit is ThreadPoolExecutor.submit and result is Future.result
+
+
+def test_ranks_that_are_replayed_in_turns_are_left_alone(check):
+    """As ``validate`` does while a step compiles anew: a barrier orders them, not a worker."""
+
+    def program(exchange):
+        return sum(one.sum() for one in exchange(torch.ones(4)))
+
+    with Watch(check.notes):
+        assert in_turns([program, program]) == [8, 8]
+    assert not check.notes.clocks.races
+
+
+def test_a_thread_that_compiles_is_watched(check):
+    values = torch.zeros(8)
+    with Watch(check.notes):
+        compat.inductor._in_thread_of_its_own(lambda: values.add_(1))
+        values.sum()
+    assert not check.notes.clocks.races
+    lines = check.notes.clocks.lines.values()
+    assert any("zerofx compiles" in name for name in lines), lines
+
+
+def test_what_is_abandoned_has_come_before(check):
+    values, worker = torch.zeros(8), Worker("test")
+    with Watch(check.notes):
+        for _ in range(2):
+            worker.start(lambda: values.add_(1))
+        worker.abandon()
+        values.sum()
+    assert not check.notes.clocks.races
 
 
 def test_streams_wait_by_events_and_for_each_other(check):

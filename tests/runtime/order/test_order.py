@@ -3,9 +3,7 @@
 CPU tensors stand for a device's memory; the streams and events are the checker's.
 """
 
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,12 +11,14 @@ import torch
 from tests.kit.files import BLOCK, layout, store_of
 from tests.kit.order.plants import places, planted, races_in
 from tests.kit.order.watching import watching
+from zerofx.checkpoint.barrier import Saving
 from zerofx.order.blocks import addresses
 from zerofx.order.clocks import Where, join
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.storage.copies import Copies, Worker, _complete
+from zerofx.runtime.storage.copies import Copies, _complete
 from zerofx.runtime.storage.disk import HostCache
 from zerofx.runtime.storage.memory import HostMemory
+from zerofx.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -230,11 +230,17 @@ def test_a_job_begins_after_it_was_handed_over_and_ends_before_its_result(run):
     assert len(run.races) == 1
 
 
-def test_a_thread_that_is_joined_has_come_before(run):
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: None).result()
-    assert {"join", "result"} >= {kind for kind, _ in places(run.watched.history)}
-    assert threading.current_thread() is threading.main_thread()
+def test_a_thread_that_is_joined_has_come_before(run, tmp_path):
+    there, saving = run.pinned(), Saving(tmp_path)
+    saving.start(lambda: there.add_(1))
+    saving.wait()
+    there.sum()
+    assert not run.races and {kind for kind, _ in places(run.watched.history)} == {"join"}
+    saving.start(lambda: there.add_(1))
+    while not saving.done():  # which is no wait for it
+        time.sleep(0.001)
+    there.sum()
+    assert len(run.races) == 1
 
 
 def test_a_collective_is_waited_for_by_the_stream(run):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zerofx.runtime.storage.copies import Worker
+from zerofx.worker import Worker
 from zerofx.runtime.storage.memory import HostMemory
 
 
@@ -115,7 +115,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerofx.runtime.storage.copies import Worker
+from zerofx.worker import Worker
 worker = Worker("test")
 assert worker.start(lambda: 1).result() == 1
 pending = worker.start(lambda: time.sleep(0.3))

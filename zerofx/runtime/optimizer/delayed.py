@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from zerofx.runtime.optimizer.piece import GroupOfStep
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
+from zerofx.worker import Job
 
 OptimizerReference = weakref.ref[torch.optim.Optimizer]
 
@@ -23,8 +23,8 @@ Key = tuple[OptimizerReference, tuple[ParameterState, ...]]
 class HostUpdate:
     """An update that goes on beside the step; ``finish`` is given what ``computing`` returns."""
 
-    def __init__(self, computing: Future, finish: Callable[[list[Any]], object]) -> None:
-        self._computing: Future | None = computing
+    def __init__(self, computing: Job, finish: Callable[[list[Any]], object]) -> None:
+        self._computing: Job | None = computing
         self._finish = finish
 
     def complete(self) -> None:

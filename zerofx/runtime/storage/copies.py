@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofx.accelerator import current_as_here, is_accelerator, module_of
+from zerofx.accelerator import is_accelerator, module_of
 from zerofx.runtime.memory.flat import adjoin, join
 from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.storage.bucket import Place, ValueBucket
 from zerofx.runtime.storage.memory import HostMemory
-
-
-class Worker:
-    """A thread that does what it is given in order; it begins with the first, and goes with this.
-
-    A process that is forked off has a thread of its own.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._process = -1  # whose thread there is
-        self._thread: ThreadPoolExecutor
-
-    def start(self, job: Callable[[], Any]) -> Future:
-        """Do ``job`` behind what has been started before; the future raises what it raises."""
-        if self._process != os.getpid():
-            name = f"zerofx {self.name}"
-            self._thread = ThreadPoolExecutor(1, name, initializer=current_as_here())
-            self._process = os.getpid()
-        return self._thread.submit(job)
-
-    def abandon(self) -> None:
-        """Leave out what has not begun, and return when nothing is under way."""
-        if self._process == os.getpid():
-            self._process = -1
-            self._thread.shutdown(cancel_futures=True)
+from zerofx.worker import Job, Worker
 
 
 class Copies:
@@ -149,7 +122,7 @@ class Copies:
         ``arrival`` or ``HostMemory.settle``.
         """
         into, _, device, event = self._started.pop(id(started))
-        if device is None or event is None or isinstance(event, Future):
+        if device is None or event is None or isinstance(event, Job):
             _complete(event)
         else:
             module_of(device).current_stream(device).wait_event(event)
@@ -171,7 +144,7 @@ class Copies:
         for worker in (self.updates, *self.workers.values()):
             worker.abandon()
         for *_, event in self._started.values():
-            if not isinstance(event, Future):
+            if not isinstance(event, Job):
                 _complete(event)
         self._started.clear()
 
@@ -184,7 +157,7 @@ class Copies:
             bucket.resize(nbytes)
         return bucket
 
-    def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> Future | None:
+    def _copy_by_worker(self, way: str, pieces: Sequence[Tensor], into: Tensor) -> Job | None:
         """Have the worker of this way copy, or copy now if it has none."""
         if way in self.workers:
             return self.workers[way].start(partial(_copy, pieces, into))
@@ -221,7 +194,7 @@ class Copies:
 
 def _complete(event: Any) -> None:
     """Return when a copy has been made: by a worker, or in a GPU's stream."""
-    if isinstance(event, Future):
+    if isinstance(event, Job):
         event.result()
     elif event is not None:
         event.synchronize()
