@@ -38,6 +38,7 @@ class OrderCheck:
         """Take note from here on, if that is not so already."""
         if self._stack is None:
             self.notes = self._make_notes()
+            self._calls = self.notes.clocks.line("calls")
             self._stack = contextlib.ExitStack()
             for hook in self._hooks(self.notes):
                 self._stack.enter_context(hook)
@@ -51,8 +52,14 @@ class OrderCheck:
 
     @contextlib.contextmanager
     def watching(self, runtime: StepRuntime, graph: fx.Graph) -> Iterator[None]:
-        """Note one call of a program; raise OrderError if anything in it is in no order."""
+        """Note one call of a program; raise OrderError if anything in it is in no order.
+
+        It comes after the calls that have ended by then: if they were in other threads, it is the
+        user's own threads that wait for each other, of which nothing is noted.
+        """
         self.begin()
+        notes = self.notes
+        notes.after(notes.thread, notes.mark(self._calls, "calls before"), "begin", given=True)
         for bound, info in zip(runtime.bound, runtime.table, strict=True):
             memory = bound.shard if bound.shard is not None else bound.parameter
             self.notes.block(memory, f"the parameter {info.name}")
@@ -62,6 +69,7 @@ class OrderCheck:
                 yield
             if clocks.races:
                 raise OrderError(_words(clocks.races, graph))
+            notes.mark(self._calls, "end of a call")  # is told what this thread knows
             clocks.prune()
         except BaseException:
             clocks.forget()  # what a call that failed has begun is not waited for as it was to be

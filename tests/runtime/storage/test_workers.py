@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zerofx.worker import Worker
 from zerofx.runtime.storage.memory import HostMemory
+from zerofx.worker import Worker
 
 
 def test_threads_take_host_memory_at_once():
