@@ -154,10 +154,10 @@ def test_what_waits_where_it_is_started_is_seen():
     original = Worker.start
 
     def waited_for(self, job):
-        future = original(self, job)
+        started = original(self, job)
         if self.name == "updates":
-            future.exception()
-        return future
+            started.result()
+        return started
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "start", waited_for)
