@@ -39,13 +39,16 @@ _CODES = {
 class UpdateKernel:
     """An update's program, compiled by Inductor for shards of any length.
 
-    With ``is_compiled`` false it runs operator by operator.
+    With ``is_compiled`` false it runs operator by operator, and so does one that moves a value, as
+    it is, from a stream that it writes to another: of `c = p.clone(); p.add_(g); m.copy_(c)`
+    Inductor drops the clone, and reads what it has written (torch 2.13).
     """
 
     may_wait = False
 
     def __init__(self, program: Program, is_compiled: bool = True) -> None:
-        self.program, self._is_compiled = program, is_compiled
+        self.program = program
+        self._is_compiled = is_compiled and not _moves_old_values(program)
         (self.gradient_dtype,) = (s.dtype for s in program.streams if s.kind == "gradient")
         # Where the step's numbers are written for the kernel to read: the same memory each time.
         self._numbers = {
@@ -204,11 +207,30 @@ def elements_graph(program: Program, near_weights: bool) -> fx.GraphModule:
         made[value] = node
     stores = [(streams[s.name], s.store) for s in program.streams if s.store is not None]
     # What is only moved is read before anything is written to it.
-    values = [call(torch.clone, made[v]) if v in loads else made[v] for _, v in stores]
+    values = [call(torch.clone, made[v]) if _source_of(v) else made[v] for _, v in stores]
     for (target, _), node in zip(stores, values, strict=True):
         call(Tensor.copy_, target, node)
     graph.output([] if program.squares is None else [made[program.squares]])
     return fx.GraphModule({}, graph)
+
+
+def _moves_old_values(program: Program) -> bool:
+    """Return whether a stream is given what another one held, or its bits, and that one is new."""
+    written = {stream.load for stream in program.streams if stream.store is not None}
+    moved = ((s.load, _source_of(s.store)) for s in program.streams if s.store is not None)
+    return any(source in written and source is not own for own, source in moved)
+
+
+def _source_of(value: Value) -> Value | None:
+    """The load that a value is as it is; None if something is computed."""
+    while value.operation in ("bitcast", "cast"):
+        (source,) = value.operands
+        if not isinstance(source, Value):
+            return None
+        if value.operation == "cast" and value.dtype != source.dtype:
+            return None
+        value = source
+    return value if value.operation == "load" else None
 
 
 def _call_as_it_is(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,9 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
     Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
     ``overlaps`` is 0 or 1, and a latency may be 0.
     """
-    values = _items(figures) if isinstance(figures, str) else figures
+    given = _items(figures) if isinstance(figures, str) else figures
+    unknowable = [field.name for field in fields(Hardware) if field.default is None]
+    values = {n: v for n, v in given.items() if v is not None or n not in unknowable}
     known = [field.name for field in fields(Hardware) if field.name != "source"]
     for name in values:
         if name not in known:
@@ -114,10 +116,11 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
 
 
 def _items(text: str) -> dict[str, object]:
-    if text.endswith(".json"):
+    if text.strip().lower().endswith(".json"):
         try:
-            values = json.loads(Path(text).read_text())
-        except (OSError, ValueError) as error:
+            content = Path(text.strip()).read_text(encoding="utf-8-sig")
+            values = json.loads(content, object_pairs_hook=_each_once)
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{text} holds no figures by name")
@@ -125,16 +128,27 @@ def _items(text: str) -> dict[str, object]:
     items = [item.partition("=") for item in text.replace(",", " ").split()]
     for name, separator, _ in items:
         if not separator:
-            raise ValueError(f"{name!r} is not of the form name=number")
-    return {name: value for name, _, value in items}
+            raise ValueError(f"{name!r} is not of the form name=number, nor a .json file's path")
+    return _each_once([(name, value) for name, _, value in items])
+
+
+def _each_once(items: Sequence[tuple[str, object]]) -> dict[str, object]:
+    values = dict(items)
+    for name in values:
+        if sum(name == other for other, _ in items) > 1:
+            raise ValueError(f"{name} is given twice")
+    return values
 
 
 def _number(name: str, value: object) -> float:
+    is_switch, may_be_zero = name == "overlaps", name in ("latency_s", "overlaps")
+    what = "0 or 1" if is_switch else "a positive number" + " or 0" * may_be_zero
     try:
+        if isinstance(value, bool) and not is_switch:
+            raise ValueError(value)
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is a number, not {value!r}") from None
-    smallest_allowed = name in ("latency_s", "overlaps")
-    if not (0 < number < float("inf") or (smallest_allowed and number == 0)):
-        raise ValueError(f"{name} is a positive number, not {value!r}")
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is {what}, not {value!r}") from None
+    if not (0 < number < float("inf") or (may_be_zero and number == 0)):
+        raise ValueError(f"{name} is {what}, not {value!r}")
     return number

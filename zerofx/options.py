@@ -115,7 +115,7 @@ def _figures(value: Any) -> Hardware:
     if isinstance(value, Hardware):
         return value
     try:
-        return hardware.of(value)
+        return hardware.of(os.fspath(value) if isinstance(value, os.PathLike) else value)
     except ValueError as error:
         raise ValueError(f"must be figures like '{_EXAMPLE}', not {value!r}: {error}") from None
 
@@ -151,7 +151,11 @@ _SWITCH = _Kind(
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
 _EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
-_HARDWARE = _Kind((Hardware, str, Mapping), f"text like '{_EXAMPLE}' or a dict", _figures)
+_HARDWARE = _Kind(
+    (Hardware, str, os.PathLike, Mapping),
+    f"text like '{_EXAMPLE}', a dict, or the path of a .json file",
+    _figures,
+)
 _FOLDER = _Kind((str, os.PathLike), "a folder's path", _path)
 _FOLDERS = _Kind((str, os.PathLike, list, tuple), "a folder's path or a list of them", _paths)
 _GROUP = _Kind(  # the runtime checks its ranks

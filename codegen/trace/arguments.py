@@ -186,12 +186,15 @@ def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:
     for base in type(optimizer).__mro__:
         if base in torch.optim.Optimizer.__mro__:
             break
-        kept = (item for item in vars(base).items() if type(item[1]) in _KEPT_BY_CLASSES)
+        # What has no __get__ is no method: a value that instances share.
+        kept = (item for item in vars(base).items() if not hasattr(type(item[1]), "__get__"))
         attributes = {**dict(kept), **attributes}
     return tuple((path, _Constant(leaf)) for path, leaf in named_leaves(attributes))
 
 
-_KEPT_BY_CLASSES = (bool, int, float, str, list, tuple, dict)
+def constants(values: Mapping[str, Any]) -> tuple:
+    """Return what a trace takes as it is, by name, for a key; it holds what goes by its address."""
+    return tuple((name, _Constant(value)) for name, value in values.items())
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -428,3 +428,41 @@ def test_other_threads_of_python_run_beside_a_kernel(monkeypatch):
     thread.join()
     assert len(calls) == 3
     assert max(sum(begun < turn < ended for turn in turns) for begun, ended in calls) >= 3
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps what another tensor was before it was updated."""
+
+    def __init__(self, parameters, what):
+        super().__init__(parameters, {"lr": 0.1})
+        self.what = what
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                if self.what == "first":
+                    state.setdefault("first", p.clone())
+                elif self.what == "last":
+                    state["last"] = p.clone()
+                else:
+                    state["last"] = momentum.clone()
+                momentum.mul_(0.9).add_(p.grad)
+                p.add_(momentum, alpha=-group["lr"])
+
+
+@pytest.mark.slow(reason="kernels are compiled")
+def test_what_is_kept_of_old_values_is_not_the_new_ones(kernels):
+    """Of a clone Inductor reads what it is of when that has been written to."""
+    for what, key in (("first", "first"), ("last", "last"), ("momentum", "last")):
+        run = Trained(lambda parameters, what=what: Keeping(parameters, what), 1025)
+        kernels.clear()
+        for _ in range(3):
+            run.step()
+        assert len(kernels) == 3
+        run.check()
+        kept = run.optimizer.state[run.parameter][key]
+        expected = run.others[0].state[run.single][key]
+        torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6)

@@ -315,15 +315,16 @@ def test_a_link_is_text_or_a_dict():
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("fast", "'fast' is not of the form name=number"),
+        ("fast", "'fast' is not of the form name=number, nor a .json file's path"),
         ("latency_s=1e-4", "bytes_per_s is missing; needed: latency_s, bytes_per_s"),
         ("latency=1e-4 bytes_per_s=1e9", "'latency' is unknown; known: latency_s, bytes_per_s,"),
         ("latency_s=1e-4 bytes_per_s=0", "bytes_per_s is a positive number, not '0'"),
-        ("latency_s=-1 bytes_per_s=1e9", "latency_s is a positive number, not '-1'"),
+        ("latency_s=-1 bytes_per_s=1e9", "latency_s is a positive number or 0, not '-1'"),
         ("latency_s=1e-4 bytes_per_s=inf", "bytes_per_s is a positive number, not 'inf'"),
-        ("latency_s=nan bytes_per_s=1e9", "latency_s is a positive number, not 'nan'"),
-        ("latency_s=1e-4 bytes_per_s=1GB", "bytes_per_s is a number, not '1GB'"),
+        ("latency_s=nan bytes_per_s=1e9", "latency_s is a positive number or 0, not 'nan'"),
+        ("latency_s=1e-4 bytes_per_s=1GB", "bytes_per_s is a positive number, not '1GB'"),
         ("latency_s=1e-4 bytes_per_s=1e9 overlaps=2", "overlaps is 0 or 1, not '2'"),
+        ("latency_s=1 latency_s=2 bytes_per_s=1e9", "latency_s is given twice"),
     ],
 )
 def test_figures_that_are_none_are_refused_with_the_reason(text, why):

@@ -19,6 +19,7 @@ from tests.kit.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx import backend
 from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, of
+from zerofx.options import resolve
 from zerofx.runtime.comm import measure
 from zerofx.runtime.comm.agreement import AgreementError
 from zerofx.runtime.comm.communication import Communicator
@@ -81,6 +82,32 @@ def test_figures_are_read_from_a_file(tmp_path):
             of(str(given))
     with pytest.raises(ValueError, match="cannot be read as JSON"):
         of(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    (
+        ("true", "latency_s is a positive number or 0, not True"),
+        ("1" + "0" * 400, "latency_s is a positive number or 0, not 1000"),
+        ('"soon"', "latency_s is a positive number or 0, not 'soon'"),
+        ('1, "latency_s": 2', "latency_s is given twice"),
+        ("[" * 10**5, "cannot be read as JSON"),
+    ),
+    ids=lambda text: text[:20],
+)
+def test_a_file_with_what_is_no_figure_is_refused(tmp_path, value, words):
+    given = tmp_path / "hardware.json"
+    given.write_text(f'{{"latency_s": {value}, "bytes_per_s": 1e9}}')
+    with pytest.raises(ValueError, match=words):
+        of(str(given))
+
+
+def test_a_file_may_say_what_nobody_knows_and_be_any_systems(tmp_path):
+    given = tmp_path / "first contact.JSON"
+    figures = {"latency_s": 0, "bytes_per_s": 1e9, "float32_flops_per_s": None, "overlaps": False}
+    given.write_text(json.dumps(figures), encoding="utf-8-sig")
+    for path in (given, f" {given}"):
+        assert resolve({"hardware": path}, {}).hardware == Hardware(0, 1e9, overlaps=False)
 
 
 # What the ranks agree on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -130,6 +131,32 @@ def test_what_a_trace_depends_on_makes_it_another(name):
     OTHERS[name](optimizer)
     runner.prepare([0])
     assert runner.trace_count == 2
+
+
+class Sharing(torch.optim.SGD):
+    """Its instances share an object."""
+
+    shared = types.SimpleNamespace(factor=1.0)
+
+
+def test_what_an_object_on_the_class_holds_makes_it_another():
+    optimizer, runner = runner_of(Sharing, nn.Parameter(torch.ones(4, 3)))
+    runner.prepare([0])
+    Sharing.shared.factor = 2.0
+    runner.prepare([0])
+    assert runner.trace_count == 2
+
+
+def test_a_parameters_function_is_told_from_one_that_had_its_address():
+    parameter = nn.Parameter(torch.ones(4, 3))
+    optimizer, runner = runner_of(VARIANTS["sgd"], parameter)
+    addresses = set()
+    for count in range(1, 5):
+        parameter.function = lambda: None
+        addresses.add(id(parameter.function))
+        runner.prepare([0])
+        assert runner.trace_count == count
+    assert len(addresses) == 4, "what a trace depends on is held"
 
 
 def reads(function):

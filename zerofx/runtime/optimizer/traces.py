@@ -18,11 +18,11 @@ from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import (
     Arguments,
     constant_attributes,
+    constants,
     group_values,
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
-from zerofx.codegen.trace.nested import contents
 from zerofx.codegen.trace.step import ChangingIntegers
 from zerofx.codegen.trace.trace import Update, trace_update
 from zerofx.ir.parameters import ParameterInfo
@@ -109,8 +109,7 @@ class TracedOptimizer:
                     self._groups[parameter.index] = groups[parameter.on_host]
                     attributes = vars(user)
                     if attributes or parameter.attributes:
-                        found = ((name, contents(value)) for name, value in attributes.items())
-                        parameter.attributes = tuple(found)
+                        parameter.attributes = constants(attributes)
                     if draws:
                         start, _ = parameter.info.owned_by(self.settings.rank)
                         parameter.first_element = number + (start if self.settings.sharded else 0)
