@@ -105,6 +105,28 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
+def _stages(value: Any) -> int | dict[str, int]:
+    """Return a stage, or those of the axes of a mesh by their names."""
+    one = _choice(0, 1, 2, 3)
+    if isinstance(value, int):
+        return one.check(value)
+    by_axis = {}
+    for axis, stage in value.items():
+        try:
+            by_axis[_STAGE_NAME.check(axis)] = one.check(stage)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"of axis {axis!r} {error}") from None
+    return by_axis
+
+
+def _parse_stages(text: str) -> int | dict[str, int]:
+    """Read ``3``, or ``gpu:3,node:0``."""
+    if ":" not in text:
+        return int(text)
+    pairs = (pair.split(":") for pair in text.split(","))
+    return {axis.strip(): int(stage) for axis, stage in pairs}
+
+
 def _positive(nbytes: int) -> int:
     if nbytes <= 0:
         raise ValueError(f"must be a positive number of bytes, not {nbytes}")
@@ -148,6 +170,13 @@ _SWITCH = _Kind(
     lambda value: _one_of(_SWITCHED, str(value).lower(), value),
     refuses=(),
 )
+_STAGE_NAME = _Kind((str,), "the name of an axis")
+_STAGE = _Kind(
+    (int, Mapping),
+    "one of 0, 1, 2, 3 (int), or one for each axis of a mesh, like {'gpu': 3, 'node': 0}",
+    _stages,
+    _parse_stages,
+)
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
 _EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
@@ -176,12 +205,15 @@ def _pass(default: bool) -> Any:
 class Options:
     """The choices for one compiled step, each checked by ``resolve``; docs/options.md says more."""
 
-    stage: int = _option(3, _choice(0, 1, 2, 3))
-    """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    stage: int = _option(3, _STAGE)
+    """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+
+    Of a mesh that of its inner axis, ``outer_stage`` being the other's."""
     lowering: str = _option("inductor", _choice("eager", "inductor"))
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
     process_group: object = _option(None, _GROUP)
-    """The data-parallel ranks: a process group or device mesh.  None is the world."""
+    """The data-parallel ranks: a process group, or a device mesh of one or two axes.  None is the
+    world."""
     accumulate: str | None = _option(None, _choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = _option(
@@ -232,13 +264,21 @@ class Options:
     """The dtype that moments are kept in; None is the optimizer's.  Changes numerics."""
     rounding_seed: int = _option(0, _INTEGER)
     """The seed of the random numbers that updates round with."""
+    outer_stage: int | None = None
+    """The stage along the outer axis of a mesh; None where there is one stage.  Part of ``stage``
+    as it is given."""
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Return whether tensors are cut over the inner axis of a mesh alone."""
+        return self.outer_stage is not None and self.outer_stage < self.stage
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""
         return getattr(self, pass_name) if pass_name in OPTIONAL_PASSES else True
 
 
-_FIELDS = {each.name: each for each in fields(Options)}
+_FIELDS = {each.name: each for each in fields(Options) if "kind" in each.metadata}
 
 OPTIONAL_PASSES = tuple(name for name, each in _FIELDS.items() if "is_pass" in each.metadata)
 """Passes that a boolean option of their own name turns off."""
@@ -286,7 +326,42 @@ def resolve(
             )
         name = twins[variable]
         values[name] = _value(name, variable, text, not text)
+    if isinstance(values.get("stage"), dict):
+        values |= _stages_on(values.get("process_group"), values["stage"])
     return Options(**values)
+
+
+def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields for stages by axes.  Raises: ValueError if the mesh has others."""
+    given = f"stage={dict(stages)}"
+    axes = getattr(mesh, "mesh_dim_names", None)
+    if not axes:
+        raise ValueError(
+            f"{given} goes by the axes of a device mesh, and process_group is "
+            f"{'none' if mesh is None else 'not one with names'}: pass "
+            "init_device_mesh(device, (nodes, ranks of a node), mesh_dim_names=('node', 'gpu'))"
+        )
+    unknown = [axis for axis in stages if axis not in axes]
+    missing = [axis for axis in axes if axis not in stages]
+    if unknown or missing:
+        raise ValueError(
+            f"{given} {'names' if unknown else 'leaves out'} {', '.join(unknown or missing)}, and "
+            f"the mesh in process_group has the axes {', '.join(axes)}: give each its stage"
+        )
+    *outer, inner = (stages[axis] for axis in axes)
+    if not outer:
+        return {"stage": inner}
+    if outer[0] > inner:
+        raise ValueError(
+            f"{given}: what is sharded over the outer axis ({axes[0]}) is sharded over the inner "
+            f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
+        )
+    if 0 < outer[0] < inner:
+        raise ValueError(
+            f"{given} is planned but not in this version: on the outer axis ({axes[0]}) a stage is "
+            f"0, which shards nothing over it, or the inner one's, {inner}"
+        )
+    return {"stage": inner, "outer_stage": outer[0]}
 
 
 def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:

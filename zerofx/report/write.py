@@ -94,7 +94,12 @@ class ProgramDump:
     def _write_program(self, stem: str, lines: Sequence[str], text: str) -> Path | None:
         """Write a program below its first lines and the facts that running it needs."""
         ctx = self.ctx
-        facts = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
+        facts: dict[str, object] = {
+            "RANK": ctx.rank,
+            "WORLD_SIZE": ctx.world_size,
+            "STAGE": ctx.options.stage,
+        }
+        facts |= {"MESH": ctx.mesh.axes} if ctx.mesh.outer else {}
         comments = (f"# {line}".rstrip() for line in lines)
         head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts.items())]
         content = "\n".join([*head, "", text])

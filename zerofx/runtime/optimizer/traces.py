@@ -112,7 +112,7 @@ class TracedOptimizer:
                         found = ((name, contents(value)) for name, value in attributes.items())
                         parameter.attributes = tuple(found)
                     if draws:
-                        start, _ = parameter.info.owned_by(self.settings.rank)
+                        start, _ = parameter.info.owned_by(parameter.info.rank)
                         parameter.first_element = number + (start if self.settings.sharded else 0)
                 number += user.numel() if draws else 0
 
