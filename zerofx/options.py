@@ -105,26 +105,24 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
-def _stages(value: Any) -> int | dict[str, int]:
+def _stages(value: Any) -> Any:
     """Return a stage, or those of the axes of a mesh by their names."""
-    one = _choice(0, 1, 2, 3)
-    if isinstance(value, int):
-        return one.check(value)
-    by_axis = {}
+    if isinstance(value, str) and ":" in value:
+        value = dict(map(str.strip, pair.split(":", 1)) for pair in value.split(","))
+        value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in value.items()}
+    if not isinstance(value, Mapping):
+        return _one_of(_STAGES, str(value), value)
     for axis, stage in value.items():
+        if isinstance(stage, bool) or not isinstance(axis, str):
+            raise TypeError(f"must give axes of a mesh, by name, their stages, not {value!r}")
         try:
-            by_axis[_STAGE_NAME.check(axis)] = one.check(stage)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"of axis {axis!r} {error}") from None
-    return by_axis
+            _one_of(_STAGES, str(stage), stage)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return dict(value)
 
 
-def _parse_stages(text: str) -> int | dict[str, int]:
-    """Read ``3``, or ``gpu:3,node:0``."""
-    if ":" not in text:
-        return int(text)
-    pairs = (pair.split(":") for pair in text.split(","))
-    return {axis.strip(): int(stage) for axis, stage in pairs}
+_STAGES = {str(stage): stage for stage in range(4)}
 
 
 def _positive(nbytes: int) -> int:
@@ -170,12 +168,10 @@ _SWITCH = _Kind(
     lambda value: _one_of(_SWITCHED, str(value).lower(), value),
     refuses=(),
 )
-_STAGE_NAME = _Kind((str,), "the name of an axis")
 _STAGE = _Kind(
     (int, Mapping),
-    "one of 0, 1, 2, 3 (int), or one for each axis of a mesh, like {'gpu': 3, 'node': 0}",
+    "one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh",
     _stages,
-    _parse_stages,
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
@@ -279,6 +275,9 @@ class Options:
 
 
 _FIELDS = {each.name: each for each in fields(Options) if "kind" in each.metadata}
+
+OPTIONS = tuple(_FIELDS)
+"""The names of all options."""
 
 OPTIONAL_PASSES = tuple(name for name, each in _FIELDS.items() if "is_pass" in each.metadata)
 """Passes that a boolean option of their own name turns off."""

@@ -50,6 +50,11 @@ class Mesh:
         return ",".join(name for name, _ in self.axes)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What operators may be along: an axis, or all."""
+        return tuple(dict.fromkeys((*(name for name, _ in self.axes), self.everywhere)))
+
+    @property
     def num_shards(self) -> int:
         """The number of shards of a tensor."""
         return self.axes[-1][1]
@@ -68,10 +73,6 @@ class Mesh:
     def replica(self) -> int:
         """The number of this rank among those that hold the same shard."""
         return self.rank // self.num_shards
-
-    def knows(self, axis: str) -> bool:
-        """Return whether an operator may name this axis, or these axes."""
-        return axis in (self.everywhere, *(name for name, _ in self.axes))
 
     def size(self, axis: str) -> int:
         """The number of ranks along an axis, or along all."""

@@ -151,7 +151,7 @@ class ProgramDump:
         alive = live_bytes(gm.graph, self.ctx.world_size, table=self.ctx.table, hinted=True)
         return {
             "allocated at most": size_text(max(alive, default=0)),
-            "sent": size_text(wire.gathers + wire.reductions + wire.scalars + wire.exchanges),
+            "sent": size_text(wire.total),
             "collectives": str(wire.num_collectives),
             "moved to the host": size_text(moved.to_host),
             "moved to the device": size_text(moved.to_device),

@@ -98,8 +98,8 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
             )
         if ops.is_collective(node):
             axis, mesh = ops.argument(node, "axis"), recorded(graph).mesh or Mesh()
-            if not mesh.knows(axis):
-                names = ", ".join(repr(name) for name, _ in mesh.axes)
+            if axis not in mesh.names:
+                names = ", ".join(map(repr, mesh.names))
                 raise broken(node, f"is over axis {axis!r}, and the mesh has {names}.")
 
 

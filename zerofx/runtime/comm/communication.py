@@ -321,13 +321,18 @@ class MeshCommunicator(Communicator):
         return [self, *self._along.values()]
 
 
+OF_MODELS = frozenset({"tp", "pp", "cp", "sp", "ep"})
+"""What axes are called along which ranks share a batch, or a model."""
+
+
 def _check_covers_world(mesh: DeviceMesh) -> None:
     """Raise ValueError unless a mesh has two axes, and the world's ranks in their order."""
-    axes = f"({', '.join(map(str, mesh.mesh_dim_names or mesh.shape))})"
-    if mesh.ndim > 2:
+    names = mesh.mesh_dim_names or ()
+    axes = f"({', '.join(map(str, names or mesh.shape))})"
+    if mesh.ndim > 2 or not OF_MODELS.isdisjoint(names):
         raise ValueError(
-            f"process_group is a device mesh of {mesh.ndim} dimensions {axes}, and data-parallel "
-            "ranks have one or two: pass these, e.g. mesh['dp'] or mesh['node', 'gpu']"
+            f"process_group is a device mesh of {mesh.ndim} dimensions {axes}, and the ranks that "
+            "each have a batch of their own are along one or two: pass these, e.g. mesh['dp']"
         )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != list(range(dist.get_world_size())):
