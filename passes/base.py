@@ -10,6 +10,7 @@ from torch import fx
 
 from zerofx.accelerator import is_accelerator
 from zerofx.hardware import NOMINAL, Hardware
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Decisions, KeptGathered, ParameterTable
 from zerofx.options import Options
 
@@ -32,8 +33,7 @@ class PassContext:
 
     options: Options
     table: ParameterTable
-    rank: int
-    world_size: int
+    mesh: Mesh
     num_backwards: int = 1
     bound: frozenset[int] = frozenset()
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
@@ -45,6 +45,14 @@ class PassContext:
     decided: Decisions = field(default_factory=Decisions)
 
     @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
     def on_accelerator(self) -> bool:
         """Return whether an accelerator computes with some parameter."""
         return any(is_accelerator(info.device) for info in self.table)
@@ -54,7 +62,7 @@ class PassContext:
         """The most that travels together; by default no limit but a layer on an accelerator."""
         if self.options.bucket_bytes is None and self.on_accelerator:
             return math.inf
-        return self.options.bucket_bytes or self.figures.bucket_bytes(self.world_size)
+        return self.options.bucket_bytes or self.figures.bucket_bytes(self.mesh.num_shards)
 
     @property
     def offloads(self) -> frozenset[str]:

@@ -149,7 +149,7 @@ class CompiledFunction:
             self.figures = self._figures(device)
             assert self.options is not None, "read at the first compilation"
             refuse_reads_of_states(gm, inputs, self.options.stage)
-            capture = StepCapture(gm, inputs, communicator.rank, communicator.world_size)
+            capture = StepCapture(gm, inputs, communicator.mesh)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             compiled = capture.lower(self._run_passes)
@@ -231,12 +231,13 @@ class CompiledFunction:
         group = self.options.process_group
         if group is None:
             group = default_group(environment(), device)
-        self.communicator = Communicator.of(group)
+        self.communicator = Communicator.of(group, self.options.is_hierarchical)
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group
-        if group is not None and not self.options.peer_memory:
-            PeerMemory.decline(group)
+        for part in self.communicator.parts():
+            if part.group is not None and not self.options.peer_memory:
+                PeerMemory.decline(part.group)
         self.agreement = Agreement(
             compat.tensors.agreement_store(group) if group is not None else None,
             self.communicator.rank,

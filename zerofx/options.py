@@ -105,6 +105,26 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
+def _stages(value: Any) -> Any:
+    """Return a stage, or those of the axes of a mesh by their names."""
+    if isinstance(value, str) and ":" in value:
+        value = dict(map(str.strip, pair.split(":", 1)) for pair in value.split(","))
+        value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in value.items()}
+    if not isinstance(value, Mapping):
+        return _one_of(_STAGES, str(value), value)
+    for axis, stage in value.items():
+        if isinstance(stage, bool) or not isinstance(axis, str):
+            raise TypeError(f"must give axes of a mesh, by name, their stages, not {value!r}")
+        try:
+            _one_of(_STAGES, str(stage), stage)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return dict(value)
+
+
+_STAGES = {str(stage): stage for stage in range(4)}
+
+
 def _positive(nbytes: int) -> int:
     if nbytes <= 0:
         raise ValueError(f"must be a positive number of bytes, not {nbytes}")
@@ -148,6 +168,11 @@ _SWITCH = _Kind(
     lambda value: _one_of(_SWITCHED, str(value).lower(), value),
     refuses=(),
 )
+_STAGE = _Kind(
+    (int, Mapping),
+    "one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh",
+    _stages,
+)
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
 _EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
@@ -180,12 +205,15 @@ def _pass(default: bool) -> Any:
 class Options:
     """The choices for one compiled step, each checked by ``resolve``; docs/options.md says more."""
 
-    stage: int = _option(3, _choice(0, 1, 2, 3))
-    """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    stage: int = _option(3, _STAGE)
+    """ZeRO's stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+
+    Of a mesh that of its inner axis, ``outer_stage`` being the other's."""
     lowering: str = _option("inductor", _choice("eager", "inductor"))
     """``eager`` runs the program op by op, ``inductor`` compiles its compute."""
     process_group: object = _option(None, _GROUP)
-    """The data-parallel ranks: a process group or device mesh.  None is the world."""
+    """The data-parallel ranks: a process group, or a device mesh of one or two axes.  None is the
+    world."""
     accumulate: str | None = _option(None, _choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = _option(
@@ -236,13 +264,24 @@ class Options:
     """The dtype that moments are kept in; None is the optimizer's.  Changes numerics."""
     rounding_seed: int = _option(0, _INTEGER)
     """The seed of the random numbers that updates round with."""
+    outer_stage: int | None = None
+    """The stage along the outer axis of a mesh; None where there is one stage.  Part of ``stage``
+    as it is given."""
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Return whether tensors are cut over the inner axis of a mesh alone."""
+        return self.outer_stage is not None and self.outer_stage < self.stage
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""
         return getattr(self, pass_name) if pass_name in OPTIONAL_PASSES else True
 
 
-_FIELDS = {each.name: each for each in fields(Options)}
+_FIELDS = {each.name: each for each in fields(Options) if "kind" in each.metadata}
+
+OPTIONS = tuple(_FIELDS)
+"""The names of all options."""
 
 OPTIONAL_PASSES = tuple(name for name, each in _FIELDS.items() if "is_pass" in each.metadata)
 """Passes that a boolean option of their own name turns off."""
@@ -290,7 +329,42 @@ def resolve(
             )
         name = twins[variable]
         values[name] = _value(name, variable, text, not text)
+    if isinstance(values.get("stage"), dict):
+        values |= _stages_on(values.get("process_group"), values["stage"])
     return Options(**values)
+
+
+def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields for stages by axes.  Raises: ValueError if the mesh has others."""
+    given = f"stage={dict(stages)}"
+    axes = getattr(mesh, "mesh_dim_names", None)
+    if not axes:
+        raise ValueError(
+            f"{given} goes by the axes of a device mesh, and process_group is "
+            f"{'none' if mesh is None else 'not one with names'}: pass "
+            "init_device_mesh(device, (nodes, ranks of a node), mesh_dim_names=('node', 'gpu'))"
+        )
+    unknown = [axis for axis in stages if axis not in axes]
+    missing = [axis for axis in axes if axis not in stages]
+    if unknown or missing:
+        raise ValueError(
+            f"{given} {'names' if unknown else 'leaves out'} {', '.join(unknown or missing)}, and "
+            f"the mesh in process_group has the axes {', '.join(axes)}: give each its stage"
+        )
+    *outer, inner = (stages[axis] for axis in axes)
+    if not outer:
+        return {"stage": inner}
+    if outer[0] > inner:
+        raise ValueError(
+            f"{given}: what is sharded over the outer axis ({axes[0]}) is sharded over the inner "
+            f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
+        )
+    if 0 < outer[0] < inner:
+        raise ValueError(
+            f"{given} is planned but not in this version: on the outer axis ({axes[0]}) a stage is "
+            f"0, which shards nothing over it, or the inner one's, {inner}"
+        )
+    return {"stage": inner, "outer_stage": outer[0]}
 
 
 def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:

@@ -135,6 +135,8 @@ def _has_zeros_for_padding(gradient: fx.Node) -> bool:
             return False
         (node,) = sources
     (start,) = node.args
+    if start.args[0].target is ops.wait:  # of shards that have been reduced over the inner axis
+        (start,) = start.args[0].args
     return start.target is ops.reduce_scatter_start and start.args[0].target is ops.flatten_bucket
 
 

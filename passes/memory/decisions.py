@@ -74,7 +74,7 @@ def decide(
     if agreed is not None and _peak(with_cuts(planned, agreed.cuts), alive, ahead) <= room:
         cuts = agreed.cuts
     elif least <= room:
-        ranks = max(ctx.world_size, 2)  # alone, nothing travels, and all is as good as kept
+        ranks = max(ctx.mesh.num_shards, 2)  # alone, nothing travels, and all is as good as kept
         transfer_s = partial(ctx.figures.transfer_s, world_size=ranks)
         cuts = keep_gathered(planned, alive, room, ahead, transfer_s)
     else:  # as little as can be is kept: for the rest activations make room, or are refused
@@ -95,7 +95,7 @@ def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int
     first = next((at for at, does in enumerate(reduces) if does), len(alive))
     updates = 0
     if "optimizer" in ctx.options.offload:
-        updates = 2 if ctx.options.stage == 3 else 2 + ctx.world_size
+        updates = 2 if ctx.options.stage == 3 else 2 + ctx.mesh.num_shards
     if ctx.host_parameters and ("optimizer" not in ctx.options.offload or ctx.state_bytes):
         updates = 3
     always = largest if ctx.host_parameters else 0
@@ -118,7 +118,7 @@ def bytes_with_gathers(graph: fx.Graph, ctx: PassContext) -> tuple[list[int], in
     if ctx.options.stage == 3:
         return alive, largest
     updates = [at for at, node in enumerate(nodes) if node.target is ops.update]
-    if updates and ctx.world_size > 1:  # new values, gathered behind each update
+    if updates and ctx.mesh.num_shards > 1:  # new values, gathered behind each update
         alive[updates[0] :] = [nbytes + 2 * largest for nbytes in alive[updates[0] :]]
     return alive, 0
 

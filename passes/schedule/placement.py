@@ -36,6 +36,21 @@ def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
         start.append(wait)  # nothing left to overlap with
 
 
+def place_reductions(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Place waits of reduce-scatters, and what reduces their shards over the rest of a mesh.
+
+    ``pairs`` are (start, wait).  The second reduction starts as soon as the first one is there, and
+    is waited for behind the start of the next one's.
+    """
+    seconds = [user for _, wait in pairs for user in wait.users if ops.is_collective(user)]
+    for second in seconds:  # waits of the first are not held up by readers of the second
+        ops.wait_of(second).prepend(second)
+    stagger_waits(pairs)
+    for second in seconds:
+        hoist(second)
+    stagger_waits([(second, ops.wait_of(second)) for second in seconds])
+
+
 def hoist(node: fx.Node, brings: Callable[[fx.Node], bool] = lambda operand: False) -> None:
     """Move a node to just after the last of its operands, and first those that it ``brings``."""
     operands = node.all_input_nodes

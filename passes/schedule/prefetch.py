@@ -89,23 +89,23 @@ def _starts(
         # What comes from the host has to arrive before each gather: together, none would hide it.
         if ctx.on_accelerator and not ctx.host_parameters:
             return _bytes_ahead(waits)
-        return _one_ahead(waits, ctx.world_size)
+        return _one_ahead(waits, ctx.mesh.num_shards)
     if ctx.figures.overlaps:
         return starts_within_budget(graph, ctx, waits, budget)
     return {w.name: ("", "where it is waited for, as it is read only then") for w in waits}
 
 
-def _one_ahead(waits: list[fx.Node], world_size: int) -> dict[str, tuple[str, str]]:
+def _one_ahead(waits: list[fx.Node], num_shards: int) -> dict[str, tuple[str, str]]:
     """Return behind which node each gather starts, the arrival of the one before, if it can.
 
-    In a world of one nothing is gathered, and what comes from the host is waited for where it
+    With one shard nothing is gathered, and what comes from the host is waited for where it
     is used.
     """
     starts = {}
     for previous, wait in itertools.pairwise(waits):
         first = chain_of(wait)[-1]
         anchor = max(previous, *first.all_input_nodes)
-        stays = (world_size == 1 and ops.is_move(first)) or not anchor < first
+        stays = (num_shards == 1 and ops.is_move(first)) or not anchor < first
         starts[wait.name] = "" if stays else anchor.name, "one gather ahead"
     return starts
 

@@ -97,7 +97,7 @@ def _all_reduce_bucket(
     first_reader = min(user for wait in members for user in wait.users)
     origin = {"role": Role.REDUCE_GRADIENT, **builder.serving(indices), "like": max(starts)}
     with builder.before(min(max(starts), first_reader), **origin) as call:
-        start = call(ops.all_reduce_bucket_start, *given, starts[0].args[1])
+        start = call(ops.all_reduce_bucket_start, *given, starts[0].args[1], **starts[0].kwargs)
         reduced = call(ops.wait, start)
     for wait, info in zip(members, infos, strict=True):
         origin = {"role": Role.REDUCED_GRADIENT, "parameter": info.index, "like": wait}

@@ -98,7 +98,8 @@ def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Nod
             cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
             if reduce_dtype != dtype:
                 gradient = cast(gradient, dtype=reduce_dtype)
-            start = call(ops.all_reduce_start, gradient, "mean", role=Role.REDUCE_GRADIENT)
+            origin = {**builder.mesh.over_all, "role": Role.REDUCE_GRADIENT}
+            start = call(ops.all_reduce_start, gradient, "mean", **origin)
             wait = averaged = call(ops.wait, start, role=Role.REDUCE_GRADIENT)
             if reduce_dtype != dtype:
                 averaged = cast(wait, dtype=dtype)

@@ -245,7 +245,8 @@ def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -
         if source.cast_to is not None:
             cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
             shard = call(aten._to_copy.default, shard, **cast)
-        start = call(ops.all_gather_start, shard, source.parameter.world_size, reason=reason)
+        given = (shard, source.parameter.world_size)
+        start = call(ops.all_gather_start, *given, **builder.mesh.over_shards, reason=reason)
         wait = call(ops.wait, start)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:

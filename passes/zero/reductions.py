@@ -168,7 +168,8 @@ class PendingReductions:
             origin = {"role": Role.REDUCE_SCALAR, "like": nodes[0]}
             with self.builder.before(reader, **origin) as call:
                 stacked = call(aten.stack.default, [self.waiting[node][1] for node in nodes])
-                total = call(ops.wait, call(ops.all_reduce_start, stacked, reduction))
+                over = self.builder.mesh.over_shards
+                total = call(ops.wait, call(ops.all_reduce_start, stacked, reduction, **over))
                 parts = [call(aten.select.int, total, 0, at) for at in range(len(nodes))]
                 for node, part in zip(nodes, parts, strict=True):
                     finish = partial(call, role=Role.FINISH_REDUCTION, like=node)

@@ -7,7 +7,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.schedule.placement import hoist_reduction, stagger_waits
+from zerofx.passes.schedule.placement import hoist_reduction, place_reductions
 from zerofx.passes.zero.propagate import ShardPropagation
 from zerofx.passes.zero.shard_optimizer import scatter_gradients
 
@@ -40,5 +40,5 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if wait.args[0].target is ops.reduce_scatter_start:
             hoist_reduction(wait.args[0])
             pairs.append((wait.args[0], wait))
-    stagger_waits(pairs)
+    place_reductions(pairs)
     return {"reduce-scatters": len(pairs), **counts}

@@ -11,7 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.options import Options
 from zerofx.passes.base import Conflict, Counts, PassContext
-from zerofx.passes.schedule.placement import stagger_waits
+from zerofx.passes.schedule.placement import place_reductions
 from zerofx.passes.zero.bucket import travelling_together
 from zerofx.passes.zero.gathers import flatten
 from zerofx.passes.zero.propagate import ShardPropagation
@@ -58,6 +58,11 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         copy_(p, unflatten(zerofx.wait(zerofx.all_gather_start(s, 2))))
 
     The whole local gradient lives until its first reader; stage 2 reduces it at once.
+    On a mesh the shards' sums over its inner axis are averaged over the outer one::
+
+        g = zerofx.wait(zerofx.reduce_scatter_start(flatten(mm), "sum", 2, axis="gpu"))
+        h = zerofx.wait(zerofx.all_reduce_start(g, "mean", axis="node"))
+
     Source: ZeRO, Rajbhandari et al. 2020, section 5.1.
     """
     steps = gm.graph.find_nodes(op="call_function", target=ops.optimizer_step)
@@ -65,7 +70,7 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     propagation = ShardPropagation(gm, ctx, "shard_optimizer")
     pairs = scatter_gradients(propagation, ctx, updated)
     counts = propagation.run()
-    stagger_waits(pairs)
+    place_reductions(pairs)
     return {"reduce-scatters": len(pairs), **counts}
 
 
@@ -74,12 +79,15 @@ def scatter_gradients(
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Turn the all-reduces of these parameters' gradients into reduce-scatters, one per bucket.
 
-    Returns the new (start, wait) pairs, standing where an averaged gradient is first read.
+    Returns the new (start, wait) pairs, standing where an averaged gradient is first read; on a
+    mesh each is followed by the reduction of its shard.
     """
     waits = []
     for wait in [node for node in propagation.graph.nodes if node.target is ops.wait]:
         whole = wait.args[0]
         if whole.target is not ops.all_reduce_start or role(whole) != Role.REDUCE_GRADIENT:
+            continue
+        if whole.kwargs != ctx.mesh.over_all:  # it reduces shards
             continue
         if parameter_of(whole) in parameters and wait.users:
             waits.append(wait)
@@ -101,12 +109,17 @@ def _scatter(
     origin = {"like": max(wholes) if shares else first, **builder.serving(indices)}
     with builder.before(here, role=Role.REDUCE_GRADIENT, **origin) as call:
         if shares:
-            numel = place.shard_numel * ctx.world_size
+            numel = place.shard_numel * ctx.mesh.num_shards
             flat = call(ops.flatten_bucket, wholes, indices, numel, role=Role.FLATTEN)
         else:
             flat = flatten(builder, wholes[0], infos[0], first)
-        start = call(ops.reduce_scatter_start, flat, first.args[1], ctx.world_size)
-        reduced = call(ops.wait, start)
+        reduction = first.args[1]
+        given = (flat, "sum" if ctx.mesh.outer else reduction, ctx.mesh.num_shards)
+        start = call(ops.reduce_scatter_start, *given, **ctx.mesh.over_shards)
+        scattered = reduced = call(ops.wait, start)
+        if ctx.mesh.outer:
+            over = ctx.mesh.over_replicas
+            reduced = call(ops.wait, call(ops.all_reduce_start, scattered, reduction, **over))
     for wait, info in zip(members, infos, strict=True):
         shard = reduced
         if shares:
@@ -115,4 +128,4 @@ def _scatter(
                 begin = info.position_in_shard
                 shard = call(aten.slice.Tensor, reduced, 0, begin, begin + info.shard_numel)
         propagation.add_source(wait, info.index, shard)
-    return start, reduced
+    return start, scattered

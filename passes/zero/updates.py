@@ -64,10 +64,10 @@ def compute_on_owners(
     }
     if not work:
         return {}
-    owners, heaviest = balanced(list(work.values()), ctx.world_size)
+    owners, heaviest = balanced(list(work.values()), ctx.mesh.num_shards)
     share = heaviest / max(sum(work.values()), 1)
     reason = (
-        f"{len(work)} tensors, owned by {len(set(owners))} of {ctx.world_size} ranks; one has "
+        f"{len(work)} tensors, owned by {len(set(owners))} of {ctx.mesh.num_shards} ranks; one has "
         f"{share:.0%} of the arithmetic"
     )
     with builder.before(step) as call:

@@ -8,7 +8,7 @@ import torch
 
 from zerofx.compiler.choices import choose
 from zerofx.hardware import Hardware
-from zerofx.options import ABSENT, OPTIONAL_PASSES, Options, refuse_mode, resolve
+from zerofx.options import ABSENT, OPTIONAL_PASSES, OPTIONS, Options, refuse_mode, resolve
 
 
 class Group:
@@ -59,6 +59,7 @@ def test_defaults_are_the_contracts():
         "stochastic_rounding": False,
         "moment_dtype": None,
         "rounding_seed": 0,
+        "outer_stage": None,
         "stop_after": None,
     }
 
@@ -232,7 +233,8 @@ def test_an_unknown_stage_in_the_environment_names_the_variable(text):
 @pytest.mark.parametrize("stage", [True, False, "3", 3.0, None, [3]])
 def test_a_stage_of_another_type_is_refused(stage):
     assert words_of(TypeError, {"stage": stage}) == (
-        f"stage must be one of 0, 1, 2, 3 (int), not {stage!r} of type {type(stage).__name__}"
+        "stage must be one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh, not "
+        f"{stage!r} of type {type(stage).__name__}"
     )
 
 
@@ -366,7 +368,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = list(OPTIONS)
     assert len(known) == 29
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
@@ -374,7 +376,7 @@ def test_an_unknown_option_names_the_nearest_and_all_known_ones():
 
 
 def test_an_unknown_variable_names_the_nearest_and_all_known_ones():
-    names = [field.name for field in dataclasses.fields(Options) if field.name != "process_group"]
+    names = [name for name in OPTIONS if name != "process_group"]
     known = [f"ZEROFX_{name.upper()}" for name in names]
     assert words_of(ValueError, None, {"ZEROFX_PREFECH": "0"}) == (
         "environment variable 'ZEROFX_PREFECH' is unknown; did you mean 'ZEROFX_PREFETCH'?"
@@ -460,7 +462,7 @@ def test_every_optional_pass_is_a_field_and_on_by_default():
 
 
 def test_no_absent_option_exists():
-    assert not set(ABSENT) & {field.name for field in dataclasses.fields(Options)}
+    assert not set(ABSENT) & set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONAL_PASSES)

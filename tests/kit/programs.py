@@ -32,6 +32,7 @@ from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import copied, updated_by
 from zerofx.ir.interface import input_role, placeholders, recorded
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import provenance
@@ -55,16 +56,21 @@ class Captured(CapturedStep):
     """A captured step and what capture saw as its inputs.
 
     ``live`` keeps optimizers alive, ``after_passes`` what ``rewritten`` has made of this step.
+    ``axes`` are those of its ranks' mesh, if they have several.
     """
 
     inputs: tuple[Any, ...] = ()
     world_size: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
     live: Any = None
     after_passes: dict[str, Captured] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
+
+    def mesh(self, rank: int = 0) -> Mesh:
+        return Mesh(self.axes, rank) if self.axes else Mesh.flat(self.world_size, rank)
 
 
 class _Stop(Exception):
@@ -80,9 +86,9 @@ class _CapturingBackend:
 
     __name__ = "capturing"
 
-    def __init__(self, world_size: int):
+    def __init__(self, mesh: Mesh):
         compat.tracing.forward_call_context()
-        self.world_size = world_size
+        self.mesh = mesh
 
     def call_context(self, _arguments) -> Callable:
         @contextlib.contextmanager
@@ -101,17 +107,20 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, 0, self.world_size)
+            capture = StepCapture(gm, inputs, self.mesh)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
 
 
-def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
+def capture(
+    step: Callable, *args: Any, world_size: int = 4, axes: tuple[tuple[str, int], ...] = ()
+) -> Captured:
     """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
+    mesh = Mesh(axes) if axes else Mesh.flat(world_size)
     try:
-        torch.compile(step, backend=_CapturingBackend(world_size))(*args)
+        torch.compile(step, backend=_CapturingBackend(mesh))(*args)
     except _Stop as stop:
         captured, inputs = stop.step, stop.inputs
     else:
@@ -120,7 +129,7 @@ def capture(step: Callable, *args: Any, world_size: int = 4) -> Captured:
     captured.gm.recompile()
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
-    return Captured(**fields, inputs=inputs, world_size=world_size, live=live)
+    return Captured(**fields, inputs=inputs, world_size=mesh.world_size, axes=axes, live=live)
 
 
 def clone(captured: Captured, world_size: int | None = None) -> Captured:
@@ -131,7 +140,8 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
     copies: dict[fx.Node, fx.Node] = {}
     graph = copied(captured.graph, copies)
     world_size = world_size or captured.world_size
-    infos = [dataclasses.replace(info, world_size=world_size) for info in captured.table]
+    num_shards = captured.mesh().num_shards if captured.axes else world_size
+    infos = [dataclasses.replace(info, world_size=num_shards) for info in captured.table]
     return dataclasses.replace(
         captured,
         gm=fx.GraphModule(captured.gm, graph),
@@ -160,8 +170,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
     return PassContext(
         resolved,
         captured.table,
-        rank,
-        captured.world_size,
+        captured.mesh(rank),
         captured.num_backwards,
         figures=resolved.hardware or NOMINAL,
         whole_updates=whole_updates(captured),
@@ -189,7 +198,8 @@ def run_passes(
     names = [step.name for step in PIPELINE]
     pipeline = PIPELINE[: names.index(until) + 1] if until else rewrites(PIPELINE)
     table = captured.table
-    table.parameters = tuple(dataclasses.replace(info, rank=rank) for info in table)
+    shard = captured.mesh(rank).shard
+    table.parameters = tuple(dataclasses.replace(info, rank=shard) for info in table)
     ctx = context_of(captured, rank, stage, **options)
     return {report.name: report for report in run_pipeline(captured.gm, ctx, pipeline, on_program)}
 
@@ -486,7 +496,8 @@ class _Reference(Reference):
             assert len({value.shape for value in values}) == 1, "tensors of unequal sizes"
             return values
 
-        super().__init__(captured.table, rank, exchange_alike, _Updates(captured, captured.table))
+        updates = _Updates(captured, captured.table)
+        super().__init__(captured.table, captured.mesh(rank), exchange_alike, updates)
 
     def poison(self, dtype: torch.dtype) -> float:
         if dtype.is_floating_point:
@@ -737,7 +748,8 @@ def _check_lock_step(programs: Sequence[Captured]) -> None:
     if len(set(map(id, programs))) == 1:
         return
     for rank, program in enumerate(programs):
-        assert {info.rank for info in program.table} <= {rank}, "programs are not by rank"
+        shard = program.mesh(rank).shard
+        assert {info.rank for info in program.table} <= {shard}, "programs are not by rank"
     rows = list(zip(*(program.graph.nodes for program in programs), strict=True))
     number = {node: position for position, row in enumerate(rows) for node in row}
     for row in rows:

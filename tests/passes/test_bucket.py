@@ -35,6 +35,7 @@ from zerofx.ir.aliases import aliases
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import program_order
 from zerofx.ir.interface import InputRole, set_input_role
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.ir.roles import role
 from zerofx.options import resolve
@@ -92,7 +93,7 @@ def bucketed(*parameters, reads=None, casts=(), bound=(), world_size=2, **option
     table = ParameterTable(tuple(infos))
     settled = frozenset(info.index for info in infos if info.name in bound)
     before = str(graph)
-    ctx = PassContext(resolve(options, {}), table, 0, world_size, 1, settled)
+    ctx = PassContext(resolve(options, {}), table, Mesh.flat(world_size), 1, settled)
     counts = bucket(fx.GraphModule({}, graph), ctx)
     assert str(graph) == before, "the program stays as it is"
     shared = [info for info in table if info.shares_bucket]

@@ -19,6 +19,7 @@ from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import InputRole, recorded, set_input_role
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -42,12 +43,12 @@ class CapturedStep:
 class StepCapture:
     """Reads one Dynamo graph, marks its gradients and lowers it to aten."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], rank: int, world_size: int):
-        self.gm = gm
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], mesh: Mesh):
+        self.gm, self.mesh = gm, mesh
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
-        self._register_parameters(names, rank, world_size)
+        self._register_parameters(names, mesh)
         self.num_backwards = sum(is_backward_call(node) for node in gm.graph.nodes)
         check_step(self)
         self._mark_gradients()
@@ -55,7 +56,7 @@ class StepCapture:
         _detach_outputs(gm)
         gm.recompile()
 
-    def _register_parameters(self, names, rank, world_size) -> None:
+    def _register_parameters(self, names, mesh: Mesh) -> None:
         """Give each parameter its index, and each input its role."""
         owners = {id(p.grad): p for _, p in names.values() if p.grad is not None}
         owners |= {
@@ -67,7 +68,7 @@ class StepCapture:
             key = id(parameter)
             if key not in known:
                 name = names[key][0] if key in names else readable(source)
-                known[key] = _describe(len(known), name, parameter, rank, world_size), parameter
+                known[key] = _describe(len(known), name, parameter, mesh), parameter
             return known[key][0].index
 
         roles = []
@@ -147,6 +148,7 @@ class StepCapture:
             compat.aot.tag_backward_nodes(gm)
             recorded(gm.graph).gradients = self.gradient_outputs
             recorded(gm.graph).updates = updates(gm.graph)
+            recorded(gm.graph).mesh = self.mesh if self.mesh.outer else None
             return compiler(
                 CapturedStep(gm, self.table, self.tensors, self.buffers, self.num_backwards)
             )
@@ -196,9 +198,7 @@ def _with_items(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{variable}[{key!r}]", item) for key, item in value.items())
 
 
-def _describe(
-    index: int, name: str, parameter: nn.Parameter, rank: int, world_size: int
-) -> ParameterInfo:
+def _describe(index: int, name: str, parameter: nn.Parameter, mesh: Mesh) -> ParameterInfo:
     info = ParameterInfo(
         index=index,
         name=name,
@@ -207,8 +207,8 @@ def _describe(
         dtype=parameter.dtype,
         device=parameter.device,
         requires_grad=parameter.requires_grad,
-        world_size=world_size,
-        rank=rank,
+        world_size=mesh.num_shards,
+        rank=mesh.shard,
     )
     if parameter.dtype.is_complex:
         raise StepError(

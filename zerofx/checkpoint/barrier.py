@@ -78,7 +78,7 @@ class Ranks:
         if not communicators and group is None:
             group = default_group(environment())
         found = next(iter(communicators.values()), None) or Communicator.of(group)
-        if group is not None and Communicator.of(group) is not found:
+        if group is not None and Communicator.of(group).group is not found.group:
             raise ValueError(
                 "process_group is not the one that the model is sharded over: leave it out, it is "
                 "for models that no compiled step has seen yet"

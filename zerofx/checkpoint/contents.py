@@ -225,14 +225,19 @@ class Contents:
     ) -> Piece:
         """Return this rank's shard of a parameter, or of its state ``key``.
 
-        ``sources`` are the tensors that it is read from, if only compiled updates change these.
+        Ranks that hold the same shard save an equal part of it each.  ``sources`` are the tensors
+        that it is read from, if only compiled updates change these.
         """
         info, parameter = bound.info, bound.parameter
-        start, stop = info.owned_by(bound.communicator.rank)
+        first, last = info.owned_by(info.rank)
+        mesh = bound.communicator.mesh
+        per_replica = shard_numel(last - first, mesh.num_replicas)
+        start = min(first + mesh.replica * per_replica, last)
+        stop = min(start + per_replica, last)
         held = Range(info.shape, info.storage_order, start, stop)
 
         def own() -> torch.Tensor:
-            return read()[: stop - start]
+            return read()[start - first : stop - first]
 
         if self.snapshot is None or sources is None or parameter is None:
             return self._piece(held, dtype, own)

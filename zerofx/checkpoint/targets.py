@@ -101,4 +101,4 @@ def into_state(
 def _owned(bound: ParameterState) -> Range:
     """Return this rank's range of a parameter."""
     info = bound.info
-    return Range(info.shape, info.storage_order, *info.owned_by(bound.communicator.rank))
+    return Range(info.shape, info.storage_order, *info.owned_by(info.rank))

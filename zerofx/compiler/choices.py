@@ -51,6 +51,8 @@ def stopped(options: Options) -> Options:
     changed: dict[str, Any] = {step.name: False for step in later if step.optional}
     shards = [step for step in later if not (step.optional or step.offloads)]
     changed["stage"] = min([options.stage, *(step.smallest_stage - 1 for step in shards)])
+    if options.outer_stage is not None:
+        changed["outer_stage"] = min(options.outer_stage, changed["stage"])
     movers = [step for step in later if step.offloads and not step.tiers]
     missing = {"auto", *(target for step in movers for target in step.offloads)} if movers else ()
     offload = tuple(target for target in options.offload if target not in missing)

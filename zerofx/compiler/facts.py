@@ -33,8 +33,7 @@ def context_of(
     return PassContext(
         options,
         step.table,
-        communicator.rank,
-        communicator.world_size,
+        communicator.mesh,
         step.num_backwards,
         bound=frozenset(known),
         kept_gathered=kept_gathered,

@@ -116,7 +116,9 @@ class _Memory:
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""
         if node.target is ops.on_owners:
-            return OWNER_TEMPORARIES * owned_bytes(node, self.world_size, self.table)
+            return OWNER_TEMPORARIES * owned_bytes(
+                node, ops.num_shards(node.graph, self.world_size), self.table
+            )
         if node.target is ops.update:
             value = node.args[0].meta["val"]
             nbytes = self.bytes_of(value)
@@ -124,8 +126,10 @@ class _Memory:
                 largest = self.table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
             return UPDATE_TEMPORARIES * nbytes
-        receives = self.sockets and self.world_size > 1 and ops.rules(node).reduces
-        if not receives or node.meta["val"].device.type != "cpu":
+        receives = self.sockets and ops.rules(node).reduces
+        if not receives or ops.num_ranks(node, self.world_size) == 1:
+            return 0
+        if node.meta["val"].device.type != "cpu":
             return 0
         operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
         return sum(self.bytes_of(operand.meta["val"]) for operand in operands)
@@ -143,7 +147,7 @@ class _Memory:
                 return {part}
             return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
         sources = aliased_inputs(node) or mutated_inputs(node)
-        if self.world_size == 1 and ops.is_collective(node):
+        if ops.is_collective(node) and ops.num_ranks(node, self.world_size) == 1:
             sources = node.all_input_nodes
         if sources:
             return set().union(*(roots[source] for source in sources))

@@ -151,8 +151,9 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
             busy(node, WAITING, now, late_s)
             idle_s += late_s
         elif node.target is ops.on_owners:
-            share = owned_bytes(node, world_size, table)
-            travels_s = 2 * figures.transfer_s(share, world_size)
+            num_shards = ops.num_shards(graph, world_size)
+            share = owned_bytes(node, num_shards, table)
+            travels_s = 2 * figures.transfer_s(share, num_shards)
             transfers[node] = Transfer(travels_s, travels_s)
             lanes[LINK] += travels_s
             for begin_s in (now, now + travels_s / 2 + work.seconds):  # there, and back
@@ -201,7 +202,7 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
 def transfer_s(start: fx.Node, figures: Hardware, world_size: int) -> float:
     """Return the time that a collective travels, by the buffer that its ranks make of it."""
     nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
-    return figures.transfer_s(nbytes, world_size)
+    return figures.transfer_s(nbytes, ops.num_ranks(start, world_size))
 
 
 def milliseconds(value: float) -> str:

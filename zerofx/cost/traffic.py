@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.cost.program import owned_bytes
 from zerofx.ir import ops
+from zerofx.ir.interface import recorded
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import served
@@ -31,23 +32,33 @@ class WireBytes:
     num_collectives: int = 0
     exchanges: int = 0
 
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.gathers + self.reductions + self.scalars + self.exchanges
 
-def wire_bytes(gm: fx.GraphModule, world_size: int) -> WireBytes:
-    """Count what one step sends.  Units: bytes per rank.
+
+def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> WireBytes:
+    """Count what one step sends, in all or along one axis of a mesh.  Units: bytes per rank.
 
     A gather that the step before has started is that step's.
 
     Source: ZeRO, Rajbhandari et al. 2020, section 7.
     """
     sent: Counter[str] = Counter()
+    shards, mesh = ops.num_shards(gm.graph, world_size), recorded(gm.graph).mesh
     for node in gm.graph.nodes:
-        if node.target is ops.on_owners:
+        if node.target is ops.on_owners and axis in (None, mesh and mesh.inner):
             sent["num_collectives"] += 2
-            sent["exchanges"] += 2 * owned_bytes(node, world_size) * (world_size - 1) // world_size
-        if of := ops.rules(node).traffic(node):
+            sent["exchanges"] += 2 * owned_bytes(node, shards) * (shards - 1) // shards
+        of = ops.rules(node).traffic(node)
+        if of and axis in (None, ops.argument(node, "axis")):
             sent["num_collectives"] += 1
-            nbytes = ops.rules(node).rounds(node) * ops.rules(node).sends(node)
-            sent[of] += nbytes * (world_size - 1) // (1 if of == "scalars" else world_size)
+            nbytes, ranks = ops.rules(node).sends(node), ops.num_ranks(node, world_size)
+            if ops.rules(node).rounds(node) == 2:  # an all-reduce, as of equal shards
+                itemsize = node.meta["val"].dtype.itemsize
+                nbytes = 2 * itemsize * ranks * -(-nbytes // (itemsize * ranks))
+            sent[of] += nbytes * (ranks - 1) // (1 if of == "scalars" else ranks)
     return WireBytes(**sent)
 
 

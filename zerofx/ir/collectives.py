@@ -7,6 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import updated_by
+from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role, served
 
@@ -18,7 +19,8 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
 
     Shapes of batches are left out: they may differ between ranks.
     """
-    lines = [f"stage {stage}"]
+    mesh = recorded(gm.graph).mesh
+    lines = [f"stage {stage}" if mesh is None else f"stage {stage}, shards over the last of {mesh}"]
     for info in table:
         shape = "x".join(map(str, info.shape)) or "scalar"
         frozen = "" if info.requires_grad else " frozen"
@@ -28,7 +30,8 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             kind = node.target._schema.name.removeprefix("zerofx::").removesuffix("_start")
             name = served(node, table)
             nbytes = ops.rules(node).sends(node)
-            lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes")
+            over = "" if mesh is None else f" over {ops.argument(node, 'axis')}"
+            lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes{over}")
         elif node.target is ops.on_owners:
             names = (table[index].name for index in node.args[3])
             owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))

@@ -17,6 +17,7 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.interface import input_role, recorded, set_recorded
+from zerofx.ir.mesh import DATA, Mesh, axes_in
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Provenance, Role
 from zerofx.ir.rules import rules
@@ -51,6 +52,11 @@ class Builder:
         self.graph = gm.graph
         self.inserted_by = inserted_by
         self.table = table
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The axes that inserted collectives are along."""
+        return recorded(self.graph).mesh or Mesh()
 
     @cached_property
     def fake_mode(self):
@@ -142,11 +148,14 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
 
     Batches, buffers and random draws differ; so does all that is computed from them, until a
     gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be the same
-    on all ranks, as a Python number is; the size of a batch is not.
+    on all ranks, as a Python number is; the size of a batch is not.  What has been reduced along
+    one axis of a mesh still differs along the others.
     """
-    varying: set[fx.Node] = set()
-    if world_size == 1:
-        return varying
+    varying: dict[fx.Node, frozenset[str]] = {}
+    mesh = recorded(graph).mesh
+    axes = axes_in(DATA if mesh is None else mesh.everywhere)
+    if world_size == 1 and mesh is None:
+        return set()
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
@@ -154,12 +163,15 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             kind = input_role(node).kind
             is_own = kind == "buffer" or input_role(node).unreduced
             if is_own or (kind == "other" and not is_scalar):
-                varying.add(node)
-        elif ops.rules(node).uniform:
-            continue  # the same on all ranks once it has been averaged or gathered
-        elif is_random(node) or any(source in varying for source in node.all_input_nodes):
-            varying.add(node)
-    return varying
+                varying[node] = axes
+            continue
+        along = axes if is_random(node) else frozenset()
+        along = along.union(*(varying.get(source, ()) for source in node.all_input_nodes))
+        if ops.rules(node).uniform:  # the same on ranks once it has been averaged or gathered
+            along -= axes if node.target is ops.gradient else axes_in(ops.argument(node, "axis"))
+        if along:
+            varying[node] = along
+    return set(varying)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Decisions
 
 aten = torch.ops.aten
@@ -62,7 +63,8 @@ class Recorded:
     are behind those that the step returns.  ``sharded`` results leave as this rank's shards.
 
     ``updates`` are those that the program had when it was captured; None if nobody recorded them.
-    ``decisions`` is what has been decided of the program.
+    ``decisions`` is what has been decided of the program.  ``mesh`` are the axes that its operators
+    name; None if there is but one.
     """
 
     gradients: dict[int, int] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Recorded:
     sharded: set[int] = field(default_factory=set)
     updates: Counter[tuple[int, int]] | None = None
     decisions: Decisions = field(default_factory=Decisions)
+    mesh: Mesh | None = None
 
 
 def recorded(graph: fx.Graph) -> Recorded:

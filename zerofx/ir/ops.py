@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerofx.ir.interface import recorded
+from zerofx.ir.mesh import DATA
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, argument, at, define, rules
@@ -18,9 +20,6 @@ from zerofx.ir.sizes import hinted_bytes, value_bytes
 
 HOST = "host"
 """The place that is no device's: host memory."""
-
-DATA = "data"
-"""The mesh's one axis: the ranks that each have a batch of their own."""
 
 UPDATE_STREAMS = 7
 """The streams that AdamW reads and writes: a gradient, the value and both moments twice."""
@@ -400,6 +399,22 @@ def starts(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Return whether a node starts what ranks do together."""
     return starts(node) and lane(node) == LINK
+
+
+def num_ranks(node: fx.Node, world_size: int) -> int:
+    """The number of ranks that take part in a collective; of ranks along one axis, all do."""
+    axis = argument(node, "axis")
+    if axis == DATA:
+        return world_size
+    mesh = recorded(node.graph).mesh
+    assert mesh is not None, "an operator names an axis"
+    return mesh.size(axis)
+
+
+def num_shards(graph: fx.Graph, world_size: int) -> int:
+    """The number of ranks that a tensor is cut over; of ranks along one axis, all of them."""
+    mesh = recorded(graph).mesh
+    return world_size if mesh is None else mesh.num_shards
 
 
 def is_move(node: fx.Node) -> bool:

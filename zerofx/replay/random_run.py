@@ -31,7 +31,7 @@ def run_random(program: DumpedProgram, exchange: Exchange, *, seed: int, sgd: bo
     """Run one rank's program on random inputs."""
     inputs = random_inputs(program, seed)
     updates = Updates(program.table(), optimizers_of(program, sgd))
-    reference = Reference(program.table(), program.rank, exchange, updates)
+    reference = Reference(program.table(), program.mesh, exchange, updates)
     torch.manual_seed(_number(f"{seed} {program.rank}"))
     returned = call(program, reference, list(inputs.values()))
     return Results(returned, left_behind(program, reference, inputs))
@@ -118,7 +118,7 @@ def _random_input(
         is_own = kind == "gradient" or (kind == "other" and shape != ())
         value = drawn(program.rank if is_own else 0)
     if info:
-        value = take_shard(value.to(info.device), info, program.rank)
+        value = take_shard(value.to(info.device), info, info.rank)
     return value.to(of["device"])
 
 

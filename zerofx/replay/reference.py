@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.ir import ops
+from zerofx.ir.mesh import DATA, Mesh
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
@@ -82,9 +83,9 @@ class Reference:
     where it can be, freed memory and the padding of shards and buckets: who reads it, shows.
     """
 
-    def __init__(self, table: ParameterTable, rank: int, exchange: Exchange, updates: Updates):
-        self.table = ParameterTable(tuple(replace(info, rank=rank) for info in table))
-        self.rank, self.exchange, self.updates = rank, exchange, updates
+    def __init__(self, table: ParameterTable, mesh: Mesh, exchange: Exchange, updates: Updates):
+        self.table = ParameterTable(tuple(replace(info, rank=mesh.shard) for info in table))
+        self.mesh, self.exchange, self.updates = mesh, exchange, updates
         self._wholes: dict[tuple[int, int], Tensor] = {}  # that owners have updated
 
     def poison(self, dtype: torch.dtype) -> float:
@@ -93,24 +94,39 @@ class Reference:
 
     # Communication
 
-    def gradient(self, grad: Tensor, parameter: int) -> Tensor:
-        return reduced(self.exchange(grad), "mean")
+    def _along(self, axis: str, tensor: Tensor) -> list[Tensor]:
+        """The tensors of the ranks along an axis, in their order; all ranks exchange theirs."""
+        of_all = self.exchange(tensor)
+        return [of_all[rank] for rank in self.mesh.ranks_along(axis)]
 
-    def all_reduce_start(self, input: Tensor, reduction: str) -> Tensor:
-        return reduced(self.exchange(input.contiguous()), reduction)
+    def _reduced(self, axis: str, tensor: Tensor, reduction: str) -> Tensor:
+        return reduced(self._along(axis, tensor), reduction, mean_of=self.mesh.world_size)
+
+    def gradient(self, grad: Tensor, parameter: int) -> Tensor:
+        return self._reduced(self.mesh.everywhere, grad, "mean")
+
+    def all_reduce_start(self, input: Tensor, reduction: str, axis: str = DATA) -> Tensor:
+        return self._reduced(axis, input.contiguous(), reduction)
 
     def all_reduce_bucket_start(
-        self, wholes: list[Tensor], parameters: list[int], numel: int, reduction: str
+        self,
+        wholes: list[Tensor],
+        parameters: list[int],
+        numel: int,
+        reduction: str,
+        axis: str = DATA,
     ) -> Tensor:
         infos = [self.table[index].contiguous for index in parameters]
-        return self.all_reduce_start(self._laid_out(wholes, infos, numel), reduction)
+        return self.all_reduce_start(self._laid_out(wholes, infos, numel), reduction, axis)
 
-    def reduce_scatter_start(self, flat: Tensor, reduction: str, world_size: int) -> Tensor:
-        total = reduced(self.exchange(flat), reduction)
-        return total.view(world_size, -1)[self.rank].clone()
+    def reduce_scatter_start(
+        self, flat: Tensor, reduction: str, world_size: int, axis: str = DATA
+    ) -> Tensor:
+        total = self._reduced(axis, flat, reduction)
+        return total.view(world_size, -1)[self.mesh.shard].clone()
 
-    def all_gather_start(self, shard: Tensor, world_size: int) -> Tensor:
-        return torch.cat(list(self.exchange(shard)))
+    def all_gather_start(self, shard: Tensor, world_size: int, axis: str = DATA) -> Tensor:
+        return torch.cat(self._along(axis, shard))
 
     def wait(self, started: Any) -> Any:
         return started
@@ -123,13 +139,14 @@ class Reference:
     def take_shard(self, whole: Tensor, parameter: int, shard_numel: int) -> Tensor:
         info = self.table[parameter]
         shard = whole.new_full((shard_numel,), self.poison(whole.dtype))
-        copy_range(shard, whole, info, self.rank)
+        copy_range(shard, whole, info, info.rank)
         return shard
 
     def mask_padding(self, shard: Tensor, parameter: int, identity: float) -> Tensor:
         if not shard.numel():
             return shard.new_full((1,), identity)
-        start, stop = self.table[parameter].owned_by(self.rank)
+        info = self.table[parameter]
+        start, stop = info.owned_by(info.rank)
         masked = shard.clone()
         masked[stop - start :] = identity
         return masked
@@ -147,10 +164,16 @@ class Reference:
         return flat
 
     def reduce_bucket_start(
-        self, wholes: list[Tensor], *, reduction: str, world_size: int, **bucket: Any
+        self,
+        wholes: list[Tensor],
+        *,
+        reduction: str,
+        world_size: int,
+        axis: str = DATA,
+        **bucket: Any,
     ) -> Tensor:
         flat = self.flatten_bucket(wholes, **bucket)
-        return self.reduce_scatter_start(flat, reduction, world_size)
+        return self.reduce_scatter_start(flat, reduction, world_size, axis)
 
     def write_back(self, gathered: Tensor, wholes: list[Tensor], parameters: list[int]) -> None:
         for whole, index in zip(wholes, parameters, strict=True):
@@ -229,7 +252,7 @@ class Reference:
         padded = shard.new_zeros(info.largest_shard_numel)
         padded[: shard.numel()] = shard
         flat = shard.new_zeros(info.place.extent)
-        for rank, its in enumerate(self.exchange(padded)):
+        for rank, its in enumerate(self._along(self.mesh.inner, padded)):
             start, stop = info.extent_of(rank)
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
@@ -328,10 +351,13 @@ def _stand_in(info: ParameterInfo) -> nn.Parameter:
     return nn.Parameter(element.expand(info.shape))
 
 
-def reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
-    """Return the sum, mean, maximum or minimum of all ranks' values, added up in their order."""
+def reduced(values: Sequence[Tensor], reduction: str, mean_of: int | None = None) -> Tensor:
+    """Return the sum, mean, maximum or minimum of ranks' values, added up in their order.
+
+    A mean may be that of a larger number: of values that have been added up before.
+    """
     combine: Mapping[str, Any] = {"max": torch.maximum, "min": torch.minimum}
     total = values[0].clone()
     for value in values[1:]:
         total = combine.get(reduction, torch.add)(total, value)
-    return total / len(values) if reduction == "mean" else total
+    return total / (mean_of or len(values)) if reduction == "mean" else total

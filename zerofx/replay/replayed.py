@@ -36,6 +36,7 @@ class ObservedProgram(ProgramFacts):
         """A program as it is now, whatever is made of it later."""
         facts = {**ProgramText(gm, ctx.table).facts(), "OPTIMIZERS": optimizers, "RANK": ctx.rank}
         facts |= {"WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
+        facts |= {"MESH": ctx.mesh.axes} if ctx.mesh.outer else {}
         return cls(facts, gm, copied(gm.graph))
 
     def module(self) -> fx.GraphModule:
@@ -61,7 +62,7 @@ class ObservedProgram(ProgramFacts):
 
         make = optimizers_of(self, sgd=linear, lenient=True)  # the same ones for all programs
         updates = Updates(self.table(), make, note)
-        reference = Reference(self.table(), self.rank, exchange, updates)
+        reference = Reference(self.table(), self.mesh, exchange, updates)
         inputs = random_inputs(self, seed=0)
         torch.manual_seed(self.rank)
         with torch.no_grad():

@@ -97,8 +97,9 @@ class Validator:
 
         They end before one that breaks a rule.
         """
-        table = ParameterTable(tuple(replace(info, rank=rank) for info in self.ctx.table))
-        ctx = replace(self.ctx, rank=rank, table=table)
+        mesh = replace(self.ctx.mesh, rank=rank)
+        table = ParameterTable(tuple(replace(info, rank=mesh.shard) for info in self.ctx.table))
+        ctx = replace(self.ctx, mesh=mesh, table=table)
         found: dict[str, ObservedProgram] = {}
 
         def keep(name: str, gm: fx.GraphModule, report: PassReport | None) -> None:

@@ -32,8 +32,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     """
     function = program.function
     ranks = function.communicator.world_size
-    stage = program.options.stage
-    title = f"{function.name}, program {program.number}: stage {stage} on {ranks} rank(s)"
+    title = f"{function.name}, program {program.number}: {_stage(program)} on {ranks} rank(s)"
     wire = wire_bytes(program.gm, ranks)
     peak = gathered_peak(program.gm, program.table)
     timeline = predict(program.gm.graph, program.figures, program.table, ranks)
@@ -52,6 +51,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("sent per rank and step: reductions", size_text(wire.reductions)),
         ("sent per rank and step: to owners and back", size_text(wire.exchanges)),
         ("sent per rank and step: norms and flags", size_text(wire.scalars)),
+        *_by_axis(program),
         ("collectives per step", str(wire.num_collectives)),
         *_offload(program, timeline),
         ("link and compute", f"{program.figures} ({program.figures.source})"),
@@ -81,13 +81,33 @@ def first_words(program: Program) -> str:
     peak, was = program.rewritten.peak_bytes, program.rewritten.captured_peak
     passes = ", ".join(report.name for report in program.reports if not report.skipped)
     return (
-        f"{program.function.name}: stage {program.options.stage} on {communicator.world_size} "
+        f"{program.function.name}: {_stage(program)} on {communicator.world_size} "
         f"rank(s), this is {communicator.rank}; of {len(program.table)} parameters, "
         f"{size_text(sum(info.nbytes for info in program.table))}, a rank keeps "
         f"{size_text(kept_bytes(program))}; a step allocates {size_text(peak)} at "
         f"most{f', {size_text(was)} as captured' if was is not None else ''}; "
         f"{collectives} collectives; {passes}"
     )
+
+
+def _stage(program: Program) -> str:
+    """Say the stage, or those of a mesh's axes."""
+    mesh, options = program.rewritten.ctx.mesh, program.options
+    if not mesh.outer:
+        return f"stage {options.stage}"
+    return f"stage {options.stage} over {mesh.inner} and {options.outer_stage} over {mesh.outer}"
+
+
+def _by_axis(program: Program) -> list[tuple[str, str]]:
+    """Return a row for each axis of a mesh, and one for all together: what is sent there."""
+    mesh = program.rewritten.ctx.mesh
+    if not mesh.outer:
+        return []
+    sent = {a: wire_bytes(program.gm, mesh.world_size, a) for a in mesh.names}
+    return [
+        (f"sent per rank and step: along {axis} ({mesh.size(axis)})", size_text(of.total))
+        for axis, of in sent.items()
+    ]
 
 
 def _passes(program: Program, with_seconds: bool) -> str:
@@ -206,7 +226,8 @@ def memory_by_stage(program: Program) -> list[str]:
 
     Source: ZeRO, Rajbhandari et al. 2020, section 5.
     """
-    table, ranks = program.table, program.function.communicator.world_size
+    table, mesh = program.table, program.rewritten.ctx.mesh
+    ranks, holders = mesh.num_shards, "shard" if mesh.outer else "rank"
     states = _state_bytes(program)
     whole_states = sum(int(states[info.index] * info.numel) for info in table)
     own_states = whole_states
@@ -234,7 +255,7 @@ def memory_by_stage(program: Program) -> list[str]:
     each = ", ".join(f"{what} {of[0] / max(numel, 1):.3g}" for what, of in kept.items())
     return [
         tabulate(shown, headers=headers, disable_numparse=True),
-        f"Bytes per element: {each}; {numel} elements, {ranks} rank(s).",
+        f"Bytes per element: {each}; {numel} elements, {ranks} {holders}(s).",
         "This program's gradients are the most that a step has at once, averaged and not yet.",
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerofx.errors import CommandError
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.report.text import FORMAT
 
@@ -33,6 +34,14 @@ class ProgramFacts:
     def world_size(self) -> int:
         return self.facts["WORLD_SIZE"]
 
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks' axes."""
+        axes = self.facts.get("MESH")
+        if axes is None:
+            return Mesh.flat(self.world_size, self.rank)
+        return Mesh(axes, self.rank)
+
     def table(self) -> ParameterTable:
         """Return the parameters as the program's passes have laid them out."""
         infos = (
@@ -44,8 +53,8 @@ class ProgramFacts:
                 dtype=getattr(torch, of["dtype"]),
                 device=torch.device(of["device"]),
                 requires_grad=of["requires_grad"],
-                world_size=self.world_size,
-                rank=self.rank,
+                world_size=self.mesh.num_shards,
+                rank=self.mesh.shard,
                 assigned=Place(*of["place"]) if "place" in of else None,
             )
             for index, (name, of) in enumerate(self.facts["PARAMETERS"].items())

@@ -94,7 +94,12 @@ class ProgramDump:
     def _write_program(self, stem: str, lines: Sequence[str], text: str) -> Path | None:
         """Write a program below its first lines and the facts that running it needs."""
         ctx = self.ctx
-        facts = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
+        facts: dict[str, object] = {
+            "RANK": ctx.rank,
+            "WORLD_SIZE": ctx.world_size,
+            "STAGE": ctx.options.stage,
+        }
+        facts |= {"MESH": ctx.mesh.axes} if ctx.mesh.outer else {}
         comments = (f"# {line}".rstrip() for line in lines)
         head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts.items())]
         content = "\n".join([*head, "", text])
@@ -146,7 +151,7 @@ class ProgramDump:
         alive = live_bytes(gm.graph, self.ctx.world_size, table=self.ctx.table, hinted=True)
         return {
             "allocated at most": size_text(max(alive, default=0)),
-            "sent": size_text(wire.gathers + wire.reductions + wire.scalars + wire.exchanges),
+            "sent": size_text(wire.total),
             "collectives": str(wire.num_collectives),
             "moved to the host": size_text(moved.to_host),
             "moved to the device": size_text(moved.to_device),

@@ -83,7 +83,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
                 if bound.is_unreduced:
                     whole = _average(bound.gradient, bound.communicator)
                 else:
-                    whole = gather(bound.gradient, bound.info, bound.communicator)
+                    whole = gather(bound.gradient, bound.info, bound.communicator.shards)
             parameter.grad = REGISTRY.gradients.mark_averaged(whole.to(parameter.dtype))
         elif parameter.grad is bound.stub:
             parameter.grad = None

@@ -163,7 +163,7 @@ class StepRuntime:
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
-            ops.reduce_scatter_start: communicator.reduce_scatter_start,
+            ops.reduce_scatter_start: buckets.reduce_scatter_start,
             ops.all_gather_start: buckets.all_gather_start,
             (ops.wait, LINK): communicator.wait,
             ops.free: communicator.free,

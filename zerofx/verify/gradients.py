@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.graph import rank_varying
 from zerofx.ir.interface import input_role, recorded
+from zerofx.ir.mesh import Mesh, axes_in
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
@@ -72,7 +76,7 @@ def _stored_gradients_are_what_they_are_called(
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
-    reduction = reduced.args[0] if reduced.target is ops.wait else reduced
+    *_, reduction = hops = _hops(reduced) or [reduced]
     flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
     begin, length = info.position_in_shard, info.shard_numel
     if reduction.target is ops.all_reduce_bucket_start:
@@ -80,10 +84,33 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     return (
         ops.rules(reduction).reduces
         and flat.target in LAYS_OUT
-        and ops.argument(reduction, "reduction") == "mean"
+        and _is_mean(hops)
         and info.index in flat.args[1]
         and (dim, start, stop) == (0, begin, begin + length)
     )
+
+
+def _hops(reduced: Any) -> list[fx.Node]:
+    """The reductions that a node waits for, each of what the next one has made; the last first."""
+    hops = []
+    while isinstance(reduced, fx.Node) and reduced.target is ops.wait:
+        if not ops.rules(reduced.args[0]).reduces:
+            break
+        hops.append(reduced.args[0])
+        reduced = hops[-1].args[0]
+    return hops
+
+
+def _is_mean(hops: Sequence[fx.Node]) -> bool:
+    """Return whether reductions make the mean over all ranks: a sum on the way, each axis once."""
+    done: frozenset[str] = frozenset()
+    for number, hop in enumerate(hops):
+        axes = axes_in(ops.argument(hop, "axis"))
+        if ops.argument(hop, "reduction") != ("sum" if number else "mean") or axes & done:
+            return False
+        done |= axes
+    mesh = recorded(hops[0].graph).mesh or Mesh()
+    return done == axes_in(mesh.everywhere)
 
 
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
@@ -97,7 +124,7 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             return is_its and not given.unreduced
         is_its = parameter_of(node) == info.index
         if role(node) == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            return is_its and ops.argument(node.args[0], "reduction") == "mean"
+            return is_its and _is_mean(_hops(node))
         return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None
 
     def computed_from(node: fx.Node) -> list[fx.Node]:

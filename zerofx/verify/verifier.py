@@ -18,6 +18,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import Heirs, aliases, heirs_in, mutated_inputs, readers, shard_of, uses
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_staged
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, provenance, role
@@ -95,8 +96,11 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
                 "is started and must have one wait and no other reader, but for the update of what "
                 f"goes to the host; it has {names}.",
             )
-        if ops.is_collective(node) and (axis := ops.argument(node, "axis")) != ops.DATA:
-            raise broken(node, f"is over axis {axis!r}, and the mesh has {ops.DATA!r}.")
+        if ops.is_collective(node):
+            axis, mesh = ops.argument(node, "axis"), recorded(graph).mesh or Mesh()
+            if axis not in mesh.names:
+                names = ", ".join(map(repr, mesh.names))
+                raise broken(node, f"is over axis {axis!r}, and the mesh has {names}.")
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.accelerator import kind
+from zerofx.ir.mesh import Mesh
 from zerofx.runtime.comm.gloo import GlooTransport
 from zerofx.runtime.comm.peer import PeerTransport
 from zerofx.runtime.comm.peer_memory import PeerMemory
@@ -36,27 +37,34 @@ class Communicator:
     """The collectives of one process group.
 
     ``*_start`` returns the buffer that will hold the result; ``wait`` completes it.  An input
-    must not change before its wait, and all ranks must start and wait in the same order.
+    must not change before its wait, and all ranks must start and wait in the same order.  One that
+    is ``part_of`` another, along an axis of its ranks, has its results waited for there, and means
+    are over all of its ranks.
     An error of a collective keeps its type and says which collective it was.
     """
 
-    # By the identity of the group, which each communicator keeps alive.
-    _known: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+    # By the identity of the groups, which each communicator keeps alive.
+    _known: weakref.WeakValueDictionary[tuple[int, ...], Communicator] = (
+        weakref.WeakValueDictionary()
+    )
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator:
-        """Return the communicator of a group or 1-dim mesh; None is the world, or a world of one.
+    def of(
+        cls, group: dist.ProcessGroup | DeviceMesh | None, by_axis: bool = False
+    ) -> Communicator:
+        """Return the communicator of a group or mesh; None is the world, or a world of one.
 
-        Raises: ValueError for a mesh of more dimensions and for a group without this rank.
+        That of a mesh of two axes is of all its ranks, unless tensors are cut ``by_axis``.
+
+        Raises: ValueError for a mesh of more dimensions, or of two that does not have the world's
+        ranks in their order; and for a group without this rank.
         """
         if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"process_group is a device mesh of {group.ndim} dimensions "
-                    f"({group.mesh_dim_names or tuple(group.shape)}), and one holds the "
-                    "data-parallel ranks: pass that dimension, e.g. mesh['dp']"
-                )
-            group = group.get_group()
+            if group.ndim > 1:
+                _check_covers_world(group)
+                if by_axis and group.size(0) > 1:
+                    return cls._of_mesh(group)
+            group = group.get_group() if group.ndim == 1 else None
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -64,27 +72,61 @@ class Communicator:
                 f"process_group is {group!r}, which is no process group that this rank is in: "
                 "call the step only on ranks of the group, or leave process_group out"
             )
-        key = id(group)
+        key = (id(group),)
         if key not in cls._known:
             communicator = cls(group)
             cls._known[key] = communicator
             return communicator
         return cls._known[key]
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    @classmethod
+    def _of_mesh(cls, mesh: DeviceMesh) -> Communicator:
+        names = mesh.mesh_dim_names
+        assert names is not None, "stages go by the names of axes"
+        groups = {name: mesh.get_group(name) for name in names}
+        key = tuple(map(id, groups.values()))
+        if key not in cls._known:
+            communicator = MeshCommunicator(dist.group.WORLD, groups)
+            cls._known[key] = communicator
+            return communicator
+        return cls._known[key]
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, part_of: Communicator | None = None
+    ) -> None:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        self.buffers = BufferPool()
-        self._in_flight: dict[int, Started] = {}
+        whole = self if part_of is None else part_of
+        self.mean_of = whole.world_size
+        self.buffers: BufferPool = BufferPool() if part_of is None else part_of.buffers
+        self._in_flight: dict[int, Started] = {} if part_of is None else part_of._in_flight
         self._memory: PeerMemory | None = None
         self._local = LocalTransport()
         self._transports: dict[str, Transport] = {}
 
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks' axes."""
+        return Mesh.flat(self.world_size, self.rank)
+
+    @property
+    def shards(self) -> Communicator:
+        """The communicator of the ranks that each hold a shard of one copy of the model."""
+        return self
+
+    def along(self, axis: str) -> Communicator:
+        """The communicator of the ranks along an axis, or along all."""
+        return self
+
+    def parts(self) -> Sequence[Communicator]:
+        """This communicator, and those of single axes."""
+        return [self]
+
     def all_reduce_start(
         self, input: torch.Tensor, reduction: str, in_place: bool = False
     ) -> torch.Tensor:
-        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by their number.
+        """Start reducing ``input`` over the ranks.  ``mean`` is the sum divided by ``mean_of``.
 
         The result may be ``in_place``, in a contiguous input's memory.
         """
@@ -189,26 +231,29 @@ class Communicator:
     @contextlib.contextmanager
     def running(self, program: int) -> Iterator[None]:
         """Let the others see, where they can, which program what is started here belongs to."""
-        if self._memory is not None:
-            self._memory.program = program
+        memories = [part._memory for part in self.parts() if part._memory is not None]
+        for memory in memories:
+            memory.program = program
         try:
             yield
         finally:
-            if self._memory is not None:
-                self._memory.program = 0
+            for memory in memories:
+                memory.program = 0
 
     def settle(self) -> None:
         """Wait until no other rank reads this one's memory: what comes next may write to it."""
-        if self._memory is not None:
-            self._memory.settle()
+        for part in self.parts():
+            if part._memory is not None:
+                part._memory.settle()
 
     def abandon(self) -> None:
         """Forget what is in flight, after a step that failed; ranks that wait for it fail too."""
         for started in self._in_flight.values():
             started.abandon()
         self._in_flight.clear()
-        if self._memory is not None:
-            self._memory.fail()
+        for part in self.parts():
+            if part._memory is not None:
+                part._memory.fail()
 
     def _start(self, kind: str, nbytes: int, launch: Callable[[], Started]) -> torch.Tensor:
         try:
@@ -243,11 +288,59 @@ class Communicator:
     def _connect(self, device: str, group: dist.ProcessGroup) -> Transport:
         backend = _backend_for(device, group)
         if backend != "gloo":
-            return NativeTransport(group, averages=backend == "nccl")
-        self._memory = PeerMemory.of(group)
+            averages = backend == "nccl" and self.mean_of == self.world_size
+            return NativeTransport(group, averages, self.mean_of)
+        numbers = dist.get_process_group_ranks(group) if self.mean_of > self.world_size else ()
+        self._memory = PeerMemory.of(group, numbers)
         if self._memory is not None:
-            return PeerTransport(self._memory, group, self.buffers)
-        return GlooTransport(group, self.buffers)
+            return PeerTransport(self._memory, group, self.buffers, self.mean_of)
+        return GlooTransport(group, self.buffers, self.mean_of)
+
+
+class MeshCommunicator(Communicator):
+    """The collectives of a mesh of two axes: along each of them, and between all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        super().__init__(group)
+        self._along = {name: Communicator(one, part_of=self) for name, one in groups.items()}
+        sizes = tuple((name, part.world_size) for name, part in self._along.items())
+        self._mesh = Mesh(sizes, self.rank)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def shards(self) -> Communicator:
+        return self._along[self._mesh.inner]
+
+    def along(self, axis: str) -> Communicator:
+        return self._along.get(axis, self)
+
+    def parts(self) -> Sequence[Communicator]:
+        return [self, *self._along.values()]
+
+
+OF_MODELS = frozenset({"tp", "pp", "cp", "sp", "ep"})
+"""What axes are called along which ranks share a batch, or a model."""
+
+
+def _check_covers_world(mesh: DeviceMesh) -> None:
+    """Raise ValueError unless a mesh has two axes, and the world's ranks in their order."""
+    names = mesh.mesh_dim_names or ()
+    axes = f"({', '.join(map(str, names or mesh.shape))})"
+    if mesh.ndim > 2 or not OF_MODELS.isdisjoint(names):
+        raise ValueError(
+            f"process_group is a device mesh of {mesh.ndim} dimensions {axes}, and the ranks that "
+            "each have a batch of their own are along one or two: pass these, e.g. mesh['dp']"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"process_group is a device mesh {axes} of ranks {ranks}, and the world has "
+            f"{dist.get_world_size()}: a mesh of two axes has all of the world's ranks, in their "
+            "order. init_device_mesh(device, (nodes, ranks of a node), mesh_dim_names=...) makes it"
+        )
 
 
 def _explain_device(error: Exception) -> None:

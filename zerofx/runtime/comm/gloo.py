@@ -94,11 +94,14 @@ class GlooTransport:
     overlaps = True
     """True if tensors travel while the rank computes."""
 
-    def __init__(self, group: dist.ProcessGroup, buffers: BufferPool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, buffers: BufferPool, mean_of: int | None = None
+    ) -> None:
         self.group = group
         self.buffers = buffers
         self.rank = group.rank()
         self.world_size = group.size()
+        self.mean_of = mean_of or self.world_size
 
     def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
         flat = input.reshape(-1).contiguous()  # reshape keeps the stride of one dimension
@@ -164,7 +167,7 @@ class GlooTransport:
         combine(first, second, out=out)
         for piece in rest:
             combine(out, piece, out=out)
-        divide(out, reduction, self.world_size)
+        divide(out, reduction, self.mean_of)
 
     def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Started:
         """Gather everything and reduce at the wait: one phase, N-1 times the bytes."""

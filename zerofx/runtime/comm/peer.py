@@ -46,8 +46,14 @@ class PeerTransport(GlooTransport):
 
     PIECE_BYTES = 2**20
 
-    def __init__(self, memory: PeerMemory, group: dist.ProcessGroup, buffers: BufferPool) -> None:
-        super().__init__(group, buffers)
+    def __init__(
+        self,
+        memory: PeerMemory,
+        group: dist.ProcessGroup,
+        buffers: BufferPool,
+        mean_of: int | None = None,
+    ) -> None:
+        super().__init__(group, buffers, mean_of)
         self.memory = memory
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
@@ -140,7 +146,7 @@ class PeerTransport(GlooTransport):
                             scratch = result.new_empty(min(step, result.numel()))
                         piece = fetch(rank, addresses.get(rank, []), parts, scratch[: out.numel()])
                     total = piece if total is None else combine(total, piece, out=out)
-                divide(out, reduction, self.world_size)
+                divide(out, reduction, self.mean_of)
 
         return PeerWork(self.memory, pieces, collect)
 

@@ -66,9 +66,10 @@ class _Range(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Peer:
-    """Another rank: its process, and where its board is."""
+    """Another rank: its process, and where its board is.  Errors name it by its ``number``."""
 
     rank: int
+    number: int
     process: int
     board: int
 
@@ -97,10 +98,13 @@ class PeerMemory:
     )
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> PeerMemory | None:
-        """Connect the ranks of a group; None if one cannot read another.  Collective, once."""
+    def of(cls, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> PeerMemory | None:
+        """Connect the ranks of a group; None if one cannot read another.  Collective, once.
+
+        Errors name its ranks by these ``numbers``, or by their own.
+        """
         if group not in cls._connected:
-            memory = cls(group)
+            memory = cls(group, numbers)
             cls._connected[group] = memory if memory.is_readable else None
         return cls._connected[group]
 
@@ -117,9 +121,11 @@ class PeerMemory:
                 "process_group"
             )
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
+        numbers = numbers or range(self.world_size)
+        self.number = numbers[self.rank]
         self.timeout_s = compat.tensors.timeout_s(group)
         self.board = _Board(nonce=secrets.randbits(62))
         self.count = 0
@@ -134,7 +140,7 @@ class PeerMemory:
         dist.all_gather(cards, card, group=group)
         known = [card.tolist() for card in cards]
         self.peers = [
-            _Peer(rank, process, board)
+            _Peer(rank, numbers[rank], process, board)
             for rank, (process, board, *_) in enumerate(known)
             if rank != self.rank
         ]
@@ -181,16 +187,16 @@ class PeerMemory:
                 mine = self.board.entries[_slot(number)].program
                 if entry.program != mine:
                     raise AnotherProgramError(
-                        f"rank {peer.rank} runs another program than rank {self.rank}: the ranks "
-                        "call different functions, or one that their arguments lead different "
-                        "ways. Call the same compiled functions in the same order, and decide "
-                        "alike on all ranks what a step does.",
-                        peer.rank,
+                        f"rank {peer.number} runs another program than rank {self.number}: the "
+                        "ranks call different functions, or one that their arguments lead "
+                        "different ways. Call the same compiled functions in the same order, and "
+                        "decide alike on all ranks what a step does.",
+                        peer.number,
                         entry.program,
                     )
                 if entry.nbytes != nbytes:
                     raise StepError(
-                        f"rank {peer.rank} sends {entry.nbytes} bytes where rank {self.rank} "
+                        f"rank {peer.number} sends {entry.nbytes} bytes where rank {self.number} "
                         f"expects {nbytes}: the ranks call different functions, or one has "
                         "skipped a call. Call the same compiled functions in the same order."
                     )
@@ -200,16 +206,16 @@ class PeerMemory:
                 return list(addresses)
             if progress.failures > self.board.progress.failures:
                 raise StepError(
-                    f"the step failed on rank {peer.rank}, so rank {self.rank} cannot finish it: "
-                    f"look at what rank {peer.rank} says. The ranks may have updated different "
-                    "parameters: go on from a checkpoint."
+                    f"the step failed on rank {peer.number}, so rank {self.number} cannot finish "
+                    f"it: look at what rank {peer.number} says. The ranks may have updated "
+                    "different parameters: go on from a checkpoint."
                 )
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
             if now > deadline:
                 raise RuntimeError(
-                    f"rank {peer.rank} did not take part within {self.timeout_s:g} s, the process "
-                    "group's timeout"
+                    f"rank {peer.number} did not take part within {self.timeout_s:g} s, the "
+                    "process group's timeout"
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s + 2e-6, LONGEST_PAUSE_S)
@@ -311,8 +317,8 @@ class PeerMemory:
         if copied <= 0:
             reason = os.strerror(ctypes.get_errno())
             raise RuntimeError(
-                f"rank {peer.rank} (process {peer.process}) cannot be read: {reason}. It has "
-                "probably died: look at its log"
+                f"rank {peer.number} (process {peer.process}) cannot be read: {reason}. It "
+                "has probably died: look at its log"
             )
         return copied
 

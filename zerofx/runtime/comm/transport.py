@@ -64,9 +64,9 @@ class Started:
             self.work.wait()
 
 
-def divide(result: torch.Tensor, reduction: str, world_size: int) -> None:
-    if reduction == "mean" and world_size > 1:
-        result.div_(world_size)
+def divide(result: torch.Tensor, reduction: str, mean_of: int) -> None:
+    if reduction == "mean" and mean_of > 1:
+        result.div_(mean_of)
 
 
 class LocalTransport:
@@ -105,12 +105,14 @@ class NativeTransport:
         "min": dist.ReduceOp.MIN,
     }
 
-    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, averages: bool = False, mean_of: int | None = None
+    ) -> None:
         self.group = group
         self.world_size = group.size()
         mean = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.operations = {"mean": mean, **self.OPERATIONS}
-        self._divisor = 1 if averages else self.world_size
+        self._divisor = 1 if averages else mean_of or self.world_size
 
     def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
         result = input if in_place else input.clone(memory_format=torch.contiguous_format)

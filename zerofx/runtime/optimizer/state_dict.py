@@ -106,7 +106,7 @@ class OptimizerAttachment:
                 _check_is_shard(key, value, bound)
                 with ordinary_tensors():  # one that is kept on the host travels from the device
                     shard = value.to(bound.info.device)
-                    whole[key] = gather(shard, bound.info, bound.communicator)
+                    whole[key] = gather(shard, bound.info, bound.communicator.shards)
         return whole
 
     def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -215,7 +215,7 @@ def _cut(key: str, value: Any, bound: ParameterState, numbers: set[str]) -> Any:
             f"number: ZeRO stage {bound.stage} can shard only elementwise states. Load a state "
             "dict of this model, or use an elementwise optimizer or stage 0."
         )
-    rank = bound.communicator.rank
+    rank = info.rank
     return (
         value.shard(info, rank) if isinstance(value, LazyState) else take_shard(value, info, rank)
     )

@@ -189,4 +189,4 @@ class OptimizerSteps:
             return grads
         runner = self._enter_with_states(optimizer, parameters)
         shards = [value.detach() for value in values]
-        return runner.owned.begin(shards, grads, parameters, owners, self.communicator)
+        return runner.owned.begin(shards, grads, parameters, owners, self.communicator.shards)

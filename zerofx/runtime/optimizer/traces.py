@@ -111,7 +111,7 @@ class TracedOptimizer:
                     if attributes or parameter.attributes:
                         parameter.attributes = constants(attributes)
                     if draws:
-                        start, _ = parameter.info.owned_by(self.settings.rank)
+                        start, _ = parameter.info.owned_by(parameter.info.rank)
                         parameter.first_element = number + (start if self.settings.sharded else 0)
                 number += user.numel() if draws else 0
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
+from zerofx.ir.mesh import DATA
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import (
@@ -89,9 +90,16 @@ class Buckets:
         self._lent.clear()
         self._gathered_into.clear()
 
-    def all_gather_start(self, shard: torch.Tensor, world_size: int) -> torch.Tensor:
+    def all_gather_start(
+        self, shard: torch.Tensor, world_size: int, axis: str = DATA
+    ) -> torch.Tensor:
         into = self._gathered_into.get(shard.data_ptr())
-        return self.communicator.all_gather_start(shard, world_size, into)
+        return self.communicator.along(axis).all_gather_start(shard, world_size, into)
+
+    def reduce_scatter_start(
+        self, flat: torch.Tensor, reduction: str, world_size: int, axis: str = DATA
+    ) -> torch.Tensor:
+        return self.communicator.along(axis).reduce_scatter_start(flat, reduction, world_size)
 
     def write_back(
         self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
@@ -117,7 +125,7 @@ class Buckets:
         if memory is not None and id(whole) in memory.shards:
             return memory.shards[id(whole)]
         if not info.shares_bucket:
-            return take_shard(whole, info, self.communicator.rank)
+            return take_shard(whole, info, info.rank)
         key = (info.place.bucket, whole.dtype)
         buffer, taken = self._cuts.get(key, (None, {parameter}))
         if parameter in taken:  # once more, maybe of another value: into memory of its own
@@ -126,7 +134,7 @@ class Buckets:
             self._cuts[key] = buffer, taken
         taken.add(parameter)
         shard = buffer.narrow(0, info.position_in_shard, info.shard_numel)
-        copy_range(shard, whole, info, self.communicator.rank)
+        copy_range(shard, whole, info, info.rank)
         return shard
 
     def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
@@ -155,40 +163,55 @@ class Buckets:
         numel: int,
         reduction: str,
         world_size: int,
+        axis: str = DATA,
     ) -> torch.Tensor:
         """Start reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index] for index in parameters]
-        started = self._reduce_pieces("reduce_scatter", wholes, infos, reduction)
+        started = self._reduce_pieces("reduce_scatter", wholes, infos, reduction, axis)
         if started is not None:
             return started
         flat = flatten_bucket(wholes, infos, self.communicator.buffers)
-        return self.communicator.reduce_scatter_start(flat, reduction, world_size)
+        return self.reduce_scatter_start(flat, reduction, world_size, axis)
 
     def all_reduce_bucket_start(
-        self, wholes: list[torch.Tensor], parameters: list[int], numel: int, reduction: str
+        self,
+        wholes: list[torch.Tensor],
+        parameters: list[int],
+        numel: int,
+        reduction: str,
+        axis: str = DATA,
     ) -> torch.Tensor:
         """Start all-reducing a bucket, from where its gradients are if the transport can."""
         infos = [self.table[index].contiguous for index in parameters]
-        started = self._reduce_pieces("all_reduce", wholes, infos, reduction)
+        started = self._reduce_pieces("all_reduce", wholes, infos, reduction, axis)
         if started is not None:
             return started
         flat = flatten_bucket(wholes, infos, self.communicator.buffers)
-        return self.communicator.all_reduce_start(flat, reduction, in_place=True)
+        return self.communicator.along(axis).all_reduce_start(flat, reduction, in_place=True)
 
     def _reduce_pieces(
-        self, kind: str, wholes: list[torch.Tensor], infos: list[ParameterInfo], reduction: str
+        self,
+        kind: str,
+        wholes: list[torch.Tensor],
+        infos: list[ParameterInfo],
+        reduction: str,
+        axis: str,
     ) -> torch.Tensor | None:
         """Start reducing a bucket from where its gradients are; None if that cannot be."""
-        if not self.communicator.takes_pieces(wholes[0]):
+        communicator = self.communicator.along(axis)
+        if not communicator.takes_pieces(wholes[0]):
             return None
         pieces, offsets = flat_pieces(list(map(self._own_memory, wholes)), infos)
         numel = infos[0].place.shard_numel * infos[0].world_size
         if not pieces:
             return None
-        return self.communicator.pieces_start(kind, pieces, offsets, numel, reduction)
+        return communicator.pieces_start(kind, pieces, offsets, numel, reduction)
 
-    def all_reduce_start(self, input: torch.Tensor, reduction: str) -> torch.Tensor:
-        return self.communicator.all_reduce_start(self._own_memory(input), reduction)
+    def all_reduce_start(
+        self, input: torch.Tensor, reduction: str, axis: str = DATA
+    ) -> torch.Tensor:
+        communicator = self.communicator.along(axis)
+        return communicator.all_reduce_start(self._own_memory(input), reduction)
 
     def _own_memory(self, value: torch.Tensor) -> torch.Tensor:
         """A copy of what is a parameter's memory, which an update may write before others read.
@@ -199,7 +222,8 @@ class Buckets:
         return value.clone() if storage in self._parameter_storages else value
 
     def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
-        start, stop = self.table[parameter].owned_by(self.communicator.rank)
+        info = self.table[parameter]
+        start, stop = info.owned_by(info.rank)
         valid = stop - start
         length = max(shard.numel(), 1)
         if valid == length:

@@ -66,7 +66,7 @@ def check_same_options(bound: ParameterState, communicator: Any, stage: int) -> 
             f"asks for stage {stage}. {remedy}"
         )
     mine, other = bound.communicator, communicator
-    ranks = [(c.rank, c.world_size, getattr(c, "group", None)) for c in (mine, other)]
+    ranks = [(c.mesh, getattr(c, "group", None)) for c in (mine, other)]
     if mine is not other and ranks[0] != ranks[1]:
         raise ValueError(
             f"parameter {bound.name!r} is bound to another process group (rank {mine.rank} of "

@@ -94,14 +94,14 @@ class GradientRegistry:
             return bound.gradient
         self.check_averaged(bound, gradient)
         with ordinary_tensors():
-            return take_shard(gradient, bound.info, bound.communicator.rank)
+            return take_shard(gradient, bound.info, bound.info.rank)
 
     def unreduced(
         self, bound: ParameterState, gradient: torch.Tensor, is_changed: bool
     ) -> torch.Tensor:
         """Return a whole tensor whose mean over the ranks is ``gradient``: stored, or made of it.
 
-        An average is one, and so is its shard times the number of ranks among zeros.
+        An average is one, and so is its shard times the number of shards among zeros.
 
         Raises: RuntimeError as ``check_averaged``; and for a plain tensor ``is_changed``, which
         would then hold what is no average, for all to read.
@@ -118,8 +118,8 @@ class GradientRegistry:
             return gradient
         if not bound.is_unreduced:
             with ordinary_tensors():
-                shares = bound.gradient * bound.communicator.world_size
-                whole = whole_from_shard(shares, bound.info, bound.communicator.rank)
+                shares = bound.gradient * bound.info.world_size
+                whole = whole_from_shard(shares, bound.info, bound.info.rank)
             bound.gradient, bound.is_unreduced = whole, True
         return bound.gradient
 

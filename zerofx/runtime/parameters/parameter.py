@@ -183,7 +183,7 @@ class ParameterState:
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
         with ordinary_tensors():
-            copy_range(self._renewed(), whole, self.info, self.communicator.rank)
+            copy_range(self._renewed(), whole, self.info, self.info.rank)
 
     def write_shard(self, values: torch.Tensor) -> None:
         """Keep these new values of the shard, if the parameter has not been given back."""
@@ -202,7 +202,7 @@ class ParameterState:
         assert self._shard is not None
         with ordinary_tensors():  # what is kept on the host travels from the device
             shard = self.values().to(self.info.device)
-            return gather(shard, self.info, self.communicator)
+            return gather(shard, self.info, self.communicator.shards)
 
     def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
         """Remember the whole value that one entry of a state dict holds."""
@@ -232,9 +232,9 @@ class ParameterState:
             if self._shard.dtype != self.info.dtype:
                 self._settle()
                 self.location, self.home, self.snapshot = Location.DEVICE, None, None
-                self._shard = take_shard(whole, self.info, self.communicator.rank)
+                self._shard = take_shard(whole, self.info, self.info.rank)
             else:
-                copy_range(self._renewed(), whole, self.info, self.communicator.rank)
+                copy_range(self._renewed(), whole, self.info, self.info.rank)
             parameter.data = self.freed()
             # A backward pass through a graph built on the old values says so, and does not
             # read the freed storage.
@@ -242,9 +242,9 @@ class ParameterState:
 
     def read(self, source: Source) -> None:
         """Have the shard, which is new, hold what is in a file; the parameter was never made."""
-        parameter, rank = self.parameter, self.communicator.rank
+        parameter = self.parameter
         assert parameter is not None and self._shard is not None
-        start, stop = self.info.owned_by(rank)
+        start, stop = self.info.owned_by(self.info.rank)
         with ordinary_tensors():
             source.read(self.info.storage_order, start, stop, self._shard[: stop - start])
             parameter.data = self.freed()

@@ -184,7 +184,7 @@ class ParameterRegistry:
         added: list[ParameterState] = []
         with self._undone_for(added):
             for its in members.values():
-                home = BucketMemory(its, communicator.rank) if moves else None
+                home = BucketMemory(its, its[0][1].rank) if moves else None
                 if home is not None:
                     home.move_in(partial(make, communicator=communicator))
                 bucket = home or object()
