@@ -108,8 +108,9 @@ def _several(*choices: str) -> _Kind:
 def _stages(value: Any) -> Any:
     """Return a stage, or those of the axes of a mesh by their names."""
     if isinstance(value, str) and ":" in value:
-        value = dict(map(str.strip, pair.split(":", 1)) for pair in value.split(","))
-        value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in value.items()}
+        pairs = [pair.partition(":") for pair in value.split(",")]
+        found = {axis.strip(): stage.strip() for axis, _, stage in pairs}
+        value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in found.items()}
     if not isinstance(value, Mapping):
         return _one_of(_STAGES, str(value), value)
     for axis, stage in value.items():
