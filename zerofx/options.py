@@ -270,9 +270,9 @@ class Options:
     as it is given."""
 
     @property
-    def is_hierarchical(self) -> bool:
-        """Return whether tensors are cut over the inner axis of a mesh alone."""
-        return self.outer_stage is not None and self.outer_stage < self.stage
+    def cuts_outer(self) -> bool | None:
+        """Return whether the outer axis of a mesh cuts tensors too; None if nothing is cut."""
+        return self.outer_stage != 0 if self.stage else None
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""

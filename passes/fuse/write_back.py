@@ -64,7 +64,7 @@ def _writes_of(wait: fx.Node, table: ParameterTable) -> list[fx.Node] | None:
     start = wait.args[0]
     if start.target is not ops.all_gather_start or list(start.users) != [wait]:
         return None
-    packed = start.args[0]
+    packed = ops.gathered_from(wait)
     shards = packed.args[0] if packed.target is ops.pack else [packed]
     parameters = [shard.args[3] for shard in shards if shard.target is ops.update]
     if len(parameters) < len(shards) or not _is_whole_bucket(parameters, packed, table):

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, readers
 from zerofx.ir.interface import note_decisions, written_input
-from zerofx.ir.roles import bucket_of, parameter_of
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.start_times import (
     bytes_of,
@@ -59,7 +59,9 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         copy_(q, zerofx.wait(start_1))
     """
     waits = [
-        node for node in gm.graph.nodes if ops.is_wait(node) and ops.rules(node.args[0]).gathers
+        node
+        for node in gm.graph.nodes
+        if ops.is_wait(node) and ops.rules(node.args[0]).gathers and role(node) != Role.GATHER_SHARD
     ]
     budget = ctx.options.memory_budget if ctx.options.stage == 3 else None
     if all(map(_is_only_written, waits)):

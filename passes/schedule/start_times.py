@@ -30,7 +30,10 @@ for memory that is left over.
 
 ENOUGH = "as late as hides it"
 
-PREPARING = (Role.GATHER_CAST, Role.PACK, Role.SHARD_ON_DEVICE, Role.SHARD_TO_DEVICE)
+PREPARING = (
+    *(Role.GATHER_CAST, Role.PACK, Role.GATHER_SHARD),
+    *(Role.SHARD_ON_DEVICE, Role.SHARD_TO_DEVICE),
+)
 """The roles of what stands between a shard and its gather."""
 
 
@@ -123,7 +126,8 @@ def starts_within_budget(
 
 def bytes_of(chain: Sequence[fx.Node]) -> int:
     """Return what a gather and what prepares its input take on the device.  Units: bytes."""
-    return sum(value_bytes(node) for node in chain if role(node) not in _VIEWING)
+    made = (node for node in chain if role(node) not in _VIEWING and not ops.is_wait(node))
+    return sum(map(value_bytes, made))
 
 
 # Nodes of a chain whose memory exists anyway: shards, and what has arrived.

@@ -245,8 +245,14 @@ def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -
         if source.cast_to is not None:
             cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
             shard = call(aten._to_copy.default, shard, **cast)
-        given = (shard, source.parameter.world_size)
-        start = call(ops.all_gather_start, *given, **builder.mesh.over_shards, reason=reason)
+        mesh = builder.mesh
+        for axis in reversed(mesh.hops[1:]):
+            hop = partial(call, role=Role.GATHER_SHARD)
+            start = hop(ops.all_gather_start, shard, mesh.size(axis), **mesh.over(axis))
+            shard = hop(ops.wait, start)
+        size = mesh.size(mesh.inner) if mesh.outer else source.parameter.world_size
+        over = mesh.over(mesh.inner)
+        start = call(ops.all_gather_start, shard, size, **over, reason=reason)
         wait = call(ops.wait, start)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:

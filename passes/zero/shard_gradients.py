@@ -36,9 +36,12 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
     counts = propagation.run(shard_gradient_results=True)
     pairs = []
-    for wait in [node for node in gm.graph.nodes if node.target is ops.wait]:
-        if wait.args[0].target is ops.reduce_scatter_start:
-            hoist_reduction(wait.args[0])
-            pairs.append((wait.args[0], wait))
+    waits = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.wait)
+    for wait in waits:
+        start = wait.args[0]
+        is_second = start.args[0] in waits  # which follows the first
+        if start.target is ops.reduce_scatter_start and not is_second:
+            hoist_reduction(start)
+            pairs.append((start, wait))
     place_reductions(pairs)
     return {"reduce-scatters": len(pairs), **counts}

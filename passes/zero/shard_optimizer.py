@@ -58,7 +58,8 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         copy_(p, unflatten(zerofx.wait(zerofx.all_gather_start(s, 2))))
 
     The whole local gradient lives until its first reader; stage 2 reduces it at once.
-    On a mesh the shards' sums over its inner axis are averaged over the outer one::
+    On a mesh the shards' sums over its inner axis are averaged over the outer one, or scattered
+    again if that is cut too::
 
         g = zerofx.wait(zerofx.reduce_scatter_start(flatten(mm), "sum", 2, axis="gpu"))
         h = zerofx.wait(zerofx.all_reduce_start(g, "mean", axis="node"))
@@ -113,12 +114,15 @@ def _scatter(
             flat = call(ops.flatten_bucket, wholes, indices, numel, role=Role.FLATTEN)
         else:
             flat = flatten(builder, wholes[0], infos[0], first)
-        reduction = first.args[1]
-        given = (flat, "sum" if ctx.mesh.outer else reduction, ctx.mesh.num_shards)
-        start = call(ops.reduce_scatter_start, *given, **ctx.mesh.over_shards)
+        mesh, reduction = ctx.mesh, first.args[1]
+        given = (flat, "sum" if mesh.outer else reduction, mesh.size(mesh.inner))
+        start = call(ops.reduce_scatter_start, *given, **mesh.over(mesh.inner))
         scattered = reduced = call(ops.wait, start)
-        if ctx.mesh.outer:
-            over = ctx.mesh.over_replicas
+        over = mesh.over(mesh.outer)
+        if mesh.is_cut:
+            given = (scattered, reduction, mesh.size(mesh.outer))
+            reduced = call(ops.wait, call(ops.reduce_scatter_start, *given, **over))
+        elif mesh.outer:
             reduced = call(ops.wait, call(ops.all_reduce_start, scattered, reduction, **over))
     for wait, info in zip(members, infos, strict=True):
         shard = reduced

@@ -71,7 +71,7 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """The whole values viewed in one gathered buffer, and the shard of each."""
-    packed = wait.args[0].args[0]
+    packed = ops.gathered_from(wait)
     shards = {-1: packed}
     if packed.target is ops.pack:
         shards = dict(zip(packed.args[1], packed.args[0], strict=True))

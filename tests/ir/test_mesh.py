@@ -34,7 +34,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 
 
 @functools.cache
-def step_on(axes=(), num_batches: int = 1):
+def step_on(axes=(), num_batches: int = 1, is_cut: bool = False):
     """A step whose sums over ranks are exact: gradients are small integers."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
     for parameter in model.parameters():
@@ -48,7 +48,7 @@ def step_on(axes=(), num_batches: int = 1):
         optimizer.zero_grad()
 
     ranks = torch.Size([size for _, size in axes]).numel() if axes else 4
-    return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes)
+    return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes, is_cut=is_cut)
 
 
 def integer_inputs(captured):
@@ -80,9 +80,10 @@ def test_operators_along_the_only_axis_do_not_name_it():
 
 @pytest.mark.parametrize("num_batches", (1, 2))
 @pytest.mark.parametrize("axes", (NODES, (("node", 2), ("gpu", 3)), (("node", 3), ("gpu", 1))))
+@pytest.mark.parametrize("is_cut", (False, True))
 @pytest.mark.parametrize("stage", (1, 2, 3))
-def test_computes_bitwise_what_one_axis_does(stage, axes, num_batches):
-    meshed = step_on(axes, num_batches)
+def test_computes_bitwise_what_one_axis_does(stage, is_cut, axes, num_batches):
+    meshed = step_on(axes, num_batches, is_cut)
     flat = step_on((("data", meshed.world_size),), num_batches)
     inputs = integer_inputs(flat)
     wanted = execute(rewritten_by_rank(flat, stage=stage), inputs)
@@ -93,24 +94,27 @@ def test_computes_bitwise_what_one_axis_does(stage, axes, num_batches):
 
 
 @pytest.mark.parametrize("num_batches", (1, 2, 4))
+@pytest.mark.parametrize("is_cut", (False, True))
 @pytest.mark.parametrize("stage", (1, 2, 3))
-def test_bytes_along_each_axis_are_the_formulas(stage, num_batches):
+def test_bytes_along_each_axis_are_the_formulas(stage, is_cut, num_batches):
     nodes, gpus = 2, 3
-    program = rewritten(
-        step_on((("node", nodes), ("gpu", gpus)), num_batches), stage=stage, bucket=True
-    )
-    table = program.table
-    padded = {info.place.bucket: 4 * info.place.shard_numel * gpus for info in table}
-    whole = sum(padded.values())
-    num_gathers = 1
-    if stage == 3:
-        num_gathers = sum(ops.rules(node).gathers for node in program.graph.nodes) / len(padded)
-    inner = wire_bytes(program.gm, 6, "gpu")
-    outer = wire_bytes(program.gm, 6, "node")
+    axes = (("node", nodes), ("gpu", gpus))
+    program = rewritten(step_on(axes, num_batches, is_cut), stage=stage, bucket=True)
+    buckets = {info.place.bucket: info for info in program.table}.values()
+    whole = 4 * sum(info.place.shard_numel * info.world_size for info in buckets)
+    inside = [node for node in program.graph.nodes if role(node) == Role.GATHER]
+    num_gathers = sum(map(ops.is_collective, inside)) / len(buckets)
+    inner, outer = (wire_bytes(program.gm, 6, axis) for axis in ("gpu", "node"))
     assert inner.gathers == num_gathers * whole * (gpus - 1) / gpus
     assert inner.reductions == whole * (gpus - 1) / gpus
-    assert outer.gathers == outer.scalars == 0
-    assert outer.reductions == 2 * whole / gpus * (nodes - 1) / nodes, "whatever num_batches is"
+    assert outer.scalars == inner.scalars == 0
+    if is_cut:
+        assert outer.gathers == num_gathers * whole / gpus * (nodes - 1) / nodes
+        assert outer.reductions == whole / gpus * (nodes - 1) / nodes, "whatever num_batches is"
+    else:
+        shards = [-(-info.place.shard_numel // nodes) * nodes for info in buckets]  # made equal
+        assert outer.gathers == 0
+        assert outer.reductions == 2 * 4 * sum(shards) * (nodes - 1) / nodes
     assert wire_bytes(program.gm, 6).total == inner.total + outer.total
 
 
@@ -129,8 +133,8 @@ def refused(program, words: str) -> None:
         verify(program.gm, program.table, AVERAGED)
 
 
-def planted(stage: int = 2):
-    program = rewritten(step_on(NODES), stage=stage, bucket=True)
+def planted(stage: int = 2, is_cut: bool = False):
+    program = rewritten(step_on(NODES, is_cut=is_cut), stage=stage, bucket=True)
     verify(program.gm, program.table, AVERAGED)
     return program
 
@@ -156,6 +160,24 @@ def test_a_second_reduction_over_another_axis_is_refused(axis):
 def test_a_scatter_over_the_outer_axis_is_refused():
     program = planted()
     reductions(program, "gpu")[0].kwargs = {"axis": "node"}
+    refused(program, "not computed from the average of its gradient")
+
+
+@pytest.mark.parametrize("axes", (("gpu", "node"), ("gpu", "gpu"), ("node", "node")))
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_gather_in_another_order_than_shards_lie_is_refused(stage, axes):
+    """On nodes of as many ranks as there are nodes all sizes are right."""
+    program = planted(stage, is_cut=True)
+    starts = [n for n in program.graph.nodes if ops.rules(n).gathers]
+    for start, axis in zip(starts[:2], axes, strict=True):
+        start.kwargs = {"axis": axis}
+    refused(program, "gathers over .* what is cut over gpu, then node")
+
+
+def test_a_reduction_between_nodes_first_is_refused():
+    program = planted(is_cut=True)
+    inside, between = (reductions(program, axis)[0] for axis in ("gpu", "node"))
+    inside.kwargs, between.kwargs = between.kwargs, inside.kwargs
     refused(program, "not computed from the average of its gradient")
 
 

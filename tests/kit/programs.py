@@ -35,7 +35,7 @@ from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import provenance
+from zerofx.ir.roles import Role, provenance, role
 from zerofx.ir.sizes import value_bytes
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
@@ -62,6 +62,7 @@ class Captured(CapturedStep):
     inputs: tuple[Any, ...] = ()
     world_size: int = 1
     axes: tuple[tuple[str, int], ...] = ()
+    is_cut: bool = False
     live: Any = None
     after_passes: dict[str, Captured] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -70,7 +71,7 @@ class Captured(CapturedStep):
         return self.gm.graph
 
     def mesh(self, rank: int = 0) -> Mesh:
-        return Mesh(self.axes, rank) if self.axes else Mesh.flat(self.world_size, rank)
+        return Mesh(self.axes, rank, self.is_cut) if self.axes else Mesh.flat(self.world_size, rank)
 
 
 class _Stop(Exception):
@@ -114,11 +115,15 @@ class _CapturingBackend:
 
 
 def capture(
-    step: Callable, *args: Any, world_size: int = 4, axes: tuple[tuple[str, int], ...] = ()
+    step: Callable,
+    *args: Any,
+    world_size: int = 4,
+    axes: tuple[tuple[str, int], ...] = (),
+    is_cut: bool = False,
 ) -> Captured:
     """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
-    mesh = Mesh(axes) if axes else Mesh.flat(world_size)
+    mesh = Mesh(axes, 0, is_cut) if axes else Mesh.flat(world_size)
     try:
         torch.compile(step, backend=_CapturingBackend(mesh))(*args)
     except _Stop as stop:
@@ -129,7 +134,9 @@ def capture(
     captured.gm.recompile()
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
-    return Captured(**fields, inputs=inputs, world_size=mesh.world_size, axes=axes, live=live)
+    return Captured(
+        **fields, inputs=inputs, world_size=mesh.world_size, axes=axes, is_cut=is_cut, live=live
+    )
 
 
 def clone(captured: Captured, world_size: int | None = None) -> Captured:
@@ -660,6 +667,8 @@ class _Rank(Interpreter):
         if not ops.rules(start).gathers:
             return value
         pack = start.args[0]
+        if role(pack) == Role.GATHER_SHARD:
+            return value
         origin = provenance(pack)
         if origin and origin.role == "gather_cast":
             pack = pack.args[0]

@@ -198,27 +198,38 @@ def test_trains_as_one_process(ranks, shape, inner, form):
     ),
     ids=str,
 )
+@pytest.mark.parametrize("stage", ((3, 0), (3, 3), (2, 2)))
 @pytest.mark.parametrize("form", ("clipped", "across_calls"))
-def test_trains_so_with_every_option(ranks, form, options):
-    results = ranks(4).run(train_on_mesh, form, (2, 2), (3, 0), options)
+def test_trains_so_with_every_option(ranks, form, stage, options):
+    if stage[0] == 2 and "params" in str(options):
+        options = {"offload": "optimizer"}  # at stage 3 alone
+    results = ranks(4).run(train_on_mesh, form, (2, 2), stage, options)
     assert_trained(results, train_alone(form, 4))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("inner", (1, 3))
-def test_trains_so_over_sockets(ranks_on_sockets, inner):
-    results = ranks_on_sockets(6).run(train_on_mesh, "clipped", (3, 2), (inner, 0), {})
+@pytest.mark.parametrize("stage", ((1, 0), (3, 0), (1, 1), (3, 3)))
+def test_trains_so_over_sockets(ranks_on_sockets, stage):
+    results = ranks_on_sockets(6).run(train_on_mesh, "clipped", (3, 2), stage, {})
     assert_trained(results, train_alone("clipped", 6))
 
 
+def train_with_one_stage(form, shape, stage):
+    options = {"process_group": mesh_of(*shape), "stage": stage, "lowering": "eager"}
+    return train_as_rank(Trainer(form, options))
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("equal", (0, 1, 2, 3))
-def test_one_stage_for_both_axes_is_that_of_all_ranks(ranks, equal):
-    results = ranks(4).run(train_on_mesh, "clipped", (2, 2), (equal, equal), {})
-    assert_trained(results, train_alone("clipped", 4))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_an_int_is_the_stage_of_both_axes(ranks, stage, form):
+    shape = (2, 3) if form == "clipped" else (2, 2)
+    of = shape[0] * shape[1]
+    results = ranks(of).run(train_with_one_stage, form, shape, stage)
+    assert_trained(results, train_alone(form, of))
 
 
-# Muon, whose updates owners among the ranks of one node compute
+# Muon, of which owners compute updates
 
 
 class Matrices(nn.Module):
@@ -257,10 +268,11 @@ def train_matrices_on_mesh(stage):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("inner", (1, 3))
-def test_owners_are_ranks_of_one_node(ranks, inner):
+@pytest.mark.parametrize("stage", ((1, 0), (3, 0), (1, 1), (3, 3)))
+def test_owners_have_whole_tensors(ranks, stage):
+    """They are ranks of one node, or all of them where all have shards of their own."""
     alone = train_matrices(None, 4, None)
-    for state in ranks(4).run(train_matrices_on_mesh, (inner, 0)):
+    for state in ranks(4).run(train_matrices_on_mesh, stage):
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
@@ -299,14 +311,15 @@ def load_on_one_axis(path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("inner", (1, 3))
-def test_a_checkpoint_loads_on_any_other_mesh(ranks, inner, tmp_path):
+@pytest.mark.parametrize("stage", ((1, 0), (3, 0), (2, 2), (3, 3)))
+def test_a_checkpoint_loads_on_any_other_mesh(ranks, stage, tmp_path):
     path = str(tmp_path / "saved")
-    results = ranks(4).run(save_on_mesh, path, (inner, 0))
+    results = ranks(4).run(save_on_mesh, path, stage)
     losses, parameters = train_alone("clipped", 4)
     assert_trained(results, (losses[2:], parameters))
     for found in (
         ranks(4).run(load_on_mesh, path, (2, 2), (3, 0)),
+        ranks(4).run(load_on_mesh, path, (2, 2), (3, 3)),
         ranks(4).run(load_on_one_axis, path),
     ):
         assert_trained(found, (losses[2:], parameters))
@@ -343,9 +356,9 @@ def count_on_mesh(form, shape, stage):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("inner", (1, 2, 3))
-def test_collectives_along_each_axis_send_what_the_program_says(ranks, inner):
-    for sent, said in ranks(4).run(count_on_mesh, "in_a_loop", (2, 2), (inner, 0)):
+@pytest.mark.parametrize("stage", ((1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3)))
+def test_collectives_along_each_axis_send_what_the_program_says(ranks, stage):
+    for sent, said in ranks(4).run(count_on_mesh, "in_a_loop", (2, 2), stage):
         assert sent == said and all(said.values())
 
 

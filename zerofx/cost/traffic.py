@@ -12,7 +12,7 @@ from zerofx.ir import ops
 from zerofx.ir.interface import recorded
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.roles import served
+from zerofx.ir.roles import Role, role, served
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.sizes import hinted_bytes, value_bytes
 
@@ -48,7 +48,7 @@ def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> 
     sent: Counter[str] = Counter()
     shards, mesh = ops.num_shards(gm.graph, world_size), recorded(gm.graph).mesh
     for node in gm.graph.nodes:
-        if node.target is ops.on_owners and axis in (None, mesh and mesh.inner):
+        if node.target is ops.on_owners and axis in (None, mesh and mesh.across):
             sent["num_collectives"] += 2
             sent["exchanges"] += 2 * owned_bytes(node, shards) * (shards - 1) // shards
         of = ops.rules(node).traffic(node)
@@ -76,6 +76,8 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
     peak = GatheredPeak(0, ())
     for node in gm.graph.nodes:
         if ops.rules(node).gathers:
+            if role(shard := node.args[0]) == Role.GATHER_SHARD:  # which has gone on to this one
+                alive.pop(shard.args[0], None)
             alive[node] = value_bytes(node)
             total = sum(alive.values())
             if total > peak.nbytes:

@@ -15,14 +15,16 @@ class Mesh:
     """Ranks that each have a batch of their own, along axes with names and sizes.
 
     The last axis varies fastest among ranks: it is the inner one, of ranks that are near to each
-    other.  What is sharded is cut over that axis, and the ranks along the others hold the same
-    shards.  ``rank`` is the one that looks at it.
+    other.  What is sharded is cut over that axis first.  If the outer axis ``is_cut`` too, each of
+    these shards is cut again over it; else the ranks along it hold the same shards.  ``rank`` is
+    the one that looks at it.
 
     Source: hybrid sharding, Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
     """
 
     axes: tuple[tuple[str, int], ...] = ((DATA, 1),)
     rank: int = 0
+    is_cut: bool = False
 
     @classmethod
     def flat(cls, world_size: int, rank: int = 0) -> Mesh:
@@ -36,12 +38,12 @@ class Mesh:
 
     @property
     def inner(self) -> str:
-        """The axis over which tensors are cut."""
+        """The axis of ranks that are near to each other."""
         return self.axes[-1][0]
 
     @property
     def outer(self) -> str:
-        """The axis along which ranks hold the same shards; empty if there is none."""
+        """The other axis; empty if there is none."""
         return self.axes[0][0] if len(self.axes) > 1 else ""
 
     @property
@@ -55,9 +57,19 @@ class Mesh:
         return tuple(dict.fromkeys((*(name for name, _ in self.axes), self.everywhere)))
 
     @property
+    def hops(self) -> tuple[str, ...]:
+        """The axes that tensors are cut over, in the order of reductions; gathers go back."""
+        return (self.inner, self.outer) if self.is_cut else (self.inner,)
+
+    @property
+    def across(self) -> str:
+        """The axis, or all of them, along which ranks hold different shards."""
+        return self.everywhere if self.is_cut else self.inner
+
+    @property
     def num_shards(self) -> int:
         """The number of shards of a tensor."""
-        return self.axes[-1][1]
+        return math.prod(map(self.size, self.hops))
 
     @property
     def num_replicas(self) -> int:
@@ -67,12 +79,24 @@ class Mesh:
     @property
     def shard(self) -> int:
         """The number of this rank's shard."""
-        return self.rank % self.num_shards
+        return self.shard_of(self.rank)
 
     @property
     def replica(self) -> int:
         """The number of this rank among those that hold the same shard."""
-        return self.rank // self.num_shards
+        return 0 if self.is_cut else self.rank // self.size(self.inner)
+
+    def shard_of(self, rank: int) -> int:
+        """The number of a rank's shard: those that are cut from one again follow one another."""
+        outer, inner = divmod(rank, self.size(self.inner))
+        return inner * self.size(self.outer) + outer if self.is_cut else inner
+
+    def rank_of(self, shard: int) -> int:
+        """A rank that has the shard of this number; the first one."""
+        if not self.is_cut:
+            return shard
+        inner, outer = divmod(shard, self.size(self.outer))
+        return outer * self.size(self.inner) + inner
 
     def size(self, axis: str) -> int:
         """The number of ranks along an axis, or along all."""
@@ -82,30 +106,36 @@ class Mesh:
         """The ranks that this one communicates with along an axis, itself among them, in order."""
         if axis == self.everywhere:
             return range(self.world_size)
+        size = self.size(self.inner)
+        outer, inner = divmod(self.rank, size)
         if axis == self.inner:
-            first = self.rank - self.shard
-            return range(first, first + self.num_shards)
-        return range(self.shard, self.world_size, self.num_shards)
+            return range(outer * size, (outer + 1) * size)
+        return range(inner, self.world_size, size)
 
     # The keywords of operators; none if there is but one axis.
+
+    def over(self, axis: str) -> Mapping[str, str]:
+        """Of what is along an axis."""
+        return {"axis": axis} if self.outer else {}
 
     @property
     def over_shards(self) -> Mapping[str, str]:
         """Of what is between ranks with different shards."""
-        return {"axis": self.inner} if self.outer else {}
-
-    @property
-    def over_replicas(self) -> Mapping[str, str]:
-        """Of what is between ranks with the same shards."""
-        return {"axis": self.outer}
+        return self.over(self.across)
 
     @property
     def over_all(self) -> Mapping[str, str]:
         """Of what is between all ranks."""
-        return {"axis": self.everywhere} if self.outer else {}
+        return self.over(self.everywhere)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a dumped program says of its mesh; nothing if there is but one axis."""
+        return {"MESH": self.axes, "CUT": self.is_cut} if self.outer else {}
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.axes)
+        cut = "both" if self.is_cut else "the last"
+        return f"{' x '.join(f'{name} {size}' for name, size in self.axes)}, {cut} cut"
 
 
 def axes_in(axis: str) -> frozenset[str]:

@@ -401,6 +401,14 @@ def is_collective(node: fx.Node) -> bool:
     return starts(node) and lane(node) == LINK
 
 
+def gathered_from(wait: fx.Node) -> fx.Node:
+    """The shard that a gather puts together, over however many axes it goes."""
+    shard = wait.args[0].args[0]
+    while role(shard) == Role.GATHER_SHARD:
+        shard = shard.args[0].args[0]
+    return shard
+
+
 def num_ranks(node: fx.Node, world_size: int) -> int:
     """The number of ranks that take part in a collective; of ranks along one axis, all do."""
     axis = argument(node, "axis")

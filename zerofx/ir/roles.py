@@ -17,6 +17,7 @@ class Role(StrEnum):
     HOISTED_CAST = "hoisted_cast"
     GATHER_CAST = "gather_cast"
     PACK = "pack"
+    GATHER_SHARD = "gather_shard"
     GATHER = "gather"
     WHOLE = "whole"
     FREE = "free"

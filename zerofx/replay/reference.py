@@ -123,7 +123,8 @@ class Reference:
         self, flat: Tensor, reduction: str, world_size: int, axis: str = DATA
     ) -> Tensor:
         total = self._reduced(axis, flat, reduction)
-        return total.view(world_size, -1)[self.mesh.shard].clone()
+        place = self.mesh.ranks_along(axis).index(self.mesh.rank)
+        return total.view(world_size, -1)[place].clone()
 
     def all_gather_start(self, shard: Tensor, world_size: int, axis: str = DATA) -> Tensor:
         return torch.cat(self._along(axis, shard))
@@ -252,8 +253,9 @@ class Reference:
         padded = shard.new_zeros(info.largest_shard_numel)
         padded[: shard.numel()] = shard
         flat = shard.new_zeros(info.place.extent)
-        for rank, its in enumerate(self._along(self.mesh.inner, padded)):
-            start, stop = info.extent_of(rank)
+        ranks = self.mesh.ranks_along(self.mesh.across)
+        for rank, its in zip(ranks, self._along(self.mesh.across, padded), strict=True):
+            start, stop = info.extent_of(self.mesh.shard_of(rank))
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
 

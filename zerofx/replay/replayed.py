@@ -36,7 +36,7 @@ class ObservedProgram(ProgramFacts):
         """A program as it is now, whatever is made of it later."""
         facts = {**ProgramText(gm, ctx.table).facts(), "OPTIMIZERS": optimizers, "RANK": ctx.rank}
         facts |= {"WORLD_SIZE": ctx.world_size, "STAGE": ctx.options.stage}
-        facts |= {"MESH": ctx.mesh.axes} if ctx.mesh.outer else {}
+        facts |= ctx.mesh.facts
         return cls(facts, gm, copied(gm.graph))
 
     def module(self) -> fx.GraphModule:

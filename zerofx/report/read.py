@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerofx.errors import CommandError
-from zerofx.ir.mesh import Mesh
+from zerofx.ir.mesh import DATA, Mesh
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place
 from zerofx.report.text import FORMAT
 
@@ -37,10 +37,8 @@ class ProgramFacts:
     @property
     def mesh(self) -> Mesh:
         """The ranks' axes."""
-        axes = self.facts.get("MESH")
-        if axes is None:
-            return Mesh.flat(self.world_size, self.rank)
-        return Mesh(axes, self.rank)
+        axes = self.facts.get("MESH", ((DATA, self.world_size),))
+        return Mesh(axes, self.rank, self.facts.get("CUT", False))
 
     def table(self) -> ParameterTable:
         """Return the parameters as the program's passes have laid them out."""

@@ -99,7 +99,7 @@ class ProgramDump:
             "WORLD_SIZE": ctx.world_size,
             "STAGE": ctx.options.stage,
         }
-        facts |= {"MESH": ctx.mesh.axes} if ctx.mesh.outer else {}
+        facts |= ctx.mesh.facts
         comments = (f"# {line}".rstrip() for line in lines)
         head = [*comments, "", *(f"{fact} = {value}" for fact, value in facts.items())]
         content = "\n".join([*head, "", text])

@@ -11,7 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.graph import rank_varying
 from zerofx.ir.interface import input_role, recorded
-from zerofx.ir.mesh import Mesh, axes_in
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
@@ -102,15 +102,12 @@ def _hops(reduced: Any) -> list[fx.Node]:
 
 
 def _is_mean(hops: Sequence[fx.Node]) -> bool:
-    """Return whether reductions make the mean over all ranks: a sum on the way, each axis once."""
-    done: frozenset[str] = frozenset()
-    for number, hop in enumerate(hops):
-        axes = axes_in(ops.argument(hop, "axis"))
-        if ops.argument(hop, "reduction") != ("sum" if number else "mean") or axes & done:
-            return False
-        done |= axes
+    """Return whether reductions make the mean over all ranks: at once, or inside nodes first."""
     mesh = recorded(hops[0].graph).mesh or Mesh()
-    return done == axes_in(mesh.everywhere)
+    last, *before = (ops.argument(hop, "reduction") for hop in hops)
+    axes = tuple(ops.argument(hop, "axis") for hop in reversed(hops))
+    in_order = axes in ((mesh.everywhere,), (mesh.inner, mesh.outer))
+    return in_order and last == "mean" and set(before) <= {"sum"}
 
 
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:

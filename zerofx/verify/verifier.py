@@ -116,9 +116,22 @@ def _gathers_are_freed(graph: fx.Graph) -> None:
     for wait in graph.nodes:
         if wait.target is not ops.wait or role(wait) != Role.GATHER:
             continue
+        _goes_over_all_that_is_cut(wait)
         frees = [user for user in wait.users if user.target is ops.free]
         if len(frees) != (0 if output in readers(wait) else 1):
             raise broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
+
+
+def _goes_over_all_that_is_cut(wait: fx.Node) -> None:
+    """Check that a gather goes the way of reductions back: shards lie so."""
+    axes, mesh = [ops.argument(wait.args[0], "axis")], recorded(wait.graph).mesh or Mesh()
+    shard = wait.args[0].args[0]
+    while role(shard) == Role.GATHER_SHARD:
+        axes.append(ops.argument(shard.args[0], "axis"))
+        shard = shard.args[0].args[0]
+    if tuple(axes) != mesh.hops:
+        cut = ", then ".join(mesh.hops)
+        raise broken(wait, f"gathers over {', '.join(reversed(axes))} what is cut over {cut}.")
 
 
 def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
@@ -225,7 +238,7 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                     what = f"lays out {part.name} as if it were the gradient of {info.name!r}."
                     raise broken(node, what)
         elif role(node) == Role.WHOLE and node.args[0].target is ops.wait:
-            packed = node.args[0].args[0].args[0]
+            packed = ops.gathered_from(node.args[0])
             if role(packed) == Role.GATHER_CAST:
                 packed = packed.args[0]
             if packed.target is ops.pack:
@@ -235,7 +248,7 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
 def _writes_back_what_was_gathered(node: fx.Node) -> None:
     """The parameters may lie in what was gathered: nothing reads an old value after its update."""
     gathered, wholes, indices = node.args
-    sent = gathered.args[0].args[0]
+    sent = ops.gathered_from(gathered)
     packed, held = ([sent], indices) if sent.target is not ops.pack else sent.args[:2]
     updated = dict(zip(held, packed, strict=False))
     if sorted(updated) != sorted(indices):

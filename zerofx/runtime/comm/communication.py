@@ -50,11 +50,12 @@ class Communicator:
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup | DeviceMesh | None, by_axis: bool = False
+        cls, group: dist.ProcessGroup | DeviceMesh | None, cuts_outer: bool | None = None
     ) -> Communicator:
         """Return the communicator of a group or mesh; None is the world, or a world of one.
 
-        That of a mesh of two axes is of all its ranks, unless tensors are cut ``by_axis``.
+        On a mesh of two axes tensors are cut over the inner one, and over the outer one too if that
+        ``cuts_outer``; with None the axes do not count.
 
         Raises: ValueError for a mesh of more dimensions, or of two that does not have the world's
         ranks in their order; and for a group without this rank.
@@ -62,8 +63,8 @@ class Communicator:
         if isinstance(group, DeviceMesh):
             if group.ndim > 1:
                 _check_covers_world(group)
-                if by_axis and group.size(0) > 1:
-                    return cls._of_mesh(group)
+                if cuts_outer is not None and group.size(0) > 1:
+                    return cls._of_mesh(group, cuts_outer)
             group = group.get_group() if group.ndim == 1 else None
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -80,13 +81,13 @@ class Communicator:
         return cls._known[key]
 
     @classmethod
-    def _of_mesh(cls, mesh: DeviceMesh) -> Communicator:
+    def _of_mesh(cls, mesh: DeviceMesh, cuts_outer: bool) -> Communicator:
         names = mesh.mesh_dim_names
         assert names is not None, "stages go by the names of axes"
         groups = {name: mesh.get_group(name) for name in names}
-        key = tuple(map(id, groups.values()))
+        key = (*map(id, groups.values()), cuts_outer)
         if key not in cls._known:
-            communicator = MeshCommunicator(dist.group.WORLD, groups)
+            communicator = MeshCommunicator(dist.group.WORLD, groups, cuts_outer)
             cls._known[key] = communicator
             return communicator
         return cls._known[key]
@@ -214,12 +215,19 @@ class Communicator:
             target.copy_(buffer)
 
     def gather_whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return every rank's [n] as [N * n]; blocks.  For state dicts and other reading."""
+        """Return every rank's [n] as [N * n], in the order of their shards; blocks.
+
+        For state dicts and other reading.
+        """
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
         nbytes = shard.nbytes * self.world_size
         self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
         try:
-            return self.wait(self._start("all_gather", nbytes, launch))
+            gathered = self.wait(self._start("all_gather", nbytes, launch))
+            if not self.mesh.is_cut:
+                return gathered
+            parts, ranks = gathered.chunk(self.world_size), range(self.world_size)
+            return torch.cat([parts[self.mesh.rank_of(shard)] for shard in ranks])
         finally:
             self.buffers.is_on = True
             self.settle()
@@ -300,11 +308,16 @@ class Communicator:
 class MeshCommunicator(Communicator):
     """The collectives of a mesh of two axes: along each of them, and between all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        groups: Mapping[str, dist.ProcessGroup],
+        cuts_outer: bool,
+    ) -> None:
         super().__init__(group)
         self._along = {name: Communicator(one, part_of=self) for name, one in groups.items()}
         sizes = tuple((name, part.world_size) for name, part in self._along.items())
-        self._mesh = Mesh(sizes, self.rank)
+        self._mesh = Mesh(sizes, self.rank, cuts_outer)
 
     @property
     def mesh(self) -> Mesh:
@@ -312,7 +325,7 @@ class MeshCommunicator(Communicator):
 
     @property
     def shards(self) -> Communicator:
-        return self._along[self._mesh.inner]
+        return self if self._mesh.is_cut else self._along[self._mesh.inner]
 
     def along(self, axis: str) -> Communicator:
         return self._along.get(axis, self)

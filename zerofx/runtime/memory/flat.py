@@ -278,14 +278,14 @@ def gather(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch
 def _from_owners(shard: torch.Tensor, info: ParameterInfo, communicator: Any) -> torch.Tensor:
     """Each rank sends what it owns: ranges of a shared bucket differ in length."""
     flat = shard.new_empty(info.numel)
-    for rank in range(info.world_size):
-        start, stop = info.owned_by(rank)
+    for owner in range(info.world_size):
+        start, stop = info.owned_by(owner)
         if start == stop:
             continue
         part = flat[start:stop]
-        if rank == communicator.rank:
+        if owner == info.rank:
             part.copy_(shard[: stop - start])
-        communicator.broadcast(part.view(torch.uint8), rank)
+        communicator.broadcast(part.view(torch.uint8), communicator.mesh.rank_of(owner))
     return flat
 
 

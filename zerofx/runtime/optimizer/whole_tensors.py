@@ -30,13 +30,14 @@ def compute_on_owners(
 ) -> list[Tensor]:
     """Gather each tensor on its owner, compute there, and scatter the results.  Collective.
 
+    Owners, as all ranks here, go by the numbers of their shards.
     ``compute(position, whole)`` returns a tensor of the parameter's shape and of this ``dtypes``;
     the owner calls it.  ``infos`` say what each rank holds.  All tensors of one owner travel
     together, as bytes, without padding: an element goes to its owner once, and comes back once.
 
     Shapes: ``[info.shard_numel]`` each, in and out; padding comes out as zero.
     """
-    rank, ranks = communicator.rank, range(communicator.world_size)
+    rank, ranks = communicator.mesh.shard, range(communicator.world_size)
     owned = [[place for place, owner in enumerate(owners) if owner == other] for other in ranks]
     mine = owned[rank]
     parts = [shard[: _length(info, rank)] for shard, info in zip(shards, infos, strict=True)]
@@ -77,15 +78,19 @@ def _exchanged(
     communicator: Communicator,
 ) -> list[list[Tensor]]:
     """Send flat tensors to each rank; return those that each has sent here, as announced."""
-    pieces = [[tensor.contiguous().view(torch.uint8) for tensor in part] for part in sent]
+    by_rank = list(map(communicator.mesh.shard_of, range(len(sent))))
+    pieces = [[one.contiguous().view(torch.uint8) for one in sent[shard]] for shard in by_rank]
     nothing = torch.empty(0, dtype=torch.uint8, device=like.device)
     flat = torch.cat([nothing, *(piece for part in pieces for piece in part)])
-    sizes = [[numel * dtype.itemsize for numel, dtype in part] for part in expected]
+    sizes = [[numel * of.itemsize for numel, of in expected[shard]] for shard in by_rank]
     received = communicator.all_to_all(
         flat, [sum(map(len, part)) for part in pieces], [sum(part) for part in sizes]
     )
     parts = iter(received.split([size for part in sizes for size in part]))
-    return [[_of_dtype(next(parts), dtype) for _, dtype in part] for part in expected]
+    found = {
+        shard: [_of_dtype(next(parts), dtype) for _, dtype in expected[shard]] for shard in by_rank
+    }
+    return [found[shard] for shard in range(len(sent))]
 
 
 def _of_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:

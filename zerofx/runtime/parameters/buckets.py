@@ -47,7 +47,8 @@ class Buckets:
         self._with_memory: list[Sequence[int]] = []  # of ``in_place``, those that live in one
         self._lent: dict[int, BucketMemory] = {}  # of those that are only moved out from there
         self._homes: dict[int, BucketMemory] = {}  # of this call's parameters that have moved in
-        self._gathered_into: dict[int, torch.Tensor] = {}  # by where their own parts are
+        # By where their own parts are, and the number of their elements.
+        self._gathered_into: dict[tuple[int, int], torch.Tensor] = {}
         self._cuts: dict[
             object, tuple[torch.Tensor, set[int]]
         ] = {}  # buffers, and the parameters in them
@@ -74,7 +75,7 @@ class Buckets:
             assert memory is not None, "the caller holds its parameters"
             if memory.move_in() and memory.flat.numel():  # what is empty lies nowhere
                 self._homes.update(dict.fromkeys(parameters, memory))
-                self._gathered_into[memory.own.data_ptr()] = memory.flat
+                self._note_gathers(memory.own, memory.flat)
         moved_in: set[BucketMemory] = set()
         for index in self.moved_out:
             home = self._bounds[index].memory
@@ -82,6 +83,16 @@ class Buckets:
                 self._lent[index] = home
                 moved_in.add(home)
         self._parameter_storages = {whole.untyped_storage().data_ptr() for whole in wholes}
+
+    def _note_gathers(self, own: torch.Tensor, flat: torch.Tensor) -> None:
+        """Have this rank's part of a buffer gathered to where it lies in it, hop by hop."""
+        mesh, part, numel = self.communicator.mesh, own, own.numel()
+        for axis in reversed(mesh.hops):
+            numel *= mesh.size(axis)
+            begin = own.storage_offset() - flat.storage_offset()
+            into = flat.narrow(0, begin - begin % numel, numel)
+            self._gathered_into[part.data_ptr(), part.numel()] = into
+            part = into
 
     def end_call(self) -> None:
         """Forget the call, also after one that has failed."""
@@ -93,7 +104,7 @@ class Buckets:
     def all_gather_start(
         self, shard: torch.Tensor, world_size: int, axis: str = DATA
     ) -> torch.Tensor:
-        into = self._gathered_into.get(shard.data_ptr())
+        into = self._gathered_into.get((shard.data_ptr(), shard.numel()))
         return self.communicator.along(axis).all_gather_start(shard, world_size, into)
 
     def reduce_scatter_start(
