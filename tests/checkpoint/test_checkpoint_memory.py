@@ -62,9 +62,9 @@ def test_an_old_state_is_gone_when_the_new_one_is_read(tmp_path):
 def test_a_shard_of_a_state_is_read_where_the_whole_has_no_room():
     whole, owned = torch.empty(2**48, device="meta"), (8, 10)
     info = SimpleNamespace(
-        shape=whole.shape, storage_order=(0,), shard_numel=3, owned_by=lambda rank: owned
+        shape=whole.shape, storage_order=(0,), shard_numel=3, owned_by=lambda rank: owned, rank=4
     )
-    bound = SimpleNamespace(info=info, communicator=SimpleNamespace(rank=4))
+    bound = SimpleNamespace(info=info)
     kept = []
     target = into_state(
         "state", whole, torch.device("cpu"), kept.append, bound=bound, is_late=False

@@ -27,6 +27,7 @@ from tests.kit.programs import (
 )
 from zerofx.cli import run
 from zerofx.errors import CommandError
+from zerofx.ir.mesh import Mesh
 from zerofx.options import OPTIONAL_PASSES
 from zerofx.replay import random_run
 from zerofx.replay.in_process_group import alone, in_turns
@@ -127,7 +128,7 @@ def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form,
         exchange = alone(program.world_size)
         updates = Updates(program.table(), random_run.optimizers_of(program))
         torch.manual_seed(1)
-        reference = Reference(program.table(), program.rank, exchange, updates)
+        reference = Reference(program.table(), program.mesh, exchange, updates)
         actual = random_run.call(program, reference, inputs)
         torch.manual_seed(1)
         expected = in_memory.run(program.rank, exchange, own)
@@ -209,7 +210,7 @@ def test_larger_constants_lie_beside_the_program(tmp_path):
     assert "299" not in path.read_text().split("def program(")[0]
     program = read(path)
     results = random_run.call(
-        program, Reference(program.table(), 0, alone(4), None), [torch.ones(300)]
+        program, Reference(program.table(), Mesh.flat(4), alone(4), None), [torch.ones(300)]
     )
     assert results[0].item() == sum(table)
     (folder / "constants.pt").unlink()

@@ -54,10 +54,8 @@ def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> 
         of = ops.rules(node).traffic(node)
         if of and axis in (None, ops.argument(node, "axis")):
             sent["num_collectives"] += 1
-            nbytes, ranks = ops.rules(node).sends(node), ops.num_ranks(node, world_size)
-            if ops.rules(node).rounds(node) == 2:  # an all-reduce, as of equal shards
-                itemsize = node.meta["val"].dtype.itemsize
-                nbytes = 2 * itemsize * ranks * -(-nbytes // (itemsize * ranks))
+            nbytes = ops.rules(node).rounds(node) * ops.rules(node).sends(node)
+            ranks = ops.num_ranks(node, world_size)
             sent[of] += nbytes * (ranks - 1) // (1 if of == "scalars" else ranks)
     return WireBytes(**sent)
 

@@ -1,5 +1,7 @@
 """Masters, stochastic rounding and narrow moments: as exact as they claim, alike on all ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -47,7 +49,8 @@ class Training:
         self.infos, self.ranks = None, []
         for rank in range(world_size):
             own = [nn.Parameter(whole.to(dtype)) for whole in wholes]
-            self.infos = [layout(p, world_size, i) for i, p in enumerate(own)]
+            infos = (layout(p, world_size, i) for i, p in enumerate(own))
+            self.infos = [dataclasses.replace(info, rank=rank) for info in infos]
             optimizer = make(own)
             table = {i: (p, info) for i, (p, info) in enumerate(zip(own, self.infos, strict=True))}
             runner = OptimizerRunner(

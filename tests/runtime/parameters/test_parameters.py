@@ -30,7 +30,9 @@ from zerofx.runtime.parameters.registry import REGISTRY
 EXPLAINED = "keeps only this rank's shard"
 
 
-def info_of(parameter: torch.Tensor, name: str, world_size: int, index: int = 0) -> ParameterInfo:
+def info_of(
+    parameter: torch.Tensor, name: str, world_size: int, index: int = 0, rank: int = 0
+) -> ParameterInfo:
     return ParameterInfo(
         index,
         name,
@@ -40,13 +42,14 @@ def info_of(parameter: torch.Tensor, name: str, world_size: int, index: int = 0)
         parameter.device,
         parameter.requires_grad,
         world_size,
+        rank,
     )
 
 
 def bind(model: nn.Module, stage: int = 3):
     communicator = Communicator.of(None)
     table = [
-        (parameter, info_of(parameter, name, communicator.world_size, index))
+        (parameter, info_of(parameter, name, communicator.world_size, index, communicator.rank))
         for index, (name, parameter) in enumerate(model.named_parameters())
     ]
     return REGISTRY.bind(table, list(model.buffers()), communicator, stage)
