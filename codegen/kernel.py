@@ -39,9 +39,9 @@ _CODES = {
 class UpdateKernel:
     """An update's program, compiled by Inductor for shards of any length.
 
-    With ``is_compiled`` false it runs operator by operator, and so does one that moves a value, as
-    it is, from a stream that it writes to another: of `c = p.clone(); p.add_(g); m.copy_(c)`
-    Inductor drops the clone, and reads what it has written (torch 2.13).
+    With ``is_compiled`` false it runs operator by operator, and so does one that moves a value, in
+    whatever dtype, from a stream that it writes to another: of `c = p.clone(); p.add_(g);
+    m.copy_(c)` Inductor drops the clone, and reads what it has written (torch 2.13).
     """
 
     may_wait = False
@@ -215,19 +215,17 @@ def elements_graph(program: Program, near_weights: bool) -> fx.GraphModule:
 
 
 def _moves_old_values(program: Program) -> bool:
-    """Return whether a stream is given what another one held, or its bits, and that one is new."""
+    """Return whether a stream is given what another one held, and that one is written to."""
     written = {stream.load for stream in program.streams if stream.store is not None}
     moved = ((s.load, _source_of(s.store)) for s in program.streams if s.store is not None)
-    return any(source in written and source is not own for own, source in moved)
+    return any(source and source in written and source is not own for own, source in moved)
 
 
 def _source_of(value: Value) -> Value | None:
-    """The load that a value is as it is; None if something is computed."""
+    """The load that a value is, in whatever dtype; None if something is computed."""
     while value.operation in ("bitcast", "cast"):
         (source,) = value.operands
         if not isinstance(source, Value):
-            return None
-        if value.operation == "cast" and value.dtype != source.dtype:
             return None
         value = source
     return value if value.operation == "load" else None

@@ -298,7 +298,7 @@ def _moved(argument: str) -> Rule:
         before = source.meta["val"].dtype
         value = build.operand(source, register_dtype(before), node)
         assert isinstance(value, Value)
-        return value if before == after else build.cast(value, after, node)
+        return value if before == after else build.converted(value, after, node)
 
     return rule
 

@@ -172,6 +172,16 @@ class Builder:
             return value
         return self.emit("cast", value, dtype=dtype, node=node)
 
+    def converted(self, value: Value, dtype: torch.dtype, node: fx.Node) -> Value:
+        """A value in a dtype that the optimizer asks for, rounded to it.
+
+        What functions such as ``round_to`` convert stays: they are written for compilers.
+        """
+        asks = self.by_inductor and not self.note
+        if asks and dtype in LOW and value.dtype.is_floating_point:
+            value = self._rounded(value, dtype, node)
+        return self.cast(value, dtype, node)
+
     def is_element(self, argument: Any) -> bool:
         return isinstance(argument, fx.Node) and argument in self.root
 

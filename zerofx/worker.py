@@ -11,7 +11,7 @@ from zerofx.accelerator import current_as_here
 
 
 class Job:
-    """What a worker has been given to do."""
+    """Stands for one call that a worker makes."""
 
     def __init__(self, future: Future) -> None:
         self._future = future

@@ -430,8 +430,45 @@ def test_other_threads_of_python_run_beside_a_kernel(monkeypatch):
     assert max(sum(begun < turn < ended for turn in turns) for begun, ended in calls) >= 3
 
 
+def error_feedback(p, state, momentum, lr):
+    full = p - lr * p.grad + state.setdefault("kept", torch.zeros_like(p))
+    rounded = full.bfloat16().float()
+    state["kept"].copy_(full - rounded)
+    p.copy_(rounded)
+
+
+def in_half(p, state, momentum, lr):
+    full = p.grad + state.setdefault("kept", torch.zeros_like(p))
+    rounded = full.half().float()
+    state["kept"].copy_(full - rounded)
+    p.sub_(lr * rounded)
+
+
+def in_double(p, state, momentum, lr):
+    state.setdefault("kept", p.clone())
+    old = p.double()
+    p.sub_(lr * p.grad)
+    state["kept"].copy_(old)
+
+
+def the_first(p, state, momentum, lr):
+    state.setdefault("kept", p.clone())
+    p.sub_(lr * p.grad)
+
+
+def the_last(p, state, momentum, lr):
+    state["kept"] = p.clone()
+    p.sub_(lr * p.grad)
+
+
+def momentum_before(p, state, momentum, lr):
+    state["kept"] = momentum.clone()
+    momentum.mul_(0.9).add_(p.grad)
+    p.sub_(lr * momentum)
+
+
 class Keeping(torch.optim.Optimizer):
-    """Keeps what another tensor was before it was updated."""
+    """Keeps something of what tensors were before they were updated, or rounded."""
 
     def __init__(self, parameters, what):
         super().__init__(parameters, {"lr": 0.1})
@@ -443,26 +480,34 @@ class Keeping(torch.optim.Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 momentum = state.setdefault("momentum", torch.zeros_like(p))
-                if self.what == "first":
-                    state.setdefault("first", p.clone())
-                elif self.what == "last":
-                    state["last"] = p.clone()
-                else:
-                    state["last"] = momentum.clone()
-                momentum.mul_(0.9).add_(p.grad)
-                p.add_(momentum, alpha=-group["lr"])
+                self.what(p, state, momentum, group["lr"])
 
 
 @pytest.mark.slow(reason="kernels are compiled")
-def test_what_is_kept_of_old_values_is_not_the_new_ones(kernels):
-    """Of a clone Inductor reads what it is of when that has been written to."""
-    for what, key in (("first", "first"), ("last", "last"), ("momentum", "last")):
-        run = Trained(lambda parameters, what=what: Keeping(parameters, what), 1025)
-        kernels.clear()
-        for _ in range(3):
-            run.step()
-        assert len(kernels) == 3
-        run.check()
-        kept = run.optimizer.state[run.parameter][key]
-        expected = run.others[0].state[run.single][key]
-        torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(
+    "what", (the_first, the_last, momentum_before, in_double, in_half, error_feedback)
+)
+def test_what_is_kept_is_neither_new_nor_unrounded(what, kernels):
+    """Inductor drops clones, and conversions there and back."""
+    run = Trained(lambda parameters: Keeping(parameters, what), 1025)
+    for _ in range(3):
+        run.step()
+    assert len(kernels) == 3
+    kept = run.optimizer.state[run.parameter]["kept"]
+    expected = run.others[0].state[run.single]["kept"]
+    assert expected.any()
+    torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(run.data, run.single.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ("adamw", "sgd_momentum", "rmsprop_centered"))
+def test_an_optimizer_that_keeps_no_old_values_is_compiled(name, kernels, monkeypatch):
+    """Its first step too, which makes states that it does not read."""
+    compiled = []
+    monkeypatch.setattr(
+        compat.inductor, "CompiledForAnyLength", lambda gm: compiled.append(gm) or gm
+    )
+    run = Trained(VARIANTS[name], 1025)
+    for number in (1, 2):
+        run.step()
+        assert len(compiled) == number

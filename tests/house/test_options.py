@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,6 +237,37 @@ def test_a_stage_of_another_type_is_refused(stage):
         "stage must be one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh, not "
         f"{stage!r} of type {type(stage).__name__}"
     )
+
+
+class NamedMesh:
+    mesh_dim_names = ("node", "gpu")
+
+
+@pytest.mark.parametrize("text", ["gpu:3,node:0", " node : 0, gpu : 3"])
+def test_a_mesh_has_a_stage_for_each_axis(text):
+    options = {"process_group": NamedMesh()}
+    given = resolve({**options, "stage": {"gpu": 3, "node": 0}}, {})
+    assert (given.stage, given.outer_stage, given.cuts_outer) == (3, 0, False)
+    assert resolve(options, {"ZEROFX_STAGE": text}) == replace(
+        given, process_group=options["process_group"]
+    )
+
+
+@pytest.mark.parametrize(
+    "stages, words",
+    [
+        ({"gpu": 4, "node": 0}, "of axis 'gpu' must be one of 0, 1, 2, 3, not 4"),
+        ({"gpu": True, "node": 0}, "must give axes of a mesh, by name, their stages, not"),
+        ({0: 3, 1: 0}, "must give axes of a mesh, by name, their stages, not"),
+        ("gpu:three,node:0", "of axis 'gpu' must be one of 0, 1, 2, 3, not 'three'"),
+        ("gpu:,node:0", "of axis 'gpu' must be one of 0, 1, 2, 3, not ''"),
+    ],
+)
+def test_a_stage_of_an_axis_that_is_none_is_refused(stages, words):
+    is_text = isinstance(stages, str)
+    options = {"process_group": NamedMesh(), **({} if is_text else {"stage": stages})}
+    with pytest.raises((TypeError, ValueError), match=words):
+        resolve(options, {"ZEROFX_STAGE": stages} if is_text else {})
 
 
 @pytest.mark.parametrize("environ", [False, True])

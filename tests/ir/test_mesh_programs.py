@@ -196,7 +196,7 @@ def test_a_sum_that_is_divided_twice_or_never_is_refused(axis, reduction):
 
 
 def test_an_update_by_a_value_that_differs_between_nodes_is_refused():
-    """What is reduced over the inner axis alone may be no coefficient."""
+    """A coefficient has to be the same on all nodes."""
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
 

@@ -19,6 +19,7 @@ from tests.kit.ranks import (  # noqa: F401
     ranks_on_sockets_fixture,
 )
 from tests.kit.traffic import traffic_of
+from zerofx.__main__ import main
 from zerofx.backend import zero
 from zerofx.cost.traffic import wire_bytes
 from zerofx.runtime.comm.agreement import AgreementError
@@ -363,6 +364,42 @@ def count_on_mesh(form, shape, stage):
 def test_collectives_along_each_axis_send_what_the_program_says(ranks, stage):
     for sent, said in ranks(4).run(count_on_mesh, "in_a_loop", (2, 2), stage):
         assert sent == said and all(said.values())
+
+
+def train_deferred(shape, stage):
+    with zerofx.deferred_init(exact=True):
+        trainer = Trainer("clipped", on_mesh(shape, stage))
+    return train_as_rank(trainer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", ((3, 0), (3, 3)))
+def test_parameters_that_are_made_late_are_those_made_at_once(ranks, stage):
+    results = ranks(4).run(train_deferred, (2, 2), stage)
+    assert_trained(results, train_alone("clipped", 4))
+
+
+def train_on_unnamed(stage):
+    options = {"process_group": init_device_mesh("cpu", (2, 2)), "stage": stage}
+    return train_as_rank(Trainer("clipped", {**options, "lowering": "eager"}))
+
+
+@pytest.mark.nightly
+def test_axes_without_names_are_one(ranks):
+    assert_trained(ranks(4).run(train_on_unnamed, 3), train_alone("clipped", 4))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", ((2, 0), (3, 3)))
+def test_a_dumped_program_runs_as_all_ranks(ranks, stage, tmp_path, capsys):
+    ranks(4).run(train_on_mesh, "clipped", (2, 2), stage, {"dump": str(tmp_path)})
+    (program,) = (tmp_path / "rank1").glob("*/*_prefetch.py")
+    assert f"CUT = {stage[1] > 0}" in program.read_text()
+    assert main(["run", str(program), "--random"]) == 0
+    assert "rank 1 of 4, which ran in turns" in capsys.readouterr().out
+    (explained,) = (tmp_path / "rank1").glob("*/explain.txt")
+    for axis in (f"stage {stage[0]} over gpu and {stage[1]} over node", "along node (2)"):
+        assert axis in explained.read_text()
 
 
 # What is refused

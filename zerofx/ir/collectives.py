@@ -20,7 +20,7 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
     Shapes of batches are left out: they may differ between ranks.
     """
     mesh = recorded(gm.graph).mesh
-    lines = [f"stage {stage}" if mesh is None else f"stage {stage}, shards over the last of {mesh}"]
+    lines = [f"stage {stage}" if mesh is None else f"stage {stage} on {mesh}"]
     for info in table:
         shape = "x".join(map(str, info.shape)) or "scalar"
         frozen = "" if info.requires_grad else " frozen"

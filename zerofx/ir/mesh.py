@@ -1,4 +1,4 @@
-"""The mesh of ranks as plain data: its axes, and the axis over which tensors are cut."""
+"""The mesh of ranks as plain data: its axes, and those over which tensors are cut."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What operators may be along: an axis, or all."""
+        """Return the names that an operator may have for its axis: of each, and of all together."""
         return tuple(dict.fromkeys((*(name for name, _ in self.axes), self.everywhere)))
 
     @property
@@ -92,7 +92,7 @@ class Mesh:
         return inner * self.size(self.outer) + outer if self.is_cut else inner
 
     def rank_of(self, shard: int) -> int:
-        """A rank that has the shard of this number; the first one."""
+        """Return the first rank that holds the shard of this number."""
         if not self.is_cut:
             return shard
         inner, outer = divmod(shard, self.size(self.outer))
@@ -115,22 +115,22 @@ class Mesh:
     # The keywords of operators; none if there is but one axis.
 
     def over(self, axis: str) -> Mapping[str, str]:
-        """Of what is along an axis."""
+        """Return those of an operator along an axis."""
         return {"axis": axis} if self.outer else {}
 
     @property
     def over_shards(self) -> Mapping[str, str]:
-        """Of what is between ranks with different shards."""
+        """Return those of an operator between ranks that hold different shards."""
         return self.over(self.across)
 
     @property
     def over_all(self) -> Mapping[str, str]:
-        """Of what is between all ranks."""
+        """Return those of an operator between all ranks."""
         return self.over(self.everywhere)
 
     @property
     def facts(self) -> dict[str, object]:
-        """What a dumped program says of its mesh; nothing if there is but one axis."""
+        """Return the facts that a dumped program states of its mesh; none if it has one axis."""
         return {"MESH": self.axes, "CUT": self.is_cut} if self.outer else {}
 
     def __str__(self) -> str:

@@ -401,12 +401,17 @@ def is_collective(node: fx.Node) -> bool:
     return starts(node) and lane(node) == LINK
 
 
+def hops_of(wait: fx.Node) -> list[fx.Node]:
+    """The starts that a gather consists of, one for each axis that it goes over; the last first."""
+    hops = [wait.args[0]]
+    while role(shard := hops[-1].args[0]) == Role.GATHER_SHARD:
+        hops.append(shard.args[0])
+    return hops
+
+
 def gathered_from(wait: fx.Node) -> fx.Node:
-    """The shard that a gather puts together, over however many axes it goes."""
-    shard = wait.args[0].args[0]
-    while role(shard) == Role.GATHER_SHARD:
-        shard = shard.args[0].args[0]
-    return shard
+    """The shard that a gather puts together."""
+    return hops_of(wait)[-1].args[0]
 
 
 def num_ranks(node: fx.Node, world_size: int) -> int:

@@ -43,7 +43,7 @@ class ParameterInfo:
 
     ``index`` is its position in the table and the ``parameter`` argument of every
     ``zerofx::`` operator.  It is cut into ``world_size`` shards, of which the rank that looks at it
-    has number ``rank``: on a mesh these count along its inner axis.  A parameter is flattened in
+    has number ``rank``: on a mesh neither need be the run's.  A parameter is flattened in
     *storage order*: its dimensions are permuted so that the last varies fastest in memory, which
     makes the flat buffer of a channels-last weight a view of it, like that of a contiguous one.
     """

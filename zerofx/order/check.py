@@ -38,7 +38,6 @@ class OrderCheck:
         """Take note from here on, if that is not so already."""
         if self._stack is None:
             self.notes = self._make_notes()
-            self._calls = self.notes.clocks.line("calls")
             self._stack = contextlib.ExitStack()
             for hook in self._hooks(self.notes):
                 self._stack.enter_context(hook)
@@ -58,8 +57,7 @@ class OrderCheck:
         user's own threads that wait for each other, of which nothing is noted.
         """
         self.begin()
-        notes = self.notes
-        notes.after(notes.thread, notes.mark(self._calls, "calls before"), "begin", given=True)
+        self.notes.begin_call()
         for bound, info in zip(runtime.bound, runtime.table, strict=True):
             memory = bound.shard if bound.shard is not None else bound.parameter
             self.notes.block(memory, f"the parameter {info.name}")
@@ -69,7 +67,7 @@ class OrderCheck:
                 yield
             if clocks.races:
                 raise OrderError(_words(clocks.races, graph))
-            notes.mark(self._calls, "end of a call")  # is told what this thread knows
+            self.notes.end_call()
             clocks.prune()
         except BaseException:
             clocks.forget()  # what a call that failed has begun is not waited for as it was to be

@@ -35,6 +35,8 @@ def hooks(notes: Notes) -> Iterator[Any]:
     # What a pool gives out again is held by nothing: as memory that is taken anew.
     yield patch(BufferPool, "empty", lambda pool, numel, like: like.new_empty(numel))
     yield patch(Communicator, "_start", _collective_start(notes, Communicator._start))
+    for name in ("gather_whole", "broadcast"):  # of full_params and state dicts, between steps
+        yield patch(Communicator, name, _as_a_call(notes, getattr(Communicator, name)))
     yield from of_jobs(notes)
     yield from of_files(notes)
     yield from of_compiled(notes)
@@ -153,6 +155,19 @@ def _collective_start(notes: Notes, original: Callable) -> Callable:
         return result
 
     return start
+
+
+def _as_a_call(notes: Notes, original: Callable) -> Callable:
+    """Note what blocks between steps as a call of its own, in whichever thread it is."""
+
+    def run(*given: Any, **options: Any) -> Any:
+        notes.begin_call()
+        try:
+            return original(*given, **options)
+        finally:
+            notes.end_call()
+
+    return run
 
 
 # Jobs of threads

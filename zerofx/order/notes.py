@@ -6,6 +6,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -102,6 +103,20 @@ class Notes:
     def after(self, line: int, mark: Any, kind: str, given: bool = False) -> None:
         """Have a line go on after a mark."""
         self.clocks.after(line, mark, self.thread, self.site(), kind, given)
+
+    # Calls, which the user's own threads have wait for each other: nothing is noted of those
+
+    @cached_property
+    def _calls(self) -> int:
+        return self.clocks.line("calls")
+
+    def begin_call(self) -> None:
+        """Have this thread go on after the calls that have ended, in whichever thread."""
+        self.after(self.thread, self.mark(self._calls, "calls before"), "begin", given=True)
+
+    def end_call(self) -> None:
+        """Have calls that begin from now on go on after what this thread has done."""
+        self.mark(self._calls, "end of a call")
 
     # Memory
 

@@ -124,11 +124,8 @@ def _gathers_are_freed(graph: fx.Graph) -> None:
 
 def _goes_over_all_that_is_cut(wait: fx.Node) -> None:
     """Check that a gather goes the way of reductions back: shards lie so."""
-    axes, mesh = [ops.argument(wait.args[0], "axis")], recorded(wait.graph).mesh or Mesh()
-    shard = wait.args[0].args[0]
-    while role(shard) == Role.GATHER_SHARD:
-        axes.append(ops.argument(shard.args[0], "axis"))
-        shard = shard.args[0].args[0]
+    axes = [ops.argument(hop, "axis") for hop in ops.hops_of(wait)]
+    mesh = recorded(wait.graph).mesh or Mesh()
     if tuple(axes) != mesh.hops:
         cut = ", then ".join(mesh.hops)
         raise broken(wait, f"gathers over {', '.join(reversed(axes))} what is cut over {cut}.")

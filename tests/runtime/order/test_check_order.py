@@ -23,6 +23,7 @@ from zerofx.order.clocks import Range, Where
 from zerofx.order.hooks import Noted
 from zerofx.order.operators import Watch
 from zerofx.replay.in_process_group import in_turns
+from zerofx.runtime.comm.communication import Communicator
 from zerofx.worker import Worker
 
 OFFLOADED = {"offload": "optimizer,params"}
@@ -120,7 +121,7 @@ def test_the_users_own_threads_are_left_alone(check):
 
 
 def test_calls_in_threads_of_the_users_own_are_in_the_users_order(check):
-    """What a call leaves under way is not: the next has to wait for it, in whichever thread."""
+    """The next call has to wait for what one leaves under way, in whichever thread it is."""
     values, worker, watched = torch.zeros(8), Worker("test"), SimpleNamespace(bound=(), table=())
 
     def call(then=lambda: None):
@@ -137,6 +138,26 @@ def test_calls_in_threads_of_the_users_own_are_in_the_users_order(check):
             pass
         with pytest.raises(OrderError, match="writes them on the zerofx test_0"):
             pool.submit(call).result()
+
+
+def test_what_gathers_between_calls_is_in_the_users_order(check):
+    """As full_params and state dicts do, in another thread than the calls around them."""
+    values, watched = torch.zeros(8), SimpleNamespace(bound=(), table=())
+
+    def call():
+        with check.watching(watched, fx.Graph()):
+            values.add_(1)
+
+    def gather():
+        Communicator.of(None).gather_whole(values)
+
+    with ThreadPoolExecutor(1) as pool:
+        for here, there in ((call, gather), (gather, call)):
+            for _ in range(2):
+                here()
+                pool.submit(there).result()
+    call()
+    assert not check.notes.clocks.races
 
 
 def test_ranks_that_are_replayed_in_turns_are_left_alone(check):

@@ -63,7 +63,7 @@ class Communicator:
         if isinstance(group, DeviceMesh):
             if group.ndim > 1:
                 _check_covers_world(group)
-                if cuts_outer is not None and group.size(0) > 1:
+                if cuts_outer is not None and group.size(0) > 1 and group.mesh_dim_names:
                     return cls._of_mesh(group, cuts_outer)
             group = group.get_group() if group.ndim == 1 else None
         if group is None and dist.is_available() and dist.is_initialized():
@@ -335,7 +335,7 @@ class MeshCommunicator(Communicator):
 
 
 OF_MODELS = frozenset({"tp", "pp", "cp", "sp", "ep"})
-"""What axes are called along which ranks share a batch, or a model."""
+"""Names of axes along which ranks share a batch or a model, as in tensor parallelism."""
 
 
 def _check_covers_world(mesh: DeviceMesh) -> None:
