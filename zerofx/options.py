@@ -271,7 +271,7 @@ class Options:
 
     @property
     def stage_outside(self) -> int | None:
-        """Return the stage along a mesh's outer axis, one being for both; None if nothing is cut."""
+        """Return the stage along a mesh's outer axis; None if nothing is cut."""
         if not self.stage:
             return None
         return self.stage if self.outer_stage is None else self.outer_stage

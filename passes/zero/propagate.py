@@ -7,6 +7,7 @@ henceforth sharded, and share this walk over everything that reads them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -146,10 +147,9 @@ class ShardPropagation:
         shard, value = self.shard_of(node), self.values[node]
         if value.parameter.lies_like(info):
             return shard
-        begin = info.position_in_kept
-        origin = {"role": Role.TAKE_SHARD, "parameter": info.index, "like": reader}
-        call = partial(self.builder.call, **origin)
-        return call(aten.clone.default, call(aten.slice.Tensor, shard, 0, begin, begin + info.shard_numel))
+        begin, end = info.position_in_kept, info.position_in_kept + info.shard_numel
+        call = partial(self.builder.call, role=Role.TAKE_SHARD, parameter=info.index, like=reader)
+        return call(aten.clone.default, call(aten.slice.Tensor, shard, 0, begin, end))
 
     def _try_view(self, node: fx.Node) -> bool:
         """Views of a source are rebuilt on each gathered copy; reshapes of a shard are free."""
@@ -367,9 +367,9 @@ class ShardPropagation:
         if value is not None and _is_cut_for(info, value.parameter):
             return self._cut_like(operand, info, reader)
         origin = {"role": Role.TAKE_SHARD, "parameter": info.index, "like": reader}
-        given = (operand, info.index, info.shard_numel)
+        call: Callable[..., fx.Node] = partial(self.builder.call, **origin)
         over = self.ctx.mesh.cut_in(info.world_size)
-        shard = self.builder.call(ops.take_shard, *given, **over, **origin)
+        shard = call(ops.take_shard, operand, info.index, info.shard_numel, **over)
         if value is not None and value.parameter.kept.lies_like(info):
             self.join(shard, value.parameter, self.shard_of(operand), reader)
         else:

@@ -72,7 +72,11 @@ class Captured(CapturedStep):
         return self.gm.graph
 
     def mesh(self, rank: int = 0) -> Mesh:
-        return Mesh(self.axes, rank, self.outer_stage) if self.axes else Mesh.flat(self.world_size, rank)
+        return (
+            Mesh(self.axes, rank, self.outer_stage)
+            if self.axes
+            else Mesh.flat(self.world_size, rank)
+        )
 
 
 class _Stop(Exception):
@@ -136,7 +140,12 @@ def capture(
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
     return Captured(
-        **fields, inputs=inputs, world_size=mesh.world_size, axes=axes, outer_stage=outer_stage, live=live
+        **fields,
+        inputs=inputs,
+        world_size=mesh.world_size,
+        axes=axes,
+        outer_stage=outer_stage,
+        live=live,
     )
 
 

@@ -44,8 +44,9 @@ class ParameterInfo:
     ``index`` is its position in the table and the ``parameter`` argument of every
     ``zerofx::`` operator.  It is cut into ``world_size`` shards, of which the rank that looks at it
     has number ``rank``: on a mesh neither need be the run's.  At stage 3 a rank keeps ``parts`` of
-    these, one behind the other, of its values.  A parameter is flattened in *storage order*: its dimensions are permuted so that the last varies fastest in memory, which
-    makes the flat buffer of a channels-last weight a view of it, like that of a contiguous one.
+    these, one behind the other, of its values.  A parameter is flattened in *storage order*: its
+    dimensions are permuted so that the last varies fastest in memory, which makes the flat buffer
+    of a channels-last weight a view of it, like that of a contiguous one.
     """
 
     index: int

@@ -137,9 +137,7 @@ class Reference:
 
     # Shards and buckets
 
-    def take_shard(
-        self, whole: Tensor, parameter: int, shard_numel: int, axis: str = ""
-    ) -> Tensor:
+    def take_shard(self, whole: Tensor, parameter: int, shard_numel: int, axis: str = "") -> Tensor:
         info = self.table.cut(parameter, axis)
         shard = whole.new_full((shard_numel,), self.poison(whole.dtype))
         copy_range(shard, whole, info, info.rank)
