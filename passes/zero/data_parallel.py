@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder, rank_varying
-from zerofx.ir.interface import mark_gradient, written_input
+from zerofx.ir.interface import mark_gradient, placeholders, recorded, written_input
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role
 from zerofx.ir.source import source_line
@@ -36,17 +37,23 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Gradients that a loop adds up inside the step are averaged once, after the sum, unless
     ``accumulate="sharded"`` asks for each micro-batch.  With ``accumulate="local"`` those that
     a call leaves in ``p.grad`` are not averaged, unless it reads them; the call that does
-    averages what has come together.
+    averages what has come together.  With stage 1 on a mesh's outer axis a call leaves what is
+    summed over the inner one, and they average that over the outer one.
     """
     _check_updates_are_uniform(gm.graph, ctx.table, ctx.world_size)
-    counts = {"sums averaged once": 0}
-    if ctx.options.accumulate == "local":
-        take_in_unreduced(gm.graph)
+    counts, pairs, mesh = {"sums averaged once": 0}, [], ctx.mesh
+    unreduced = _unreduced_between_calls(gm.graph, ctx)
+    if unreduced == mesh.everywhere:
+        take_in_unreduced(gm.graph, unreduced)
     if ctx.options.accumulate != "sharded":
         counts["sums averaged once"] = _average_sums_once(gm.graph)
-    if ctx.options.accumulate == "local":
-        counts["left unreduced"] = leave_unreduced(gm, ctx)
-    pairs = _reduce_gradients(gm, ctx)
+    if unreduced and unreduced == mesh.outer:
+        pairs = _sum_inside(gm, ctx)
+        take_in_unreduced(gm.graph, unreduced)
+        counts["sums averaged once"] += _average_sums_once(gm.graph)
+    if unreduced:
+        counts["left unreduced"] = leave_unreduced(gm, ctx, unreduced)
+    pairs += _average(gm, ctx, mesh.over(unreduced or mesh.everywhere))
     for start, _ in pairs:
         hoist_reduction(start)
     if ctx.options.stage == 0 and ctx.options.lowering == "inductor":
@@ -84,29 +91,54 @@ def _is_gradient(node) -> bool:
     return isinstance(node, fx.Node) and node.target is ops.gradient
 
 
-def _reduce_gradients(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Node, fx.Node]]:
-    builder = Builder(gm, "data_parallel", ctx.table)
-    pairs = []
-    for node in list(gm.graph.nodes):
-        if node.target is not ops.gradient:
-            continue
-        gradient, parameter = node.args
-        mark_gradient(gradient, parameter)
-        dtype = gradient.meta["val"].dtype
-        reduce_dtype = ctx.options.reduce_dtype or dtype
-        with builder.before(node, parameter=parameter) as call:
-            cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
-            if reduce_dtype != dtype:
-                gradient = cast(gradient, dtype=reduce_dtype)
-            origin = {**builder.mesh.over_all, "role": Role.REDUCE_GRADIENT}
-            start = call(ops.all_reduce_start, gradient, "mean", **origin)
-            wait = averaged = call(ops.wait, start, role=Role.REDUCE_GRADIENT)
-            if reduce_dtype != dtype:
-                averaged = cast(wait, dtype=dtype)
+def _unreduced_between_calls(graph: fx.Graph, ctx: PassContext) -> str:
+    """The axes over which gradients that cross calls are not averaged yet; empty if they are."""
+    mesh, crosses = ctx.mesh, placeholders(graph, "gradient") or recorded(graph).gradients
+    if ctx.options.accumulate == "local":
+        return mesh.everywhere
+    return mesh.outer if mesh.outer_stage == 1 and ctx.options.stage >= 2 and crosses else ""
+
+
+def _average(
+    gm: fx.GraphModule, ctx: PassContext, over: Mapping[str, str]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Average what is marked as a gradient, in the place of its mark; return (start, wait)."""
+    builder, pairs = Builder(gm, "data_parallel", ctx.table), []
+    for node in [node for node in gm.graph.nodes if node.target is ops.gradient]:
+        averaged, pair = _reduced(builder, ctx, node, "mean", over)
         node.replace_all_uses_with(averaged)
         gm.graph.erase_node(node)
-        pairs.append((start, wait))
+        pairs.append(pair)
     return pairs
+
+
+def _sum_inside(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Node, fx.Node]]:
+    """Sum what is marked as a gradient over the inner axis, and mark that; return (start, wait)."""
+    builder, pairs = Builder(gm, "data_parallel", ctx.table), []
+    for node in [node for node in gm.graph.nodes if node.target is ops.gradient]:
+        total, pair = _reduced(builder, ctx, node, "sum", ctx.mesh.over(ctx.mesh.inner))
+        node.args = (total, node.args[1])
+        pairs.append(pair)
+    return pairs
+
+
+def _reduced(
+    builder: Builder, ctx: PassContext, marker: fx.Node, reduction: str, over: Mapping[str, str]
+) -> tuple[fx.Node, tuple[fx.Node, fx.Node]]:
+    """Reduce a gradient in front of its mark; return the result, and the start and the wait."""
+    gradient, parameter = marker.args
+    mark_gradient(gradient, parameter)
+    dtype = gradient.meta["val"].dtype
+    reduce_dtype = ctx.options.reduce_dtype or dtype
+    with builder.before(marker, parameter=parameter) as call:
+        cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
+        if reduce_dtype != dtype:
+            gradient = cast(gradient, dtype=reduce_dtype)
+        start = call(ops.all_reduce_start, gradient, reduction, **over, role=Role.REDUCE_GRADIENT)
+        wait = reduced = call(ops.wait, start, role=Role.REDUCE_GRADIENT)
+        if reduce_dtype != dtype:
+            reduced = cast(wait, dtype=dtype)
+    return reduced, (start, wait)
 
 
 def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:

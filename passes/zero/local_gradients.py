@@ -1,7 +1,8 @@
-"""Gradients that stay each rank's own between calls: ``accumulate="local"``.
+"""Gradients that are not averaged yet between calls, over all ranks or a mesh's outer axis.
 
-Between calls ``p.grad`` then holds a value whose *mean over the ranks* is the gradient.  An
-average is such a value too, so whatever an earlier call has left can be added to.
+With ``accumulate="local"`` they stay each rank's own: ``p.grad`` holds a value whose *mean over the
+ranks* is the gradient.  An average is such a value too, so whatever an earlier call has left can be
+added to.  With stage 1 on the outer axis it holds this rank's shard of the sum over the inner one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from zerofx.passes.schedule.placement import hoist
 aten = torch.ops.aten
 
 
-def take_in_unreduced(graph: fx.Graph) -> int:
-    """Let gradients come in as this rank's own, like those of backward; return how many.
+def take_in_unreduced(graph: fx.Graph, over: str) -> int:
+    """Let gradients come in that are not averaged over these axes; return how many.
 
     Before::
 
@@ -35,7 +36,7 @@ def take_in_unreduced(graph: fx.Graph) -> int:
     """
     inputs = placeholders(graph, "gradient")
     for node in inputs:
-        set_input_role(node, replace(input_role(node), unreduced=True))
+        set_input_role(node, replace(input_role(node), unreduced=over))
         if not any(_reads(user, node) for user in node.users):
             continue
         with graph.inserting_before(placeholders(graph)[-1].next):
@@ -53,7 +54,7 @@ def _reads(user: fx.Node, node: fx.Node) -> bool:
     return user.target is not aten.copy_.default or user.args[0] is not node
 
 
-def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
+def leave_unreduced(gm: fx.GraphModule, ctx: PassContext, over: str) -> int:
     """Let gradients that nobody reads leave as they are; return how many.
 
     Before::
@@ -92,9 +93,11 @@ def leave_unreduced(gm: fx.GraphModule, ctx: PassContext) -> int:
     _keep_what_is_written(graph, unreduced)
     # Whole averages, of stages 0 and 1, are kept alike: the next call may add to them.
     whole_averages = ctx.options.stage < 2
-    recorded(graph).unreduced.update(
-        position for position in slots if whole_averages or output.args[0][position] in unreduced
-    )
+    recorded(graph).unreduced |= {
+        position: over
+        for position in slots
+        if whole_averages or output.args[0][position] in unreduced
+    }
     return len(unreduced)
 
 

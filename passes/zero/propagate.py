@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,10 +18,10 @@ from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases, memory_of, mutated_inputs, writers
 from zerofx.ir.graph import Builder, erase_unused, rank_varying
-from zerofx.ir.interface import InputRole, input_role, recorded, set_input_role
+from zerofx.ir.interface import input_role, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.reach import reached
-from zerofx.ir.roles import Role
+from zerofx.ir.roles import Role, role
 from zerofx.ir.source import source_line
 from zerofx.passes.base import PassContext
 from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
@@ -86,11 +86,11 @@ class ShardPropagation:
 
     def shard_input(self, node: fx.Node, regather: bool = False) -> None:
         """Let the program receive an input as this rank's flat shard."""
-        role = input_role(node)
-        info = self.ctx.table[role.parameter]
-        if role.kind == "parameter":
+        given = input_role(node)
+        info = self.ctx.table[given.parameter]
+        if given.kind == "parameter" or given.unreduced:
             info = info.kept
-        set_input_role(node, InputRole(role.kind, role.parameter, sharded=True))
+        set_input_role(node, replace(given, sharded=True))
         with self.builder.fake_mode:
             node.meta["val"] = node.meta["val"].new_empty(info.shard_numel)
         node.meta.pop("tensor_meta", None)
@@ -123,7 +123,8 @@ class ShardPropagation:
             self._visit_output(node)
         elif self._takes_own_range(node):
             with self.graph.inserting_before(node):
-                shard = self._cut_like(node.args[0], self.ctx.table[node.args[1]], node)
+                info = self.ctx.table.cut(node.args[1], ops.argument(node, "axis"))
+                shard = self._cut_like(node.args[0], info, node)
             node.replace_all_uses_with(shard)
             self.graph.erase_node(node)
         elif node.target is ops.optimizer_step:
@@ -140,7 +141,8 @@ class ShardPropagation:
         if node.target is not ops.take_shard or node.args[0] not in self.values:
             return False
         value = self.values[node.args[0]]
-        return value.can_shard and _is_cut_for(self.ctx.table[node.args[1]], value.parameter)
+        info = self.ctx.table.cut(node.args[1], ops.argument(node, "axis"))
+        return value.can_shard and _is_cut_for(info, value.parameter)
 
     def _cut_like(self, node: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
         """The shard of ``node``, or of a coarser one the range that is ``info``'s: a copy of it."""
@@ -224,10 +226,14 @@ class ShardPropagation:
         return True
 
     def _visit_write(self, node: fx.Node) -> None:
-        """``copy_`` into a sharded input writes its shard; any other write is of a whole value."""
+        """``copy_`` into a sharded input writes its shard, and so do sums of gradients.
+
+        Any other write is of a whole value.
+        """
         target = node.args[0]
         value = self.values.get(target)
-        if node.target is not aten.copy_.default or value is None or target.op != "placeholder":
+        is_copy = node.target is aten.copy_.default and target.op == "placeholder"
+        if value is None or not (is_copy or role(node) == Role.ACCUMULATE):
             self._use_whole(node)
             return
         with self.graph.inserting_before(node):
@@ -268,6 +274,7 @@ class ShardPropagation:
         A result that is an input stands for that input's object, whatever it holds.
         """
         slots = dict(recorded(self.graph).written_gradients)
+        unreduced = recorded(self.graph).unreduced
         if self.ctx.options.stage >= 2:
             slots |= recorded(self.graph).gradients
         results = list(node.args[0])
@@ -279,7 +286,7 @@ class ShardPropagation:
             if is_input or (position in slots and self.values[result].can_shard):
                 with self.graph.inserting_before(node):
                     results[position] = self.shard_of(result)
-                    if position in slots and not is_input:
+                    if position in slots and not is_input and position not in unreduced:
                         results[position] = self._finest(result, node)
                 self.sharded_results.add(position)
             else:
@@ -293,7 +300,7 @@ class ShardPropagation:
         output = self.graph.output_node()
         results = list(output.args[0])
         slots = {**recorded(self.graph).gradients, **recorded(self.graph).written_gradients}
-        done = self.sharded_results | recorded(self.graph).unreduced
+        done = self.sharded_results.union(recorded(self.graph).unreduced)
         for position, index in slots.items():
             if position in done or results[position].op == "placeholder":
                 continue

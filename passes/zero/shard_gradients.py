@@ -9,7 +9,7 @@ from zerofx.ir.interface import input_role, placeholders
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist_reduction, place_reductions
 from zerofx.passes.zero.propagate import ShardPropagation
-from zerofx.passes.zero.shard_optimizer import scatter_gradients
+from zerofx.passes.zero.shard_optimizer import scatter_gradients, scatter_where_it_lies
 
 
 def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -35,6 +35,7 @@ def shard_gradients(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             propagation.shard_input(node)
     scatter_gradients(propagation, ctx, {info.index for info in ctx.table})
     counts = propagation.run(shard_gradient_results=True)
+    scatter_where_it_lies(gm.graph)
     pairs = []
     waits = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.wait)
     for wait in waits:

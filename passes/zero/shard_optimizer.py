@@ -8,6 +8,9 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.graph import erase_unused
+from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.options import Options
 from zerofx.passes.base import Conflict, Counts, PassContext
@@ -71,6 +74,7 @@ def shard_optimizer(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     propagation = ShardPropagation(gm, ctx, "shard_optimizer")
     pairs = scatter_gradients(propagation, ctx, updated)
     counts = propagation.run()
+    scatter_where_it_lies(gm.graph)
     place_reductions(pairs)
     return {"reduce-scatters": len(pairs), **counts}
 
@@ -81,18 +85,34 @@ def scatter_gradients(
     """Turn the all-reduces of these parameters' gradients into reduce-scatters, one per bucket.
 
     Returns the new (start, wait) pairs, standing where an averaged gradient is first read; on a
-    mesh each is followed by the reduction of its shard.
+    mesh each is followed by the reduction of its shard.  Gradients that cross calls with a hop to
+    go are scattered over the inner axis, and what has come together of these over the outer one.
     """
-    waits = []
-    for wait in [node for node in propagation.graph.nodes if node.target is ops.wait]:
-        whole = wait.args[0]
-        if whole.target is not ops.all_reduce_start or role(whole) != Role.REDUCE_GRADIENT:
-            continue
-        if whole.kwargs != ctx.mesh.over_all:  # it reduces shards
-            continue
-        if parameter_of(whole) in parameters and wait.users:
-            waits.append(wait)
-    return [_scatter(propagation, ctx, group) for group in travelling_together(waits, ctx.table)]
+    graph, mesh = propagation.graph, ctx.mesh
+    for node in placeholders(graph, "gradient"):
+        given = input_role(node)
+        is_sum = given.unreduced == mesh.outer and given.unreduced and not given.sharded
+        if is_sum and given.parameter in parameters:
+            propagation.shard_input(node)
+    waits = [
+        wait
+        for wait in graph.nodes
+        if wait.target is ops.wait
+        and wait.args[0].target is ops.all_reduce_start
+        and role(wait) == Role.REDUCE_GRADIENT
+        and parameter_of(wait) in parameters
+        and wait.users
+    ]
+
+    def over(axis: str) -> list[list[fx.Node]]:
+        along = [wait for wait in waits if wait.args[0].kwargs == mesh.over(axis)]
+        return travelling_together(along, ctx.table)
+
+    pairs = [_scatter(propagation, ctx, group) for group in over(mesh.everywhere)]
+    if mesh.outer_stage == 1:  # else these reduce shards
+        pairs += [_scatter(propagation, ctx, group) for group in over(mesh.inner)]
+        pairs += [_scatter_sums(propagation, ctx, group) for group in over(mesh.outer)]
+    return pairs
 
 
 def _scatter(
@@ -119,17 +139,72 @@ def _scatter(
         start = call(ops.reduce_scatter_start, *given, **mesh.over(mesh.inner))
         scattered = reduced = call(ops.wait, start)
         over = mesh.over(mesh.outer)
-        if mesh.is_cut:
+        if first.kwargs != mesh.over_all:  # what comes together over calls goes on later
+            infos = [info.kept for info in infos]
+        elif mesh.is_cut:
             given = (scattered, reduction, mesh.size(mesh.outer))
             reduced = call(ops.wait, call(ops.reduce_scatter_start, *given, **over))
         elif mesh.outer:
             reduced = call(ops.wait, call(ops.all_reduce_start, scattered, reduction, **over))
-    for wait, info in zip(members, infos, strict=True):
+    _hand_out(propagation, members, infos, reduced, here if shares else None)
+    return start, scattered
+
+
+def scatter_where_it_lies(graph: fx.Graph) -> None:
+    """Go on with a bucket that the first hop has left as the second one takes it: pack nothing."""
+    for start in graph.find_nodes(op="call_function", target=ops.reduce_scatter_start):
+        packed = start.args[0]
+        if packed.target is not ops.pack:
+            continue
+        parts = packed.args[0]
+        cut = {part.args[0] if part.target is aten.slice.Tensor else part for part in parts}
+        whole = cut.pop()
+        if not cut and role(whole) == Role.REDUCE_GRADIENT:
+            start.replace_input_with(packed, whole)
+            erase_unused(graph, [packed])
+
+
+def _hand_out(
+    propagation: ShardPropagation,
+    waits: list[fx.Node],
+    infos: list[ParameterInfo],
+    reduced: fx.Node,
+    here: fx.Node | None,
+) -> None:
+    """Have each gradient be its range of what has been reduced, taken in front of ``here``."""
+    for wait, info in zip(waits, infos, strict=True):
         shard = reduced
-        if shares:
+        if here is not None:
             origin = {"role": Role.REDUCED_GRADIENT, "parameter": info.index, "like": wait}
-            with builder.before(here, **origin) as call:
+            with propagation.builder.before(here, **origin) as call:
                 begin = info.position_in_shard
                 shard = call(aten.slice.Tensor, reduced, 0, begin, begin + info.shard_numel)
         propagation.add_source(wait, info, shard)
-    return start, scattered
+
+
+def _scatter_sums(
+    propagation: ShardPropagation, ctx: PassContext, group: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """One reduce-scatter over the outer axis of what has come together inside of a bucket."""
+    builder, mesh = propagation.builder, ctx.mesh
+    members = sorted(group, key=lambda wait: ctx.table[parameter_of(wait)].place.offset)
+    infos = [ctx.table[parameter_of(wait)] for wait in members]
+    indices, place = [info.index for info in infos], infos[0].kept.place
+    here = min(min(wait.users) for wait in members)
+    over = mesh.over(mesh.inner)
+    shards = []
+    for wait, info in zip(members, infos, strict=True):
+        origin = {"role": Role.TAKE_SHARD, "parameter": info.index}
+        with builder.before(here, **origin) as call:
+            total, numel = wait.args[0].args[0], info.kept.shard_numel
+            shards.append(call(ops.take_shard, total, info.index, numel, **over))
+    origin = {"like": members[0].args[0], **builder.serving(indices)}
+    with builder.before(here, role=Role.REDUCE_GRADIENT, **origin) as call:
+        packed = call(ops.pack, shards, indices, place.shard_numel, **over, role=Role.PACK)
+        given = (packed, "mean", mesh.size(mesh.outer))
+        start = call(ops.reduce_scatter_start, *given, **mesh.over(mesh.outer))
+        reduced = call(ops.wait, start)
+    _hand_out(propagation, members, infos, reduced, here if infos[0].shares_bucket else None)
+    for wait in members:  # what they started is not read whole either
+        propagation.values[wait.args[0]] = propagation.values[wait]
+    return start, reduced

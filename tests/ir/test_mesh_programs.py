@@ -55,6 +55,24 @@ def step_on(axes=(), num_batches: int = 1, outer_stage: int = 0):
     return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes, outer_stage=outer_stage)
 
 
+@functools.cache
+def one_of_several_calls(axes=(), outer_stage: int = 0, updates: bool = False):
+    """A micro-batch that is a call of its own; ``p.grad`` comes in, whole numbers too."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    for parameter in model.parameters():
+        parameter.data = whole_numbers(*parameter.shape)
+        parameter.grad = 12 * whole_numbers(*parameter.shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+
+    def step(x):
+        model(x).sum().backward()
+        if updates:
+            optimizer.step()
+
+    ranks = torch.Size([size for _, size in axes]).numel() if axes else 4
+    return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes, outer_stage=outer_stage)
+
+
 def integer_inputs(captured):
     """Every rank's batch, of integers."""
     batches = [
@@ -88,9 +106,8 @@ def test_operators_along_the_only_axis_do_not_name_it():
 def test_computes_bitwise_what_one_axis_does(stage, outer_stage, axes, num_batches):
     meshed = step_on(axes, num_batches, outer_stage)
     flat = step_on((("data", meshed.world_size),), num_batches)
-    inputs = integer_inputs(flat)
-    wanted = execute(rewritten_by_rank(flat, stage=stage), inputs)
-    found = execute(rewritten_by_rank(meshed, stage=stage), inputs)
+    wanted = execute(rewritten_by_rank(flat, stage=stage), integer_inputs(flat))
+    found = execute(rewritten_by_rank(meshed, stage=stage), integer_inputs(meshed))
     for name, values in wanted.parameters.items():
         for value, other in zip(values, found.parameters[name], strict=True):
             assert torch.equal(value, other), name
@@ -118,6 +135,79 @@ def test_bytes_along_each_axis_are_the_formulas(stage, outer_stage, num_batches)
         assert outer.gathers == 0
         assert outer.reductions == 2 * whole / gpus * (nodes - 1) / nodes
     assert wire_bytes(program.gm, 6).total == inner.total + outer.total
+
+
+@pytest.mark.parametrize("updates", (False, True))
+@pytest.mark.parametrize("axes", (NODES, (("node", 3), ("gpu", 2))))
+@pytest.mark.parametrize("stage, outer_stage", PAIRS[2:])
+def test_adds_up_over_calls_bitwise_as_one_axis_does(stage, outer_stage, axes, updates):
+    meshed = one_of_several_calls(axes, outer_stage, updates)
+    flat = one_of_several_calls((("data", meshed.world_size),), 0, updates)
+    wanted = execute(rewritten_by_rank(flat, stage=stage), integer_inputs(flat))
+    found = execute(rewritten_by_rank(meshed, stage=stage), integer_inputs(meshed))
+    for these, others in (
+        (wanted.parameters, found.parameters),
+        (wanted.gradients, found.gradients),
+    ):
+        assert these.keys() == others.keys()
+        for name, values in these.items():
+            for value, other in zip(values, others[name], strict=True):
+                assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_with_stage_1_outside_only_the_update_sends_there(stage):
+    nodes, gpus = 2, 3
+    axes = (("node", nodes), ("gpu", gpus))
+
+    def sent(outer_stage: int, updates: bool):
+        captured = one_of_several_calls(axes, outer_stage, updates)
+        program = rewritten(captured, stage=stage, bucket=True)
+        buckets = {info.place.bucket: info for info in program.table}.values()
+        whole = 4 * sum(info.place.shard_numel * info.world_size for info in buckets)
+        outer = wire_bytes(program.gm, 6, "node")
+        return outer.reductions / (whole / gpus * (nodes - 1) / nodes), outer.gathers > 0
+
+    assert sent(1, updates=False) == (0, False)
+    assert sent(1, updates=True) == (1, True)
+    assert sent(2, updates=False) == (1, False)
+    assert sent(2, updates=True) == (1, True)
+
+
+def second_hops(program):
+    return [start for start in reductions(program, "node") if start.args[0].target is ops.pack]
+
+
+def never_averaged(program):
+    start = second_hops(program)[-1]
+    start.args = (start.args[0], "sum", start.args[2])
+
+
+def not_added_to(program):
+    pack = second_hops(program)[0].args[0]
+    added = pack.args[0][0]
+    pack.args = ([added.args[1].args[0], *pack.args[0][1:]], *pack.args[1:])
+
+
+def of_another_parameter(program):
+    pack = second_hops(program)[0].args[0]
+    first, second = pack.args[0]
+    pack.args = ([second, first], *pack.args[1:])
+
+
+def over_the_inner_axis(program):
+    second_hops(program)[0].kwargs = {"axis": "gpu"}
+
+
+@pytest.mark.parametrize(
+    "bug", (never_averaged, not_added_to, of_another_parameter, over_the_inner_axis)
+)
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_adds_up_over_calls_is_averaged_outside(stage, bug):
+    program = rewritten(one_of_several_calls(NODES, 1, True), stage=stage, bucket=True)
+    verify(program.gm, program.table, AVERAGED)
+    bug(program)
+    refused(program, "not computed from the average of its gradient|as if it were the shard of")
 
 
 def reductions(program, axis):

@@ -602,10 +602,14 @@ class _Rank(Interpreter):
                     whole = whole_value(value, role.parameter) if role.sharded else value
                     self.left[role.kind][name] = whole
             slots, shards = recorded(self.graph).gradients, recorded(self.graph).sharded
-            for position, index in slots.items():
-                value = returned[position]
-                whole = self.reference.whole(value, index) if position in shards else value
-                self.left["gradient"][table[index].name] = whole
+            replaced = recorded(self.graph).written_gradients
+            newest = {index: position for position, index in (slots | replaced).items()}
+            for index, position in newest.items():
+                value, is_shard = returned[position], position in shards
+                unreduced = recorded(self.graph).unreduced.get(position, "")
+                if is_shard or unreduced == self.reference.mesh.outer:
+                    value = self.reference.average(value, index, is_shard, unreduced)
+                self.left["gradient"][table[index].name] = value
         output = self.graph.output_node().args[0]
         self.results = [
             None if _stands_for_an_input(output[position]) else value
@@ -628,7 +632,9 @@ class _Rank(Interpreter):
 
     def _enter(self, node: fx.Node, value: Any) -> Any:
         """An input as this rank has it: a shard in memory of its own, or a part of its bucket's."""
-        role = input_role(node)
+        role, mesh = input_role(node), self.reference.mesh
+        if role.unreduced and role.unreduced == mesh.outer:
+            value = value * mesh.size(mesh.inner)  # given the average, it is a sum inside
         if role.sharded:
             info, over = self.reference.table[role.parameter], self._cut_of(role)
             info = info.kept if over else info
@@ -646,7 +652,7 @@ class _Rank(Interpreter):
     def _cut_of(self, role: InputRole) -> Mapping[str, str]:
         """The keyword for what an input is cut over, if that is not what states are."""
         info = self.reference.table[role.parameter]
-        is_kept = role.kind == "parameter"
+        is_kept = role.kind == "parameter" or role.unreduced
         return self.reference.mesh.cut_in(info.kept.world_size) if is_kept else {}
 
     def _start(self, node: fx.Node) -> Any:

@@ -161,9 +161,11 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             value = node.meta.get("val")
             is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
             kind = input_role(node).kind
-            is_own = kind == "buffer" or input_role(node).unreduced
-            if is_own or (kind == "other" and not is_scalar):
+            unreduced = input_role(node).unreduced
+            if kind == "buffer" or (kind == "other" and not is_scalar):
                 varying[node] = axes
+            elif unreduced:
+                varying[node] = axes_in(unreduced)
             continue
         along = axes if is_random(node) else frozenset()
         along = along.union(*(varying.get(source, ()) for source in node.all_input_nodes))

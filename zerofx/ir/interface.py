@@ -23,14 +23,15 @@ class InputRole:
 
     ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
     other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
-    ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks,
-    ``on_host`` that it is a shard in host memory.
+    ``unreduced`` names the axes of ranks over which a gradient still has to be averaged: along all
+    of them it is this rank's own, along the outer one of a mesh a sum over the inner one.
+    ``on_host`` says that it is a shard in host memory.
     """
 
     kind: str
     parameter: int = -1
     sharded: bool = False
-    unreduced: bool = False
+    unreduced: str = ""
     on_host: bool = False
 
 
@@ -58,7 +59,8 @@ def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
 class Recorded:
     """What is recorded of a program as a whole; results go by their positions.
 
-    ``gradients`` become some ``p.grad``, by index; those that are ``unreduced`` are not averaged.
+    ``gradients`` become some ``p.grad``, by index; those that are ``unreduced`` are not averaged
+    over these axes.
     ``written_gradients`` replace an unreduced gradient that came in, by the parameter's index; they
     are behind those that the step returns.  ``sharded`` results leave as this rank's shards.
 
@@ -68,7 +70,7 @@ class Recorded:
     """
 
     gradients: dict[int, int] = field(default_factory=dict)
-    unreduced: set[int] = field(default_factory=set)
+    unreduced: dict[int, str] = field(default_factory=dict)
     written_gradients: dict[int, int] = field(default_factory=dict)
     sharded: set[int] = field(default_factory=set)
     updates: Counter[tuple[int, int]] | None = None

@@ -105,7 +105,8 @@ def _random_input(
 ) -> torch.Tensor:
     kind, what = of["kind"], of.get("parameter", name)
     info = infos[what] if of.get("sharded") else None
-    if info and kind == "parameter":
+    unreduced = of.get("unreduced", "")
+    if info and (kind == "parameter" or unreduced):
         info = info.kept
     shape, stride = (info.shape, info.stride) if info else (of["shape"], of["stride"])
 
@@ -114,8 +115,11 @@ def _random_input(
         value = torch.empty_strided(shape, stride, dtype=getattr(torch, of["dtype"]))
         return _filled(value, kind, generator)
 
-    if kind == "gradient" and not of.get("unreduced"):
+    mesh = program.mesh
+    if kind == "gradient" and not unreduced:
         value = reduced(list(map(drawn, range(program.world_size))), "mean")
+    elif kind == "gradient" and unreduced == mesh.outer:
+        value = reduced(list(map(drawn, mesh.ranks_along(mesh.inner))), "sum")
     else:
         is_own = kind == "gradient" or (kind == "other" and shape != ())
         value = drawn(program.rank if is_own else 0)

@@ -269,6 +269,14 @@ class Reference:
         over = self.mesh.cut_in(self.table[index].kept.world_size)
         return self.whole(kept, index, **over)
 
+    def average(self, value: Tensor, index: int, is_shard: bool, unreduced: str) -> Tensor:
+        """The whole gradient that a value is of, averaged if it is not yet.  Collective."""
+        if is_shard and unreduced in ("", self.mesh.everywhere):  # a shard is of an average
+            return self.whole(value, index)
+        if is_shard:
+            value = self.whole_value(value, index)
+        return self._reduced(unreduced, value, "mean") if unreduced else value
+
     # Host memory and files
 
     def copy_start(

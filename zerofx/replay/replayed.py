@@ -84,21 +84,22 @@ class ObservedProgram(ProgramFacts):
         facts = self.facts
         names = list(facts["PARAMETERS"])
 
-        def whole(value: Any, index: int, is_shard: bool, is_own: bool) -> Any:
-            if value is None or not (is_shard or is_own):
-                return value
-            return reference.whole(value, index) if is_shard else reference.gradient(value, index)
+        def whole(value: Any, index: int, is_shard: bool, unreduced: str = "") -> Any:
+            if value is None:
+                return None
+            return reference.average(value, index, is_shard, unreduced)
 
         for name, of in facts["INPUTS"].items():
             if of["kind"] == "gradient":
                 index = names.index(of["parameter"])
-                is_shard, is_own = of.get("sharded", False), of.get("unreduced", False)
-                value = whole(inputs[name], index, is_shard, is_own)
+                is_shard, unreduced = of.get("sharded", False), of.get("unreduced", "")
+                value = whole(inputs[name], index, is_shard, unreduced)
                 yield f"the gradient of {of['parameter']}", value
             elif of["kind"] == "other" and "shape" in of:
                 yield f"input {name}", inputs[name]
         written = recorded(self.graph).written_gradients
-        unreduced = {*recorded(self.graph).unreduced, *written}
+        own = dict.fromkeys(written, self.mesh.everywhere)
+        unreduced = own | recorded(self.graph).unreduced
         slots = {position: names.index(name) for position, name in facts["GRADIENTS"].items()}
         slots |= written
         others = 0
@@ -108,7 +109,7 @@ class ObservedProgram(ProgramFacts):
                 others += 1
                 continue
             index, is_shard = slots[position], position in facts["SHARDED_RESULTS"]
-            value = whole(value, index, is_shard, position in unreduced)
+            value = whole(value, index, is_shard, unreduced.get(position, ""))
             yield f"the gradient of {names[index]}", value
         yield from left_behind(self, reference, inputs).items()
         for (handle, index), gradients in updated.items():
@@ -116,4 +117,4 @@ class ObservedProgram(ProgramFacts):
             for number, (value, is_shard) in enumerate(gradients):
                 again = f" for the {number + 1}. time" if number else ""
                 what = f"the gradient that {kind} is given for {names[index]}{again}"
-                yield what, whole(value, index, is_shard, False)
+                yield what, whole(value, index, is_shard)

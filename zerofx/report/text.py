@@ -116,7 +116,7 @@ class ProgramText:
         if role.parameter >= 0:
             described["parameter"] = self.table[role.parameter].name
         flags = ("sharded", "unreduced", "on_host")
-        described |= {flag: True for flag in flags if getattr(role, flag)}
+        described |= {flag: given for flag in flags if (given := getattr(role, flag))}
         if isinstance(value, torch.Tensor):
             described["shape"] = tuple(map(compat.aot.size_hint, value.shape))
             described["stride"] = tuple(map(compat.aot.size_hint, value.stride()))

@@ -82,6 +82,10 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
             with ordinary_tensors():
                 if bound.is_unreduced:
                     whole = _average(bound.gradient, bound.communicator)
+                elif bound.is_sum:
+                    outer = bound.communicator.along(bound.communicator.mesh.outer)
+                    average = _average(bound.gradient, outer)
+                    whole = gather(average, bound.info.kept, bound.communicator.keepers)
                 else:
                     whole = gather(bound.gradient, bound.info, bound.communicator.shards)
             parameter.grad = REGISTRY.gradients.mark_averaged(whole.to(parameter.dtype))

@@ -121,9 +121,7 @@ class StepRuntime:
             for position, role in gradients
             if not role.sharded and not role.unreduced
         ]
-        self.unreduced_gradients = [
-            (position, role.parameter) for position, role in gradients if role.unreduced
-        ]
+        self.unreduced_gradients = [(at, role) for at, role in gradients if role.unreduced]
         self.results = recorded(graph)
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
@@ -233,17 +231,16 @@ class StepRuntime:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
         for position, index in self.whole_gradients:
             REGISTRY.gradients.check_averaged(self.bound[index], values[position])
-        for position, index in self.unreduced_gradients:
-            is_changed = index in self.changed_gradients
-            values[position] = REGISTRY.gradients.unreduced(
-                self.bound[index], values[position], is_changed
-            )
+        for position, role in self.unreduced_gradients:
+            is_changed = role.parameter in self.changed_gradients
+            kept = REGISTRY.gradients.sum_inside if role.sharded else REGISTRY.gradients.unreduced
+            values[position] = kept(self.bound[role.parameter], values[position], is_changed)
         self._place_shards()
         for position, role in self.inputs:
             bound = self.bound[role.parameter]
             if role.kind == "parameter":
                 values[position] = bound.shard
-            else:
+            elif not role.unreduced:
                 values[position] = REGISTRY.gradients.shard(bound, values[position])
 
     def _place_shards(self) -> None:
@@ -333,6 +330,7 @@ class StepRuntime:
             for value in (*inputs, *results)
             if isinstance(value, torch.Tensor)
         )
+        outer = self.communicator.mesh.outer
         stored = {position: self.results.gradients[position] for position in self.results.unreduced}
         for position, index in {**stored, **self.results.written_gradients}.items():
             bound, value = self.bound[index], results[position]
@@ -340,7 +338,8 @@ class StepRuntime:
                 is_whole = position not in self.results.sharded
                 if is_whole:
                     value = in_memory_of_its_own(value, bound.info, users)
-                REGISTRY.gradients.store(bound, value, unreduced=is_whole)
+                is_sum = not is_whole and self.results.unreduced.get(position) == outer
+                REGISTRY.gradients.store(bound, value, unreduced=is_whole, is_sum=is_sum)
             results[position] = bound.stub
         del results[len(results) - len(self.results.written_gradients) :]
 

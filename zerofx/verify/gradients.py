@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -17,6 +18,8 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.verify.broken import broken
+
+aten = torch.ops.aten
 
 LAYS_OUT = (ops.flatten_bucket, ops.reduce_bucket_start, ops.all_reduce_bucket_start)
 """The operators that take the gradients of a bucket, and their parameters."""
@@ -77,6 +80,10 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
     *_, reduction = hops = _hops(reduced) or [reduced]
+    if ops.rules(reduction).reduces and _is_second_hop(hops):
+        begin, length = info.position_in_shard, info.shard_numel
+        is_its = (dim, start, stop) == (0, begin, begin + length)
+        return is_its and _averages_sums(reduction, info)
     flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
     begin, length = info.position_in_shard, info.shard_numel
     if reduction.target is ops.all_reduce_bucket_start:
@@ -110,6 +117,47 @@ def _is_mean(hops: Sequence[fx.Node]) -> bool:
     return in_order and last == "mean" and set(before) <= {"sum"}
 
 
+def _is_second_hop(hops: Sequence[fx.Node]) -> bool:
+    """Return whether what is averaged has come together of sums over the inner axis."""
+    mesh = recorded(hops[0].graph).mesh
+    over = [(ops.argument(hop, "axis"), ops.argument(hop, "reduction")) for hop in hops]
+    return mesh is not None and over == [(mesh.outer, "mean")]
+
+
+def _averages_sums(hop: fx.Node, info: ParameterInfo) -> bool:
+    """Return whether a second hop has a parameter's gradient that is summed over the inner axis."""
+    mesh, total = recorded(hop.graph).mesh or Mesh(), hop.args[0]
+    if total.target is ops.pack:
+        held = dict(zip(total.args[1], total.args[0], strict=True))
+        if info.index not in held:
+            return False
+        total = held[info.index]
+
+    def is_sum(node: fx.Node) -> bool | None:
+        """None if that depends on what it is computed from."""
+        if node.op == "placeholder":
+            given = input_role(node)
+            is_its = given.kind == "gradient" and given.parameter == info.index
+            return is_its and given.unreduced == mesh.outer
+        if role(node) not in (Role.REDUCE_GRADIENT, Role.REDUCED_GRADIENT):
+            return None
+        if parameter_of(node) != info.index and role(node) == Role.REDUCED_GRADIENT:
+            return False
+        waited = node.args[0] if node.target is aten.slice.Tensor else node
+        inside = _hops(waited)
+        kept = info.kept
+        part = (0, kept.position_in_shard, kept.position_in_shard + kept.shard_numel)
+        is_its = node.target is not aten.slice.Tensor or node.args[1:] == part
+        over = [(ops.argument(one, "axis"), ops.argument(one, "reduction")) for one in inside]
+        return is_its and over == [(mesh.inner, "sum")]
+
+    def computed_from(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if is_sum(node) is None else []
+
+    found = {is_sum(node) for node in reached([total], computed_from)} - {None}
+    return found == {True}
+
+
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
     """Return whether ``gradient`` is computed from the parameter's averaged gradient."""
 
@@ -121,7 +169,10 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             return is_its and not given.unreduced
         is_its = parameter_of(node) == info.index
         if role(node) == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            return is_its and _is_mean(_hops(node))
+            hops = _hops(node)
+            if _is_second_hop(hops):
+                return is_its and _averages_sums(hops[0], info)
+            return is_its and _is_mean(hops)
         return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None
 
     def computed_from(node: fx.Node) -> list[fx.Node]:

@@ -63,11 +63,17 @@ class GradientRegistry:
             _watch_accumulation(bound)
 
     def store(
-        self, bound: ParameterState, gradient: torch.Tensor, *, unreduced: bool = False
+        self,
+        bound: ParameterState,
+        gradient: torch.Tensor,
+        *,
+        unreduced: bool = False,
+        is_sum: bool = False,
     ) -> torch.Tensor:
         """Keep a gradient's shard, and return what to store as ``parameter.grad``.
 
-        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.
+        With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.  If it
+        ``is_sum``, it is still to be averaged over the outer axis of a mesh.
 
         Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
         object every time, so that Dynamo's guards on it hold.
@@ -77,7 +83,8 @@ class GradientRegistry:
                 info = bound.info
                 bound.stub = without_storage(info.shape, info.stride, info.dtype, info.device)
                 self._stubs[id(bound.stub)] = bound
-            bound.gradient, bound.is_unreduced = gradient.detach(), unreduced
+            bound.gradient = gradient.detach()
+            bound.is_unreduced, bound.is_sum = unreduced, is_sum
             if not self._is_plain:
                 _guard_stub(bound)
             return bound.stub
@@ -89,12 +96,39 @@ class GradientRegistry:
         gradient that was left unreduced.
         """
         if gradient is bound.stub and bound.gradient is not None:
-            if bound.is_unreduced:
+            if bound.is_unreduced or bound.is_sum:
                 _refuse_unreduced(bound)
             return bound.gradient
         self.check_averaged(bound, gradient)
         with ordinary_tensors():
             return take_shard(gradient, bound.info, bound.info.rank)
+
+    def sum_inside(
+        self, bound: ParameterState, gradient: torch.Tensor, is_changed: bool
+    ) -> torch.Tensor:
+        """Return a shard to be averaged over the outer axis to ``gradient``: stored, or made of it.
+
+        An average is one if it is multiplied by the number of ranks that the axis lacks.
+
+        Raises: RuntimeError as ``unreduced``.
+        """
+        info = bound.info
+        if gradient is not bound.stub or bound.gradient is None:
+            self.check_averaged(bound, gradient)
+            if is_changed:
+                _refuse_changed(bound, "stage 1 on the outer axis of a mesh")
+            with ordinary_tensors():
+                cut = take_shard(gradient, info.kept, info.kept.rank)
+                return cut.mul_(info.kept.world_size)
+        if bound.is_unreduced:
+            _refuse_unreduced(bound)
+        if not bound.is_sum:
+            with ordinary_tensors():
+                total = bound.gradient.new_zeros(info.kept.shard_numel)
+                own = total.narrow(0, info.position_in_kept, info.shard_numel)
+                own.copy_(bound.gradient).mul_(info.world_size)
+            bound.gradient, bound.is_sum = total, True
+        return bound.gradient
 
     def unreduced(
         self, bound: ParameterState, gradient: torch.Tensor, is_changed: bool
@@ -109,18 +143,14 @@ class GradientRegistry:
         if gradient is not bound.stub or bound.gradient is None:
             self.check_averaged(bound, gradient)
             if is_changed:
-                raise RuntimeError(
-                    f"the gradient of parameter {bound.name!r} was left by a function without "
-                    "accumulate='local', as a whole average, and this function has that option. "
-                    "Give it to every function that backward, clipping and the update are in, or "
-                    "call optimizer.zero_grad() in between."
-                )
+                _refuse_changed(bound, "accumulate='local'")
             return gradient
         if not bound.is_unreduced:
+            info = bound.info.kept if bound.is_sum else bound.info
             with ordinary_tensors():
-                shares = bound.gradient * bound.info.world_size
-                whole = whole_from_shard(shares, bound.info, bound.info.rank)
-            bound.gradient, bound.is_unreduced = whole, True
+                shares = bound.gradient if bound.is_sum else bound.gradient * info.world_size
+                whole = whole_from_shard(shares, info, info.rank)
+            bound.gradient, bound.is_unreduced, bound.is_sum = whole, True, False
         return bound.gradient
 
     def mark_averaged(
@@ -214,6 +244,14 @@ def _refuse_unreduced(bound: ParameterState) -> NoReturn:
         f"accumulate='local': {bound.what_is_kept} and this function, without that option, takes "
         "it for the average. Give options={'accumulate': 'local'} to every function that backward, "
         "clipping and the update are in, or call optimizer.zero_grad() in between."
+    )
+
+
+def _refuse_changed(bound: ParameterState, option: str) -> NoReturn:
+    raise RuntimeError(
+        f"the gradient of parameter {bound.name!r} was left by a function without {option}, as a "
+        "whole average, and this function has that option. Give it to every function that "
+        "backward, clipping and the update are in, or call optimizer.zero_grad() in between."
     )
 
 

@@ -47,7 +47,8 @@ class ParameterState:
 
     ``gradient`` is this rank's flat shard of a gradient that crosses calls, and ``stub`` the
     tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
-    whole and this rank's own, and the gradient is its mean over the ranks.
+    whole and this rank's own, and the gradient is its mean over the ranks.  If it ``is_sum``, it is
+    cut over the inner axis of a mesh, a sum over that, and still to be averaged over the outer one.
 
     Parameters of one bucket have the same ``bucket``: their ``BucketMemory`` if they live in one
     (stages 1 and 2).  ``location`` is where the values of the shard lie between uses; ``host`` is
@@ -68,6 +69,7 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
+    is_sum: bool = False
     state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
