@@ -27,6 +27,7 @@ from zerofx.passes.zero.hoist_casts import hoist_casts
 from zerofx.passes.zero.shard_gradients import shard_gradients
 from zerofx.passes.zero.shard_optimizer import CONFLICTS as PRECISION_CONFLICTS
 from zerofx.passes.zero.shard_optimizer import shard_optimizer
+from zerofx.passes.zero.shard_parameters import CONFLICTS as SECOND_SHARD_CONFLICTS
 from zerofx.passes.zero.shard_parameters import shard_parameters
 
 
@@ -76,6 +77,7 @@ PIPELINE = (
         requires=frozenset({"sharded_gradients"}),
         provides=frozenset({"sharded_parameters"}),
         smallest_stage=3,
+        conflicts=SECOND_SHARD_CONFLICTS,
     ),
     _of_updates(
         place_offload, offloads=frozenset({"optimizer", "params"}), conflicts=OFFLOAD_CONFLICTS

@@ -182,6 +182,7 @@ _HARDWARE = _Kind(
     f"text like '{_EXAMPLE}', a dict, or the path of a .json file",
     _figures,
 )
+_AXIS = _Kind((str,), "the name of a mesh's inner axis")
 _FOLDER = _Kind((str, os.PathLike), "a folder's path", _path)
 _FOLDERS = _Kind((str, os.PathLike, list, tuple), "a folder's path or a list of them", _paths)
 _GROUP = _Kind(  # the runtime checks its ranks
@@ -215,6 +216,8 @@ class Options:
     process_group: object = _option(None, _GROUP)
     """The data-parallel ranks: a process group, or a device mesh of one or two axes.  None is the
     world."""
+    secondary_shard: str | None = _option(None, _AXIS)
+    """The inner axis of a mesh: a rank keeps a second shard, of a copy that its node has."""
     accumulate: str | None = _option(None, _choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
     reduce_dtype: torch.dtype | None = _option(

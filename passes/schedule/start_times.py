@@ -41,7 +41,12 @@ def chain_of(wait: fx.Node) -> list[fx.Node]:
     """The start of a gather and what prepares its input, last node first."""
 
     def prepared_by(node: fx.Node) -> list[fx.Node]:
-        return [operand for operand in node.all_input_nodes if role(operand) in PREPARING]
+        """Of a second shard that several gathers begin with, only the first brings it along."""
+        return [
+            operand
+            for operand in node.all_input_nodes
+            if role(operand) in PREPARING and min(operand.users) is node
+        ]
 
     return sorted(reached([wait.args[0]], prepared_by), reverse=True)
 

@@ -56,9 +56,13 @@ class GatherSource:
 
 @dataclass(eq=False)
 class GatherUnit:
-    """Sources that travel together: shards of one bucket, or one source alone."""
+    """Sources that travel together: shards of one bucket, or one source alone.
+
+    ``second_shard`` is what of them the rank's node keeps together, once it is there.
+    """
 
     sources: list[GatherSource]
+    second_shard: fx.Node | None = None
 
     @property
     def regather(self) -> bool:
@@ -71,6 +75,12 @@ class GatherUnit:
         if source.is_joined:
             ranks = source.parameter.parts
         return place.shard_numel * ranks * source.dtype.itemsize
+
+    @property
+    def indices(self) -> list[int]:
+        """The parameters, in the order in which they lie in their bucket."""
+        places = sorted((s.parameter.place.offset, s.parameter.index) for s in self.sources)
+        return [index for _, index in places]
 
     @property
     def name(self) -> str:
@@ -218,7 +228,7 @@ def insert_gathers(
     for unit in units:
         for number, span in enumerate(spans[unit]):
             reason = _why_gathered(unit, span, number, ctx.options.memory_budget)
-            gathered.append(_gather(builder, unit, span, reason))
+            gathered.append(_gather(builder, unit, span, reason, ctx.options.secondary_shard))
     for wait in gathered:
         last = last_use(aliases(wait))
         if last.op == "output":
@@ -243,23 +253,30 @@ def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int |
     return f"{size} for {readers}"
 
 
-def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -> fx.Node:
+def _gather(
+    builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str, keeps_second: str | None
+) -> fx.Node:
     """Insert one gather before the span's first reader; return its ``wait``."""
     source = unit.sources[0]
     origin = builder.serving([source.parameter.index])
     with builder.before(span.uses[0][0], role=Role.GATHER, **origin) as call:
-        shard = pack_shards(call, unit, builder.mesh)
-        if source.cast_to is not None:
-            cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
-            shard = call(aten._to_copy.default, shard, **cast)
         mesh, is_cut_twice = builder.mesh, False
         if mesh.is_cut:
             is_cut_twice = source.parameter.world_size == mesh.num_shards
-        if is_cut_twice:
+        shard = unit.second_shard or pack_shards(call, unit, mesh)
+        if source.cast_to is not None and unit.second_shard is None:
+            cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
+            shard = call(aten._to_copy.default, shard, **cast)
+        if is_cut_twice and unit.second_shard is None:
             hop = partial(call, role=Role.GATHER_SHARD)
-            over = mesh.over(mesh.outer)
-            start = hop(ops.all_gather_start, shard, mesh.size(mesh.outer), **over)
-            wait = shard = hop(ops.wait, start)
+            over, size = mesh.over(mesh.outer), mesh.size(mesh.outer)
+            if keeps_second and unit.regather:
+                is_new = any(each.shard.op != "placeholder" for each in unit.sources)
+                start = hop(ops.refill_start, shard, unit.indices, size, is_new, **over)
+                wait = shard = unit.second_shard = hop(ops.wait, start)
+            else:
+                start = hop(ops.all_gather_start, shard, size, **over)
+                wait = shard = hop(ops.wait, start)
         if not source.is_joined:
             size = mesh.size(mesh.inner) if mesh.outer else source.parameter.world_size
             over = mesh.over(mesh.inner)

@@ -10,10 +10,41 @@ from zerofx.ir.interface import input_role, placeholders, written_input
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
-from zerofx.passes.base import Counts, PassContext
+from zerofx.options import Options
+from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.zero.propagate import ShardedValue, ShardPropagation
 
 aten = torch.ops.aten
+
+
+def _inner_axis(options: Options) -> str:
+    """The inner axis of the mesh in the options; empty if there is none with two axes."""
+    axes = list(getattr(options.process_group, "mesh_dim_names", None) or ())
+    return axes[-1] if len(axes) > 1 else ""
+
+
+CONFLICTS = (
+    Conflict(
+        lambda options: options.secondary_shard and options.secondary_shard != _inner_axis(options),
+        "secondary_shard={secondary_shard!r} must name the inner axis, the last, of a mesh of two"
+        " axes in process_group: ranks along it keep a second copy of parameters together. Pass"
+        " init_device_mesh(device, (nodes, ranks of a node), mesh_dim_names=('node', 'gpu')) and"
+        " 'gpu', or drop it",
+    ),
+    Conflict(
+        lambda options: (
+            options.secondary_shard and (options.stage, options.outer_stage or 3) != (3, 3)
+        ),
+        "secondary_shard={secondary_shard!r} needs parameters that are sharded over both axes:"
+        " stage 3. With a smaller stage on the outer axis a rank's shard is that of its node"
+        " already. Choose stage 3, or drop secondary_shard",
+    ),
+    Conflict(
+        lambda options: options.secondary_shard and "params" in options.offload,
+        "secondary_shard={secondary_shard!r} keeps a second shard on the device, and"
+        " offload='params' the first one in host memory: drop one",
+    ),
+)
 
 
 def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -31,7 +62,9 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         dx = mm(dy, w2);  zerofx.free(w2)
 
     Updates write the shard in place, so what ``shard_optimizer`` gathered for ``p`` goes away.
-    Source: ZeRO, Rajbhandari et al. 2020, section 5.3.
+    With ``secondary_shard`` what is gathered over a mesh's outer axis is kept until the next
+    update, and gathers begin with that.
+    Source: ZeRO, Rajbhandari et al. 2020, section 5.3; ZeRO++, Wang et al. 2023, section 3.2.
     """
     propagation = ShardPropagation(gm, ctx, "shard_parameters")
     gathered = _gathered_updates(gm.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,3 +388,95 @@ def test_the_mesh_is_that_of_the_rank():
     assert [context_of(captured, rank).mesh.shard for rank in range(4)] == [0, 1, 0, 1]
     assert replace(context_of(captured).mesh, rank=3) == Mesh(NODES, 3)
     assert clone(captured).table[0].world_size == 2
+
+
+# A second shard
+
+
+@functools.cache
+def mesh_with_names():
+    return SimpleNamespace(mesh_dim_names=("node", "gpu"))
+
+
+SECOND = {"process_group": mesh_with_names(), "secondary_shard": "gpu"}
+
+
+@functools.cache
+def two_updates(axes=(), outer_stage: int = 0):
+    """Parameters are gathered, updated, and gathered and updated again."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    for parameter in model.parameters():
+        parameter.data = whole_numbers(*parameter.shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return capture(step, whole_numbers(4, 5), axes=axes, outer_stage=outer_stage)
+
+
+def refills(program):
+    return [node for node in program.graph.nodes if node.target is ops.refill_start]
+
+
+@pytest.mark.parametrize("make", (step_on, two_updates))
+def test_gathers_that_begin_with_a_second_shard_give_the_same(make):
+    axes = {"axes": NODES, "outer_stage": 3}
+    flat, meshed = make(), make(**axes)
+    wanted = execute(rewritten_by_rank(flat, stage=3), integer_inputs(flat))
+    found = execute(rewritten_by_rank(meshed, stage=3, **SECOND), integer_inputs(meshed))
+    for name, values in wanted.parameters.items():
+        for value, other in zip(values, found.parameters[name], strict=True):
+            assert torch.equal(value, other), name
+
+
+def test_the_outer_axis_is_gathered_over_once_for_each_update():
+    program = rewritten(step_on(NODES, 2, 3), stage=3, bucket=True, **SECOND)
+    buckets = {info.place.bucket: info for info in program.table}.values()
+    whole = 4 * sum(info.place.shard_numel * info.world_size for info in buckets)
+    inner, outer = (wire_bytes(program.gm, 4, axis).gathers for axis in ("gpu", "node"))
+    assert outer == whole / 2 / 2
+    assert inner >= 2 * whole / 2
+    assert [ops.argument(node, "is_new") for node in refills(program)] == [False, False]
+    again = refills(rewritten(two_updates(NODES, 3), stage=3, bucket=True, **SECOND))
+    assert [ops.argument(node, "is_new") for node in again] == [False, False, True, True]
+
+
+def old_for_new(program):
+    refill = refills(program)[-1]
+    refill.args = (*refill.args[:3], False)
+
+
+def of_the_other(program):
+    refill = refills(program)[-1]
+    refill.args = (refill.args[0], [0], *refill.args[2:])
+
+
+def along_the_inner_axis(program):
+    refills(program)[0].kwargs = {"axis": "gpu"}
+
+
+def kept_past_an_update(program):
+    first, *_, last = refills(program)
+    for reader in list(ops.wait_of(last).users):
+        reader.replace_input_with(ops.wait_of(last), ops.wait_of(first))
+
+
+@pytest.mark.parametrize(
+    "bug, words",
+    (
+        (old_for_new, "before the program has written"),
+        (of_the_other, "shards of the parameters that it names"),
+        (along_the_inner_axis, "is not filled along node"),
+        (kept_past_an_update, "has overwritten it|does not read what|gathers|not hold"),
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_second_shard_is_of_the_newest_values(bug, words):
+    program = rewritten(two_updates(NODES, 3), stage=3, bucket=True, **SECOND)
+    verify(program.gm, program.table, AVERAGED)
+    bug(program)
+    refused(program, words)

@@ -236,6 +236,89 @@ def test_an_int_is_the_stage_of_both_axes(ranks, stage, form):
     assert_trained(results, train_alone(form, of))
 
 
+# A second shard inside the node
+
+
+SECOND = {"secondary_shard": "gpu"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", FORMS)
+def test_trains_so_with_a_second_shard(ranks, form):
+    results = ranks(4).run(train_on_mesh, form, (2, 2), (3, 3), SECOND)
+    assert_trained(results, train_alone(form, 4))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"lowering": "inductor"},
+        {"accumulate": "local"},
+        {"bucket": False},
+        {"memory_budget": 10**6},
+        {"offload": "optimizer"},
+        {"validate": True},
+        {"check_order": True},
+    ),
+    ids=str,
+)
+def test_trains_so_with_a_second_shard_and_every_option(ranks, options):
+    results = ranks(4).run(train_on_mesh, "across_calls", (2, 2), (3, 3), SECOND | options)
+    assert_trained(results, train_alone("across_calls", 4))
+
+
+def gathers_between_nodes(path):
+    """Gathers along the outer axis of each call, of a training with much between its updates."""
+    options = on_mesh((2, 2), (3, 3), **SECOND)
+    trainer = Trainer("across_calls", options)
+    batch = batches_of(0, 4)[dist.get_rank()][0]
+    model, optimizer = trainer.model, trainer.optimizer
+    evaluate = torch.compile(torch.no_grad()(loss_of), backend="zero", options=options)
+    trainer.steps["backward"](model, batch)
+    function = next(function for function in zero.functions if function.programs)
+    traffic = traffic_of(function.communicator.along("node"))
+    found = []
+
+    def count(call, *args):
+        traffic.reset()
+        result = call(*args)
+        found.append(traffic.sent_bytes["gather"] > 0)
+        return result
+
+    count(trainer.steps["backward"], model, batch)  # another micro-batch
+    first = count(evaluate, model, batch)
+    count(trainer.steps["update"], model, optimizer)
+    count(trainer.steps["backward"], model, batch)
+    second = count(evaluate, model, batch)
+    zerofx.save(path, model, optimizer)
+    with zerofx.full_params(model), torch.no_grad():
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.mul_(1.5)
+    third = count(evaluate, model, batch)
+    zerofx.load(path, model, optimizer)
+    fourth = count(evaluate, model, batch)
+    model.load_state_dict({name: 1.5 * value for name, value in whole.items()}, strict=False)
+    fifth = count(evaluate, model, batch)
+    assert second == fourth != first
+    assert third == fifth != second
+    alone = Tied()
+    with torch.no_grad():
+        for name, p in alone.named_parameters():
+            p.copy_(1.5 * whole[name])
+        torch.testing.assert_close(loss_of(alone, batch), third)
+    return found
+
+
+@pytest.mark.nightly
+def test_a_second_shard_is_filled_once_after_each_change(ranks, tmp_path):
+    changed, same = True, False
+    wanted = [same, same, same, changed, same, changed, changed, changed]
+    for found in ranks(4).run(gathers_between_nodes, str(tmp_path / "saved")):
+        assert found == wanted
+
+
 # Muon, of which owners compute updates
 
 
@@ -423,6 +506,10 @@ def refuse_meshes():
     refuse("of at most 1", given(mesh, {"gpu": 1, "node": 3}))
     offloaded = {**given(mesh, {"gpu": 3, "node": 1}), "offload": "params"}
     refuse("its outer axis has stage 1. Give it stage 3 or 0", offloaded)
+    second = {**given(mesh, 3), "secondary_shard": "node"}
+    refuse("must name the inner axis, the last, of a mesh of two axes", second)
+    outside = {**given(mesh, {"gpu": 3, "node": 1}), "secondary_shard": "gpu"}
+    refuse("needs parameters that are sharded over both axes: stage 3", outside)
     refuse("names rack, and the mesh .* has the axes node, gpu", given(mesh, {"rack": 0, "gpu": 3}))
     refuse("leaves out node", given(mesh, {"gpu": 3}))
     refuse("process_group is none", {"stage": {"gpu": 3, "node": 0}})

@@ -141,6 +141,8 @@ class _Memory:
             return set()
         if ops.lane(node) in (FILES, TO_HOST):  # what it makes is on the host
             return set()
+        if node.target is ops.refill_start:  # and this is kept between steps
+            return set()
         if node.target is operator.getitem:
             part = node.args
             if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results

@@ -41,6 +41,12 @@ def shards_changed_by_user(graph: fx.Graph) -> set[int]:
     }
 
 
+def shards_written(graph: fx.Graph) -> set[int]:
+    """The parameters whose shards the program writes to."""
+    inputs = placeholders(graph, "parameter")
+    return {input_role(node).parameter for node in inputs if writers(node)}
+
+
 def moved_out(graph: fx.Graph) -> set[int]:
     """The parameters of whose whole value a shard is taken to be moved to the host, once."""
     found: Counter[int] = Counter()

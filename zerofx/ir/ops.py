@@ -128,6 +128,25 @@ def all_gather_start(shard, world_size, axis=DATA):
 
 
 @define(
+    "refill_start(Tensor shard, int[] parameters, int world_size, bool is_new=False,"
+    " str axis='data') -> Tensor",
+    lane=LINK,
+    starts=True,
+    gathers=True,
+    uniform=True,
+    sends=value_bytes,
+    traffic=lambda node: "gathers",
+)
+def refill_start(shard, parameters, world_size, is_new=False, axis=DATA):
+    """Have the second shard of these parameters, [world_size * n] of [n] that ranks keep.
+
+    It is gathered over an axis if a parameter has changed since it was last, or ``is_new`` as an
+    update of this program has made it; else it is what was gathered then, and nothing travels.
+    """
+    return shard.new_empty(shard.shape[0] * world_size)
+
+
+@define(
     "wait(Tensor started) -> Tensor",
     waits=True,
     shares=lambda node: [node.args[0]],

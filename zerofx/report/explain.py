@@ -11,11 +11,12 @@ from tabulate import tabulate
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
+from zerofx.ir import ops
 from zerofx.ir.effects import why_uncaptured
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
-from zerofx.ir.sizes import is_symbolic
+from zerofx.ir.sizes import hinted_bytes, is_symbolic
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
 from zerofx.runtime.optimizer.states import bytes_of_states
@@ -292,6 +293,8 @@ def kept_bytes(program: Program) -> int:
     if program.options.stage < 3:
         return sum(info.nbytes for info in program.table)
     shards = sum(info.kept.shard_numel * info.dtype.itemsize for info in program.table)
+    refills = program.gm.graph.find_nodes(op="call_function", target=ops.refill_start)
+    shards += sum({tuple(node.args[1]): hinted_bytes(node) for node in refills}.values())
     return shards - on_host_bytes(program)
 
 

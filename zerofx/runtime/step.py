@@ -125,6 +125,7 @@ class StepRuntime:
         self.results = recorded(graph)
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
+        self.written = effects.shards_written(graph)
 
     def sources(self) -> dict[int, Source]:
         """Return the files of new parameters, by index, if each rank reads its own part."""
@@ -163,6 +164,7 @@ class StepRuntime:
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
             ops.reduce_scatter_start: buckets.reduce_scatter_start,
             ops.all_gather_start: buckets.all_gather_start,
+            ops.refill_start: buckets.refill_start,
             (ops.wait, LINK): communicator.wait,
             ops.free: communicator.free,
             ops.take_shard: buckets.take_shard,
@@ -280,6 +282,8 @@ class StepRuntime:
 
     def _leave_after(self, error: BaseException) -> None:
         """Leave nothing under way of a call that has failed."""
+        for bound in self.bound:  # a second shard may not be whole
+            bound.version += 1
         self.host_updates.failed(error, self.bound)
         if self.moves:
             self.copies.abandon()
@@ -290,6 +294,8 @@ class StepRuntime:
 
     def _end_call(self) -> None:
         """Forget what was of this call alone."""
+        for index in self.written:
+            self.bound[index].version += 1
         self.steps.end_call()
         self.host_updates.end_call()
         if self.files is not None:

@@ -1,4 +1,4 @@
-"""The invariants of what a rank keeps of a parameter where updates have less: stages of a mesh."""
+"""The invariants of what a rank keeps of a parameter beside what updates have: on a mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ def verify_kept(graph: fx.Graph, table: ParameterTable) -> None:
     Raises: GraphError.
     """
     mesh = recorded(graph).mesh
-    if mesh is None or mesh.parts == 1:
+    if mesh is None:
+        return
+    for node in graph.find_nodes(op="call_function", target=ops.refill_start):
+        _is_filled_with_newest(node, mesh.outer)
+    if mesh.parts == 1:
         return
     renewed = set()
     for node in graph.nodes:
@@ -37,6 +41,23 @@ def verify_kept(graph: fx.Graph, table: ParameterTable) -> None:
             continue
         if any(parameter == index for _, parameter in updates(graph)):
             raise broken(node, f"is updated, and new values along {mesh.outer} do not come to it.")
+
+
+def _is_filled_with_newest(refill: fx.Node, axis: str) -> None:
+    """Check that a second shard is of the newest values of the parameters that it names."""
+    packed, indices = refill.args[:2]
+    if role(packed) == Role.GATHER_CAST:
+        packed = packed.args[0]
+    shards = packed.args[0] if packed.target is ops.pack else [packed]
+    if [shard_of(shard) for shard in shards] != list(indices):
+        raise broken(refill, "does not hold the shards of the parameters that it names.")
+    if ops.argument(refill, "axis") != axis:
+        raise broken(refill, f"is not filled along {axis}.")
+    is_new = any(shard.op != "placeholder" for shard in shards)
+    if is_new is not ops.argument(refill, "is_new"):
+        raise broken(
+            refill, "takes what was there before the program has written to a parameter, or not so."
+        )
 
 
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> None:

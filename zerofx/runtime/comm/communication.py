@@ -177,6 +177,10 @@ class Communicator:
         launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1), into)
         return self._start("all_gather", shard.nbytes * world_size, launch)
 
+    def there(self, result: torch.Tensor) -> torch.Tensor:
+        """Start what is complete already: all ranks have this result from before."""
+        return self._start("all_gather", 0, lambda: Started(result))
+
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send each rank its part of a flat buffer and return what all have sent here; blocks.
 

@@ -15,6 +15,7 @@ from zerofx.runtime.memory.flat import (
     copy_range,
     flat_pieces,
     flatten_bucket,
+    ordinary_tensors,
     pack,
     start_in_storage,
     take_shard,
@@ -22,7 +23,7 @@ from zerofx.runtime.memory.flat import (
     whole_from_flat,
 )
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
-from zerofx.runtime.parameters.parameter import ParameterState
+from zerofx.runtime.parameters.parameter import ParameterState, SecondShard
 
 
 class Buckets:
@@ -106,6 +107,30 @@ class Buckets:
     ) -> torch.Tensor:
         into = self._gathered_into.get((shard.data_ptr(), shard.numel()))
         return self.communicator.along(axis).all_gather_start(shard, world_size, into)
+
+    def refill_start(
+        self,
+        shard: torch.Tensor,
+        parameters: list[int],
+        world_size: int,
+        is_new: bool = False,
+        axis: str = DATA,
+    ) -> torch.Tensor:
+        """Gather a second shard to where it is kept, unless what is there is of these values."""
+        bounds, along = [self._bounds[index] for index in parameters], self.communicator.along(axis)
+        versions, known = [bound.version for bound in bounds], bounds[0].second_shards
+        same = (one for one in known if one.bounds == bounds and one.flat.dtype == shard.dtype)
+        second = next(same, None)
+        if second is None:
+            with ordinary_tensors():
+                second = SecondShard(bounds, shard.new_empty(shard.numel() * world_size))
+            known.append(second)
+        if second.versions == versions and not is_new:
+            return along.there(second.flat)
+        second.versions = [] if is_new else versions
+        own = second.flat.narrow(0, along.rank * shard.numel(), shard.numel())
+        own.copy_(shard)
+        return along.all_gather_start(own, world_size, second.flat)
 
     def reduce_scatter_start(
         self, flat: torch.Tensor, reduction: str, world_size: int, axis: str = DATA

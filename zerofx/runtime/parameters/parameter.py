@@ -54,7 +54,8 @@ class ParameterState:
     (stages 1 and 2).  ``location`` is where the values of the shard lie between uses; ``host`` is
     the memory for those that are not on the device.  ``home`` is the bucket that the shard has last
     been given to, and will come to if it is not there; None where it was made.  In a file, the
-    shard is an empty tensor.
+    shard is an empty tensor.  ``version`` counts the writes to the shard, and ``second_shards``
+    are those of the buckets that it is the first of.
     """
 
     reference: weakref.ref[nn.Parameter]
@@ -70,6 +71,8 @@ class ParameterState:
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
     is_sum: bool = False
+    version: int = 0
+    second_shards: list[SecondShard] = field(default_factory=list, repr=False)
     state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
@@ -172,6 +175,7 @@ class ParameterState:
     def _renewed(self) -> torch.Tensor:
         """Return the shard to write new values of all of it to: none is in a file any more."""
         assert self._shard is not None
+        self.version += 1
         if self.location is Location.FILE:
             pinned = is_accelerator(self.info.device)
             with ordinary_tensors():
@@ -234,6 +238,7 @@ class ParameterState:
             assert self._shard is not None
             if self._shard.dtype != self.info.dtype:
                 self._settle()
+                self.version += 1
                 self.location, self.home, self.snapshot = Location.DEVICE, None, None
                 self._shard = take_shard(whole, self.info.kept, self.info.kept.rank)
             else:
@@ -267,6 +272,7 @@ class ParameterState:
         self.bucket = None
         self.state = State.RETIRED
         self.gradient = self._shard = self.home = None
+        self.second_shards.clear()
         self.location = Location.DEVICE
 
     def matches(self, info: ParameterInfo) -> bool:
@@ -298,6 +304,18 @@ class ParameterState:
                 "changing it."
             )
         self.info, self._freed = info, None
+
+
+@dataclass
+class SecondShard:
+    """What a rank keeps of a bucket for its node alone: ``flat``, of these versions of ``bounds``.
+
+    Source: hierarchical partitioning, Wang et al. 2023 (ZeRO++), section 3.2.
+    """
+
+    bounds: list[ParameterState]
+    flat: torch.Tensor
+    versions: list[int] = field(default_factory=list)
 
 
 class ShardBucket(Bucket):
