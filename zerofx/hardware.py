@@ -174,7 +174,9 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
     values = {name: value for name, value in common.items() if value is not None or name in _NEVER}
     _check_known(values, (*LINK_FIGURES, *_OF_RANKS))
     link = _link(values, "") if not axes else None
-    of_ranks = {name: _number(name, values[name]) for name in values if name in _OF_RANKS}
+    of_ranks: dict[str, Any] = {
+        name: _number(name, values[name]) for name in values if name in _OF_RANKS
+    }
     if link is not None:
         return Hardware(**asdict(link), **of_ranks)
     for name in NEEDED:

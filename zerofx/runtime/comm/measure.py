@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import weakref
@@ -49,8 +48,8 @@ def measured(
     """The group's figures for tensors of this device; measured, collectively, at the first call.
 
     The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  On a mesh of
-    two axes each has figures of its link.  ``name`` says what the ranks meet for.  None where there is nothing to measure: a world of one, or a
-    group that only pretends to communicate.
+    two axes each has figures of its link.  ``name`` says what the ranks meet for.  None where there
+    is nothing to measure: a world of one, or a group that only pretends to communicate.
 
     Raises: AgreementError if a rank does not join within ``timeout_s``.
     """
@@ -110,7 +109,7 @@ def _measure(communicator: Communicator, device: torch.device) -> Hardware:
     # Communicators of their own: what they send is no step's traffic.
     probe, mesh = Communicator(communicator.group), communicator.mesh
     if mesh.outer:
-        axes = [axis for axis, size in mesh.axes if size > 1]
+        axes = [axis for axis, _ in mesh.axes]
         groups = [communicator.along(axis).group for axis in axes]
         mine = figures_of_axes(dict(zip(axes, map(Communicator, groups), strict=True)), device)
     else:
@@ -136,23 +135,27 @@ def _numbers(figures: Hardware) -> list[float]:
 def _with_numbers(figures: Hardware, numbers: Sequence[float]) -> Hardware:
     """Return the figures of the rank that has told these numbers."""
     own, of_links = numbers[: len(WORST)], numbers[len(WORST) :]
-    changed = {name: figure for name, figure in zip(WORST, own, strict=True) if figure}
+    changed: dict[str, Any] = {
+        name: figure for name, figure in zip(WORST, own, strict=True) if figure
+    }
     links = {
         axis: replace(link, latency_s=latency_s, bytes_per_s=bytes_per_s)
-        for (axis, link), (latency_s, bytes_per_s) in zip(
-            figures.links.items(), itertools.batched(of_links, 2), strict=True
+        for (axis, link), latency_s, bytes_per_s in zip(
+            figures.links.items(), of_links[::2], of_links[1::2], strict=True
         )
     }
-    return replace(figures, **changed, links=links)
+    return replace(figures, links=links, **changed)
 
 
 def figures_of_axes(probes: Mapping[str, Communicator], device: torch.device) -> Hardware:
-    """Return this rank's figures on a mesh: of the link along each axis that has several ranks.
+    """Return this rank's figures on a mesh, of the link along each axis.
 
-    The ranks of all nodes measure at the same time, and share what they share in a step.
+    The ranks of all nodes measure at the same time, and share what they share in a step.  Along an
+    axis of one rank nothing travels: it counts as the other one.
     """
-    links = {axis: own_link(probe, device) for axis, probe in probes.items()}
-    return with_links(links, **own_compute(device))
+    links = {a: own_link(probe, device) for a, probe in probes.items() if probe.world_size > 1}
+    every = {axis: links.get(axis, slowest_link(links.values())) for axis in probes}
+    return with_links(every, **own_compute(device))
 
 
 def own_figures(probe: Communicator, device: torch.device) -> Hardware:
@@ -191,7 +194,7 @@ def own_link(probe: Communicator, device: torch.device) -> Link:
     return Link(latency_s, bytes_per_s, probe.overlaps(here))
 
 
-def own_compute(device: torch.device) -> dict[str, float]:
+def own_compute(device: torch.device) -> dict[str, Any]:
     """Return what this rank computes in a second, by the names that ``Hardware`` has."""
     on_accelerator = is_accelerator(device)
     flops_per_s = {}
