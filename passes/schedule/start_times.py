@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from zerofx.cost.program import seconds
-from zerofx.cost.timeline import link_lanes, predict, transfer_s
+from zerofx.cost.timeline import predict, transfer_s
 from zerofx.ir import ops
 from zerofx.ir.aliases import readers
 from zerofx.ir.graph import program_order
@@ -161,12 +161,8 @@ def _wanted(
 ) -> dict[fx.Node, int]:
     """After which node each gather would start if there were memory enough; the last one first."""
     figures, ranks = ctx.figures, ctx.world_size
-    lanes = {lane for wait in waits for lane in link_lanes(wait.args[0])}
     travels = [
-        transfer_s(node, figures, ranks)
-        if ops.is_collective(node) and not lanes.isdisjoint(link_lanes(node))
-        else 0.0
-        for node in fixed.nodes
+        transfer_s(node, figures, ranks) if ops.is_collective(node) else 0.0 for node in fixed.nodes
     ]
     wanted: dict[fx.Node, int] = {}
     following = len(fixed.nodes)

@@ -1,7 +1,7 @@
 """A slow link between nodes, for ranks of one machine: what goes there takes its bytes' time.
 
-gloo moves the bytes as always; a wait returns no earlier than a link of so many bytes a second would
-have brought them.  What measures is slowed as what trains.
+gloo moves the bytes as always; a wait returns no earlier than a link of so many bytes a second
+would have brought them.  What measures is slowed as what trains.
 """
 
 from __future__ import annotations
