@@ -170,6 +170,26 @@ def test_given_figures_are_taken_and_shown_by_axis(ranks, tmp_path):
     assert any(header in path.read_text() for path in programs)
 
 
+def figures_of_two(shape, hardware: str, stage):
+    measure._known.clear()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+    with mock.patch.dict(os.environ, {"ZEROFX_HARDWARE": hardware}):
+        return train(mesh, stage)[1]
+
+
+def test_in_one_node_the_figures_are_those_of_its_ranks(ranks):
+    given = str(of({"node": NODE, "gpu": GPU}))
+    for figures in ranks(2).run(figures_of_two, (1, 2), given, {"gpu": 3, "node": 0}):
+        assert figures == Hardware(**GPU)
+
+
+def test_an_axis_of_one_rank_counts_as_the_other(ranks):
+    for figures in ranks(2).run(figures_of_two, (2, 1), "", {"gpu": 1, "node": 0}):
+        assert figures.along("gpu") == figures.along("node")
+        assert list(figures.links) == list(AXES), "so that they can be given back"
+        assert figures.source == "measured, the slowest of 2 ranks"
+
+
 # The slow link of the tests
 
 
