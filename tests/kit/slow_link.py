@@ -54,51 +54,57 @@ class _Late(Work):
 
 
 class SlowTransport(GlooTransport):
-    """gloo's, of which the bytes for the ranks ``beyond`` the link go through a token bucket."""
+    """gloo's, of which the bytes for some ranks go through token buckets: ``links`` says which."""
 
-    link: TokenBucket
-    beyond: Sequence[int]
+    links: Sequence[tuple[TokenBucket, Sequence[int]]]
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Started:
         started = super().broadcast(tensor, src)
-        started.work = self._late(started.work, tensor.nbytes)
+        started.work = self._late(
+            started.work, [tensor.nbytes // self.world_size] * self.world_size
+        )
         return started
 
     def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         work = super()._gather(out, shard)
         if isinstance(work, _Late):  # between two ranks it is a swap
             return work
-        return self._late(work, shard.nbytes * len(self.beyond))
+        return self._late(work, [shard.nbytes] * self.world_size)
 
     def _all_to_all(self, out: torch.Tensor, flat: torch.Tensor, *splits: list[int]) -> Work:
         work = super()._all_to_all(out, flat, *splits)
-        sent = splits[1] if splits else [flat.nbytes // self.world_size] * self.world_size
-        return self._late(work, sum(sent[rank] for rank in self.beyond))
+        even = [flat.nbytes // self.world_size] * self.world_size
+        return self._late(work, splits[1] if splits else even)
 
-    def _late(self, work: Work, nbytes: int) -> _Late:
-        return _Late(work, self.link.arrives_s(nbytes))
+    def _late(self, work: Work, sent: Sequence[int]) -> _Late:
+        """Return the work once what is sent to each rank has arrived there."""
+        arrivals = [link.arrives_s(sum(sent[rank] for rank in to)) for link, to in self.links]
+        return _Late(work, max(arrivals))
 
 
 @contextlib.contextmanager
 def slow_between_nodes(
-    mesh: DeviceMesh, latency_s: float, bytes_per_s: float
+    mesh: DeviceMesh, latency_s: float, bytes_per_s: float, inside: TokenBucket | None = None
 ) -> Iterator[TokenBucket]:
     """Have what this rank sends to other nodes, ranks apart on the outer axis, take its time.
 
-    For a mesh of the world's ranks whose communicators have not been connected yet: along the
-    outer axis, and between all ranks.  Yields the link.
+    And what it sends to its own node, if a link ``inside`` is given.  For a mesh of the world's
+    ranks whose communicators have not been connected yet: along the axes, and between all ranks.
+    Yields the link between nodes.
     """
-    link, connect = TokenBucket(latency_s, bytes_per_s), Communicator._connect
+    between, connect = TokenBucket(latency_s, bytes_per_s), Communicator._connect
     own_node = set(dist.get_process_group_ranks(mesh.get_group(1)))
 
     def slowed(self: Communicator, device: str, group: dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
-        beyond = [at for at, rank in enumerate(ranks) if rank not in own_node]
-        if not beyond:
+        others = [at for at, rank in enumerate(ranks) if rank not in own_node]
+        near = [at for at, rank in enumerate(ranks) if rank in own_node and rank != dist.get_rank()]
+        links = [(link, to) for link, to in ((between, others), (inside, near)) if link and to]
+        if not links:
             return connect(self, device, group)
         transport = SlowTransport(group, self.buffers, self.mean_of)
-        transport.link, transport.beyond = link, beyond
+        transport.links = links
         return transport
 
     with mock.patch.object(Communicator, "_connect", slowed):
-        yield link
+        yield between
