@@ -175,7 +175,7 @@ def _starting(
         clock.settle()
         lane.takes(seconds)
         started = kernel(*arguments)
-        if lane.name in ("link", "files"):  # the others are started by the kernel
+        if lane.name in ("link", "outer link", "files"):  # the others are started by the kernel
             travels = lane.start(lambda: None)
             if started is not None:
                 traveling[id(started)] = travels

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
 from zerofx.accelerator import is_accelerator
-from zerofx.hardware import NOMINAL, Hardware
+from zerofx.hardware import NOMINAL, Hardware, bucket_bytes
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Decisions, KeptGathered, ParameterTable
 from zerofx.options import Options
@@ -62,7 +63,19 @@ class PassContext:
         """The most that travels together; by default no limit but a layer on an accelerator."""
         if self.options.bucket_bytes is None and self.on_accelerator:
             return math.inf
-        return self.options.bucket_bytes or self.figures.bucket_bytes(self.mesh.num_shards)
+        return self.options.bucket_bytes or bucket_bytes(partial(self.travels_s, reduces=True))
+
+    def travels_s(self, nbytes: int, *, reduces: bool) -> float:
+        """Seconds to gather a whole buffer, or to reduce it, one axis after the other."""
+        return sum(
+            self.figures.along(axis).transfer_s(times * nbytes, self.mesh.size(axis))
+            for axis, times in self.mesh.carried(reduces)
+        )
+
+    @property
+    def gathers_overlap(self) -> bool:
+        """Return whether a gather's last hop goes on while the rank computes."""
+        return self.figures.along(self.mesh.inner).overlaps
 
     @property
     def offloads(self) -> frozenset[str]:

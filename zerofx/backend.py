@@ -165,8 +165,11 @@ class CompiledFunction:
     def _figures(self, device: torch.device) -> Hardware:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
         assert self.options is not None
-        if self.options.hardware is not None:
-            return self.options.hardware
+        given = self.options.hardware
+        if given is not None and given.links and not self.communicator.mesh.outer:
+            return given.on_one_axis(_axes_with_ranks(self.options.process_group))
+        if given is not None:
+            return given
         name = f"the first call of compiled function {self.number}"  # as all ranks count them
         try:
             return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
@@ -246,6 +249,11 @@ class CompiledFunction:
             # Ranks that cannot read this one's memory wait for the process group's timeout.
             end_step=self.communicator.abandon,
         )
+
+
+def _axes_with_ranks(mesh: Any) -> list[str]:
+    """The axes of a device mesh with more than one rank, by name."""
+    return [axis for at, axis in enumerate(mesh.mesh_dim_names) if mesh.size(at) > 1]
 
 
 class ZeroBackend:

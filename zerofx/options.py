@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -335,14 +335,16 @@ def resolve(
             )
         name = twins[variable]
         values[name] = _value(name, variable, text, not text)
+    mesh, figures = values.get("process_group"), values.get("hardware")
     if isinstance(values.get("stage"), dict):
-        values |= _stages_on(values.get("process_group"), values["stage"])
+        values |= _stages_on(mesh, values["stage"])
+    if figures is not None and figures.links:
+        _check_axes(mesh, figures.links, f"hardware='{figures}'", "figures")
     return Options(**values)
 
 
-def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields for stages by axes.  Raises: ValueError if the mesh has others."""
-    given = f"stage={dict(stages)}"
+def _check_axes(mesh: Any, named: Collection[str], given: str, what: str) -> Sequence[str]:
+    """Return the axes of a mesh, all of which are ``named``.  Raises: ValueError otherwise."""
     axes = getattr(mesh, "mesh_dim_names", None)
     if not axes:
         raise ValueError(
@@ -350,13 +352,21 @@ def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
             f"{'none' if mesh is None else 'not one with names'}: pass "
             "init_device_mesh(device, (nodes, ranks of a node), mesh_dim_names=('node', 'gpu'))"
         )
-    unknown = [axis for axis in stages if axis not in axes]
-    missing = [axis for axis in axes if axis not in stages]
+    unknown = [axis for axis in named if axis not in axes]
+    missing = [axis for axis in axes if axis not in named]
     if unknown or missing:
         raise ValueError(
-            f"{given} {'names' if unknown else 'leaves out'} {', '.join(unknown or missing)}, and "
-            f"the mesh in process_group has the axes {', '.join(axes)}: give each its stage"
+            f"{given} {'names' if unknown else 'leaves out'} "
+            f"{', '.join(map(str, unknown or missing))}, and "
+            f"the mesh in process_group has the axes {', '.join(axes)}: give each its {what}"
         )
+    return axes
+
+
+def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields for stages by axes.  Raises: ValueError if the mesh has others."""
+    given = f"stage={dict(stages)}"
+    axes = _check_axes(mesh, stages, given, "stage")
     *outer, inner = (stages[axis] for axis in axes)
     if not outer:
         return {"stage": inner}

@@ -68,14 +68,15 @@ def decide(
     if not planned:
         return Residency(None, states, nbytes)
     room = budget - nbytes
-    ahead = ctx.options.prefetch and ctx.figures.overlaps
+    ahead = ctx.options.prefetch and ctx.gathers_overlap
     gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items())
     agreed = ctx.kept_gathered.get(gathers)
     if agreed is not None and _peak(with_cuts(planned, agreed.cuts), alive, ahead) <= room:
         cuts = agreed.cuts
     elif least <= room:
-        ranks = max(ctx.mesh.num_shards, 2)  # alone, nothing travels, and all is as good as kept
-        transfer_s = partial(ctx.figures.transfer_s, world_size=ranks)
+        transfer_s = partial(ctx.travels_s, reduces=False)
+        if ctx.mesh.num_shards == 1:  # nothing travels, and all is as good as kept
+            transfer_s = partial(ctx.figures.transfer_s, world_size=2)
         cuts = keep_gathered(planned, alive, room, ahead, transfer_s)
     else:  # as little as can be is kept: for the rest activations make room, or are refused
         cuts = _all_cuts(planned)

@@ -92,7 +92,7 @@ def _starts(
         if ctx.on_accelerator and not ctx.host_parameters:
             return _bytes_ahead(waits)
         return _one_ahead(waits, ctx.mesh.num_shards)
-    if ctx.figures.overlaps:
+    if ctx.gathers_overlap:
         return starts_within_budget(graph, ctx, waits, budget)
     return {w.name: ("", "where it is waited for, as it is read only then") for w in waits}
 

@@ -68,6 +68,41 @@ def test_debugging_has_a_row_for_dumps_off_and_for_what_asks_taken_out():
     assert all(0 < float(row[-1].rstrip("%")) < 100 for row in rows), ran.stdout
 
 
+def test_a_wrong_order_is_one_of_steps_that_differ(load):
+    two_links = load("two_links")
+    of_forms = {  # predicted, and measured in rounds of which the last one was disturbed
+        "a": (1.0, (10.0, 10.0, 10.0, 14.0)),
+        "b": (0.9, (10.3, 10.4, 10.3, 14.2)),
+        "c": (0.5, (12.0, 12.1, 11.9, 16.9)),
+        "d": (2.0, (20.0, 21.0, 20.0, 28.0)),
+    }
+    found = [two_links.Result(name, *times, 0) for name, times in of_forms.items()]
+    wrong = [(fast.form, slow.form) for fast, slow in two_links.misplaced(found)]
+    assert wrong == [("a", "c"), ("b", "c")], "a and b take as long"
+
+
+def test_two_links_are_compared_for_every_pair_of_stages_that_there_is(load):
+    known = load("two_links").forms()
+    assert {"0", "3 two hops", "gpu 3, node 0", "gpu 2, node 0", "1 two hops"} <= set(known)
+    assert "gpu 1, node 3" not in known and "gpu 2, node 2" not in known
+
+
+@pytest.mark.nightly
+def test_a_slow_outer_link_favours_what_is_predicted():
+    sizes = "--width 64 --layers 1 --rounds 3 --ratios 10 --bytes-per-s 4e6".split()
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "two_links.py", *sizes, "--forms", "0", "gpu 3, node 0"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    rows = ran.stdout.split("---\n")[1].splitlines()[:2]
+    assert [row.split("  ")[0] for row in rows] == ["gpu 3, node 0", "0"]
+    sent = [float(row.split("MB")[0].split()[-1]) for row in rows]
+    assert sent[1] == pytest.approx(2 * sent[0], rel=0.02), "half of it, twice"
+
+
 def limited(*names, sizes=("--gib", "0.5")):
     """The rows of benchmarks/limited.py, which fails by itself if one is not as it must be."""
     ran = subprocess.run(

@@ -9,9 +9,10 @@ from torch import fx
 from tests.kit.programs import mlp_step, rewritten, rewritten_by_rank
 from zerofx.cost.program import flops, seconds
 from zerofx.cost.timeline import LANES, Timeline, predict
-from zerofx.hardware import Hardware
+from zerofx.hardware import Hardware, Link, with_links
 from zerofx.ir import ops
-from zerofx.ir.interface import InputRole, set_input_role
+from zerofx.ir.interface import InputRole, recorded, set_input_role
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 
 aten = torch.ops.aten
@@ -113,6 +114,71 @@ def test_no_schedule_beats_the_bound():
     # A second until the link can begin, three there, and one for what the last has brought.
     assert (timeline.bound_s, timeline.lanes["link"], timeline.lanes["compute"]) == (5.0, 3.0, 4.0)
     assert timeline.step_s >= timeline.bound_s
+
+
+# Two links: values are gathered over 2 ranks of either axis, in a second inside a node, in four
+# between nodes, and over all 4 at the pace of the slower link.
+
+MESH = Mesh((("node", 2), ("gpu", 2)))
+AXES = with_links({"node": Link(0.0, 128.0), "gpu": Link(0.0, 512.0)}, memory_bytes_per_s=2048.0)
+
+
+def on_mesh(program: str, figures: Hardware = AXES) -> Timeline:
+    """The same where ``start a node`` names an axis too."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_input_role(x, InputRole("other"))
+    started: dict[str, fx.Node] = {}
+    for statement in program.split(";"):
+        what, *name = statement.split()
+        if what == "compute":
+            graph.call_function(aten.relu.default, (x,))
+        elif what == "start":
+            axis = name[1].replace("both", MESH.everywhere)
+            arguments = (x, MESH.size(axis), axis)
+            started[name[0]] = graph.call_function(ops.all_gather_start, arguments)
+        else:
+            graph.call_function(ops.wait, (started[name[0]],))
+    graph.output(())
+    recorded(graph).mesh = MESH
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(256)
+    return predict(graph, figures, NONE, MESH.world_size)
+
+
+def test_a_collective_takes_the_time_of_its_axis():
+    assert exposed(on_mesh("start a gpu; wait a; start b node; wait b")) == [1.0, 4.0]
+    assert exposed(on_mesh("start a both; wait a")) == [6.0], (
+        "three quarters, at 128 bytes a second"
+    )
+
+
+def test_each_link_carries_something_at_once():
+    timeline = on_mesh("start a node; start b gpu; wait b; wait a; compute")
+    assert exposed(timeline) == [3.0, 1.0] and timeline.exposed_s == 4.0
+    assert (timeline.lanes["link"], timeline.lanes["outer link"]) == (1.0, 4.0)
+    assert timeline.busiest == "outer link"
+    lanes = {span.node.args[2]: span.lane for span in timeline.spans if len(span.node.args) > 2}
+    assert lanes == {"node": "outer link", "gpu": "link"}
+
+
+def test_between_all_ranks_both_links_are_taken():
+    timeline = on_mesh("start a node; start b both; start c gpu; wait c; wait b; wait a")
+    assert timeline.exposed_s == 4.0 + 6.0 + 1.0
+    assert (timeline.lanes["link"], timeline.lanes["outer link"]) == (7.0, 10.0)
+    assert timeline.bound_s == 10.0
+
+
+def test_a_link_may_overlap_and_the_other_not():
+    inner = Link(0.0, 512.0, overlaps=False)
+    figures = with_links({**AXES.links, "gpu": inner}, memory_bytes_per_s=2048.0)
+    assert exposed(on_mesh("start a gpu; compute; wait a", figures)) == [1.0]
+    assert exposed(on_mesh("start a node; compute; wait a", figures)) == [3.0]
+
+
+def test_one_link_is_that_of_both_axes_and_each_has_its_own_lane():
+    timeline = on_mesh("start a node; start b gpu; wait a; wait b", FIGURES)
+    assert timeline.exposed_s == 1.0
 
 
 # Seconds of a node

@@ -1,14 +1,16 @@
 """The options: names, values, the environment's twins, and the words of every refusal."""
 
 import dataclasses
+import json
 import pathlib
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 
 from zerofx.compiler.choices import choose
-from zerofx.hardware import Hardware
+from zerofx.hardware import Hardware, Link, with_links
 from zerofx.options import ABSENT, OPTIONAL_PASSES, OPTIONS, Options, refuse_mode, resolve
 
 
@@ -369,6 +371,66 @@ def test_figures_that_are_none_are_refused_with_the_reason(text, why):
     ):
         assert "must be figures like 'latency_s=3e-4 bytes_per_s=1e9', not " in message
         assert why in message
+
+
+NODE, GPU = {"latency_s": 1e-3, "bytes_per_s": 1e8}, {"latency_s": 0, "bytes_per_s": 1e10}
+ON_MESH = {"process_group": types.SimpleNamespace(mesh_dim_names=("node", "gpu"))}
+
+
+def test_figures_by_axis_are_a_dict_a_file_or_text(tmp_path):
+    links = {"node": Link(1e-3, 1e8), "gpu": Link(0.0, 1e10)}
+    expected = with_links(links, flops_per_s=1e12)
+    given = {"node": NODE, "gpu": GPU, "flops_per_s": 1e12}
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(given))
+    for hardware in (given, path, str(expected), expected):
+        assert resolve({**ON_MESH, "hardware": hardware}, {}).hardware == expected
+    text = str(expected).replace(" ", ",")
+    assert resolve(ON_MESH, {"ZEROFX_HARDWARE": text}).hardware == expected
+
+
+@pytest.mark.parametrize(
+    "figures, why",
+    [
+        ({"node": {"latency_s": 1}}, "node.bytes_per_s is missing; needed: latency_s, bytes_per_s"),
+        ({"node": {}, "gpu": GPU}, "node.latency_s is missing"),
+        ({"node": {**NODE, "flops_per_s": 1}}, "node.flops_per_s is none of a link, and the same"),
+        ({"node": {**NODE, "speed": 1}}, "'node.speed' is unknown; known: latency_s, bytes_per_s,"),
+        ({"node": {**NODE, "latency_s": -1}}, "node.latency_s is a positive number or 0, not -1"),
+        ({"node": {**NODE, "overlaps": 2}}, "node.overlaps is 0 or 1, not 2"),
+        ({"node": NODE, "node.latency_s": 1}, "node.latency_s is given twice"),
+        ({**GPU, "node": NODE}, "latency_s is given beside that of node: give it to each axis"),
+        ({"node": 1e9}, "'node' is unknown; known: latency_s, bytes_per_s,"),
+    ],
+)
+def test_figures_by_axis_that_are_none_are_refused_with_the_reason(figures, why):
+    message = words_of(ValueError, {**ON_MESH, "hardware": figures})
+    assert message.startswith("hardware must be figures like ") and why in message
+
+
+@pytest.mark.parametrize(
+    "axes, mesh, why",
+    [
+        (("node", "gpu"), None, "goes by the axes of a device mesh, and process_group is none"),
+        (("node", "gpu"), types.SimpleNamespace(), "process_group is not one with names"),
+        (
+            ("rack", "gpu"),
+            ("node", "gpu"),
+            "names rack, and the mesh in process_group has the axes",
+        ),
+        (("gpu",), ("node", "gpu"), "leaves out node, and the mesh in process_group has the axes"),
+    ],
+)
+def test_figures_are_of_the_axes_that_the_mesh_has(axes, mesh, why):
+    if isinstance(mesh, tuple):
+        mesh = types.SimpleNamespace(mesh_dim_names=mesh)
+    options = {"process_group": mesh} if mesh else {}
+    hardware = with_links({axis: Link(0.0, 1e9) for axis in axes})
+    for message in (
+        words_of(ValueError, {**options, "hardware": hardware}),
+        words_of(ValueError, options, {"ZEROFX_HARDWARE": str(hardware)}),
+    ):
+        assert message.startswith(f"hardware='{hardware}' ") and why in message
 
 
 def test_dump_takes_a_path_object():

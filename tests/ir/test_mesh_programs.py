@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,19 @@ from tests.kit.programs import (
     rewritten,
     rewritten_by_rank,
 )
+from zerofx.cost.timeline import predict
 from zerofx.cost.traffic import wire_bytes
 from zerofx.errors import GraphError, StepError
+from zerofx.hardware import Link, with_links
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
+from zerofx.ir.interface import recorded
 from zerofx.ir.mesh import Mesh
-from zerofx.ir.roles import Role, role
+from zerofx.ir.roles import Role, bucket_of, role
+from zerofx.passes.manager import run_pipeline
+from zerofx.passes.memory import decisions
+from zerofx.passes.memory.decisions import keep_gathered
+from zerofx.passes.pipeline import PIPELINE, rewrites
 from zerofx.verify.verifier import verify
 
 PAIRS = [(inner, outer) for inner in (1, 2, 3) for outer in range(inner + 1)]
@@ -209,6 +217,111 @@ def test_what_adds_up_over_calls_is_averaged_outside(stage, bug):
     verify(program.gm, program.table, AVERAGED)
     bug(program)
     refused(program, "not computed from the average of its gradient|as if it were the shard of")
+
+
+# Plans by the figures of two links
+
+COMPUTE = {"flops_per_s": 1e9, "memory_bytes_per_s": 1e9}
+FAST, SLOW = Link(0.0, 1e12), Link(1e-5, 1e8)
+
+
+def links(node: Link, gpu: Link):
+    return with_links({"node": node, "gpu": gpu}, **COMPUTE)
+
+
+@pytest.mark.parametrize("is_cut", (False, True))
+@pytest.mark.parametrize("axes", (NODES, (("node", 2), ("gpu", 3)), (("node", 3), ("gpu", 1))))
+def test_a_bucket_takes_the_time_that_plans_count_with(axes, is_cut):
+    program = rewritten(step_on(axes, outer_stage=3 * is_cut), stage=3, bucket=True)
+    ctx = replace(context_of(program), figures=links(SLOW, Link(1e-6, 3e9)))
+    transfers = predict(program.graph, ctx.figures, program.table, ctx.world_size).transfers
+    first = program.table[0]
+    nbytes = 4 * first.place.shard_numel * first.world_size
+    of_first = {start: each.seconds for start, each in transfers.items() if bucket_of(start) == 0}
+    reduced = [seconds for at, seconds in of_first.items() if role(at) == Role.REDUCE_GRADIENT]
+    assert len(reduced) == 2 and sum(reduced) == pytest.approx(ctx.travels_s(nbytes, reduces=True))
+    waits = [n for n in program.graph.nodes if ops.is_wait(n) and role(n) == Role.GATHER]
+    took = [sum(of_first[hop] for hop in ops.hops_of(w)) for w in waits if bucket_of(w) == 0]
+    assert took == [pytest.approx(ctx.travels_s(nbytes, reduces=False))]
+
+
+@pytest.mark.parametrize(
+    "is_cut, node, expected",
+    [
+        (False, Link(0.0, 1e12), 8),  # nine latencies of 10 us carry 1.8 MB inside a node
+        (False, Link(1e-3, 1e9), 64),  # of 1 ms 16.5 MB: a bucket's half is sent twice over half
+        (False, Link(1e-3, 1e8), 8),  # 1.8 MB
+        (False, Link(1e-3, 1e7), 1),
+        (True, Link(1e-3, 1e8), 8),  # 3.6 MB: its half is sent once
+        (True, Link(1e-3, 5e8), 64),  # 16.5 MB
+    ],
+)
+def test_a_bucket_is_as_large_as_its_way_over_both_links_asks_for(is_cut, node, expected):
+    ctx = context_of(step_on(NODES, outer_stage=3 * is_cut))
+    ctx = replace(ctx, figures=links(node, Link(1e-5, 1e10)))
+    assert ctx.bucket_bytes == expected * 2**20
+
+
+def gathers_ahead(node: Link, gpu: Link, is_cut: bool) -> dict[str, tuple[str, str]]:
+    """Where gathers start with memory enough, and why."""
+    program = clone(deep_on(is_cut))
+    ctx = context_of(program, memory_budget=10**9, bucket=True)
+    ctx = replace(ctx, figures=links(node, gpu))
+    run_pipeline(program.gm, ctx, rewrites(PIPELINE))
+    starts = recorded(program.graph).decisions.starts
+    assert len(starts) == 4, "of each layer one, which stays gathered"
+    return starts
+
+
+@functools.cache
+def deep_on(is_cut: bool):
+    model = nn.Sequential(*(nn.Linear(33, 33) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.ones(8, 33), world_size=4, axes=NODES, outer_stage=3 * is_cut)
+
+
+def test_how_early_a_gather_starts_is_the_matter_of_the_link_it_goes_over():
+    """With the outer axis not cut no gather waits for the link between nodes."""
+    fast = gathers_ahead(FAST, FAST, False)
+    assert gathers_ahead(SLOW, FAST, False) == fast
+    assert gathers_ahead(FAST, SLOW, False) != fast
+
+
+def test_gathers_start_at_their_waits_if_the_inner_link_does_not_overlap():
+    late = replace(FAST, overlaps=False)
+    why = {reason for _, reason in gathers_ahead(SLOW, late, False).values()}
+    assert why == {"where it is waited for, as it is read only then"}
+    assert gathers_ahead(late, FAST, False) == gathers_ahead(FAST, FAST, False)
+
+
+@pytest.mark.parametrize("is_cut", (False, True))
+def test_keeping_gathered_saves_the_time_of_the_links_that_a_gather_goes_over(is_cut):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 64, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    program = capture(step, torch.ones(2, 8), world_size=4, axes=NODES, outer_stage=3 * is_cut)
+    asked = []
+
+    def spied(planned, alive, budget, ahead, transfer_s):
+        asked.append([transfer_s(1000), ahead])
+        return keep_gathered(planned, alive, budget, ahead, transfer_s)
+
+    ctx = context_of(program, memory_budget=10**6, bucket=True)
+    ctx = replace(ctx, figures=links(Link(1.0, 125.0, False), Link(0.5, 500.0)))
+    with mock.patch.object(decisions, "keep_gathered", spied):
+        run_pipeline(program.gm, ctx, rewrites(PIPELINE))
+    inside, between = 0.5 + 1000 / 2 / 500, 1.0 + 500 / 2 / 125
+    assert asked == [[inside + between if is_cut else inside, True]]
 
 
 def reductions(program, axis):

@@ -1,4 +1,4 @@
-"""The predicted timeline of a program: compute on one stream, the link on another."""
+"""The predicted timeline of a program: compute on one stream, each link on another."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import NamedTuple
 from torch import fx
 
 from zerofx.cost.program import owned_bytes, seconds
-from zerofx.hardware import Hardware
+from zerofx.hardware import Hardware, Link
 from zerofx.ir import ops
+from zerofx.ir.interface import recorded
+from zerofx.ir.mesh import DATA, axes_in
 from zerofx.ir.parameters import ParameterTable
-from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES
+from zerofx.ir.rules import FILES, LINK, OUTER_LINK, TO_DEVICE, TO_HOST, UPDATES
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Timeline:
     """A program's predicted seconds.  ``transfers`` are by the node that starts each.
 
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
-    has to do in all: ``compute``, the ``link``, copies ``to host`` and ``to device``,
-    ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of these can beat.
+    has to do in all: ``compute``, the ``link`` and on a mesh the ``outer link``, copies ``to host``
+    and ``to device``, ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of
+    these can beat.
     ``issued_s`` is when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever
     takes no time has none, and a ``wait`` for what is late has one on the lane ``waiting``.
     """
@@ -87,33 +90,42 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a node, and its lane.  A lane does one thing after the other."""
+    """The work of a node, and its lanes.  A lane does one thing after the other.
 
-    lane: str
+    Only what travels along both axes of a mesh has two.
+    """
+
+    lanes: tuple[str, ...]
     seconds: float
+
+    @property
+    def lane(self) -> str:
+        return self.lanes[0]
 
 
 def work_of(node: fx.Node, figures: Hardware, table: ParameterTable, world_size: int) -> Work:
     """Return one node's work by these figures; a wait's work is its start's."""
     lane = ops.lane(node)
     if not lane:
-        return Work(COMPUTE, seconds(node, figures, table))
+        return Work((COMPUTE,), seconds(node, figures, table))
     if lane == LINK:
-        return Work(lane, transfer_s(node, figures, world_size))
+        return Work(link_lanes(node), transfer_s(node, figures, world_size))
     speed = {
         TO_HOST: figures.copy_bytes_per_s,
         TO_DEVICE: figures.copy_bytes_per_s,
         UPDATES: figures.host_bytes_per_s,
         FILES: figures.file_bytes_per_s,
     }
-    return Work(lane, ops.rules(node).carries(node, table) / speed[lane])
+    return Work((lane,), ops.rules(node).carries(node, table) / speed[lane])
 
 
 def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_size: int) -> Timeline:
     """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
-    at the wait.  Copies to and from the host have a lane of their own each way, and so have updates
+    at the wait.  On a mesh each axis has a link and a communicator of its own, NCCL's streams or
+    gloo's threads, and both carry something at once; a collective between all ranks takes both.
+    Copies to and from the host have a lane of their own each way, and so have updates
     on the host, and reads and writes of files together: states count as if none stayed in host
     memory from step to step.
     """
@@ -126,20 +138,22 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
     issued_s: list[float] = []
     spans: list[Span] = []
 
-    def busy(node: fx.Node, lane: str, begin_s: float, seconds: float) -> None:
+    def busy(node: fx.Node, on: Sequence[str], begin_s: float, seconds: float) -> None:
         if seconds > 0:
-            spans.append(Span(node, lane, begin_s, begin_s + seconds))
+            spans.extend(Span(node, lane, begin_s, begin_s + seconds) for lane in on)
 
     for node, work in works.items():
-        lanes[work.lane] += work.seconds
+        for lane in work.lanes:
+            lanes[lane] += work.seconds
         now = compute_s + idle_s
         issued_s.append(now)
         if work.lane != COMPUTE:
             transfers[node] = Transfer(work.seconds, 0.0)
-            if figures.overlaps or work.lane != LINK:
-                begin_s = max(free_s[work.lane], now)
-                free_s[work.lane] = done[node] = begin_s + work.seconds
-                busy(node, work.lane, begin_s, work.seconds)
+            if not ops.is_collective(node) or _link(node, figures).overlaps:
+                begin_s = max(now, *(free_s[lane] for lane in work.lanes))
+                done[node] = begin_s + work.seconds
+                free_s |= dict.fromkeys(work.lanes, done[node])
+                busy(node, work.lanes, begin_s, work.seconds)
         elif ops.is_wait(node):
             start = node.args[0]
             travels_s = transfers[start].seconds
@@ -147,23 +161,23 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
             # The rest is spent on transfers before it, which nobody has waited for yet.
             transfers[start] = Transfer(travels_s, min(late_s, travels_s))
             if start not in done:
-                busy(start, LINK, now, travels_s)
-            busy(node, WAITING, now, late_s)
+                busy(start, works[start].lanes, now, travels_s)
+            busy(node, [WAITING], now, late_s)
             idle_s += late_s
         elif node.target is ops.on_owners:
             num_shards = ops.num_shards(graph, world_size)
             share = owned_bytes(node, num_shards, table)
-            travels_s = 2 * figures.transfer_s(share, num_shards)
+            travels_s = 2 * _link(node, figures).transfer_s(share, num_shards)
             transfers[node] = Transfer(travels_s, travels_s)
-            lanes[LINK] += travels_s
+            for lane in link_lanes(node):
+                lanes[lane] += travels_s
             for begin_s in (now, now + travels_s / 2 + work.seconds):  # there, and back
-                busy(node, LINK, begin_s, travels_s / 2)
-                busy(node, WAITING, begin_s, travels_s / 2)
-            busy(node, COMPUTE, now + travels_s / 2, work.seconds)
+                busy(node, [*link_lanes(node), WAITING], begin_s, travels_s / 2)
+            busy(node, [COMPUTE], now + travels_s / 2, work.seconds)
             compute_s += work.seconds
             idle_s += travels_s
         else:
-            busy(node, COMPUTE, now, work.seconds)
+            busy(node, [COMPUTE], now, work.seconds)
             compute_s += work.seconds
     return Timeline(compute_s, idle_s, transfers, lanes, least_s(works), issued_s, spans)
 
@@ -173,7 +187,7 @@ WAITING = "waiting"
 
 COMPUTE = "compute"
 
-LANES = (COMPUTE, LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
+LANES = (COMPUTE, LINK, OUTER_LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:
@@ -191,7 +205,7 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
         rest[node] = max((works[user].seconds + rest[user] for user in node.users), default=0.0)
     bounds = [0.0]
     for lane in LANES:
-        busy = [node for node, work in works.items() if work.lane == lane and work.seconds]
+        busy = [node for node, work in works.items() if lane in work.lanes and work.seconds]
         if busy:
             first, last = min(map(begins.__getitem__, busy)), min(map(rest.__getitem__, busy))
             bounds.append(first + sum(works[node].seconds for node in busy) + last)
@@ -202,7 +216,28 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
 def transfer_s(start: fx.Node, figures: Hardware, world_size: int) -> float:
     """Return the time that a collective travels, by the buffer that its ranks make of it."""
     nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
-    return figures.transfer_s(nbytes, ops.num_ranks(start, world_size))
+    return _link(start, figures).transfer_s(nbytes, ops.num_ranks(start, world_size))
+
+
+def link_lanes(node: fx.Node) -> tuple[str, ...]:
+    """Return the lanes of the links that a node's values travel over."""
+    mesh = recorded(node.graph).mesh
+    if mesh is None:
+        return (LINK,)
+    axes = axes_in(_axis(node))
+    return (LINK,) * (mesh.inner in axes) + (OUTER_LINK,) * (mesh.outer in axes)
+
+
+def _link(node: fx.Node, figures: Hardware) -> Link:
+    """Return the link that a node's values travel over."""
+    return figures.along(_axis(node))
+
+
+def _axis(node: fx.Node) -> str:
+    if node.target is not ops.on_owners:
+        return ops.argument(node, "axis")
+    mesh = recorded(node.graph).mesh
+    return DATA if mesh is None else mesh.across
 
 
 def milliseconds(value: float) -> str:

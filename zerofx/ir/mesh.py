@@ -72,6 +72,17 @@ class Mesh:
         """The axes that tensors are cut over, in the order of reductions; gathers go back."""
         return (self.inner, self.outer) if self.is_cut else (self.inner,)
 
+    def carried(self, reduces: bool) -> Sequence[tuple[str, float]]:
+        """The axes that a buffer travels along, and how many times its bytes are gathered there.
+
+        It is put together from shards, or reduced, a mean over replicas being an all-reduce: a
+        reduction and a gather in one.
+        """
+        carried = [(self.inner, 1.0)]
+        if self.outer and (reduces or (self.is_cut and self.parts == 1)):
+            carried.append((self.outer, (1 if self.is_cut else 2) / self.size(self.inner)))
+        return carried
+
     @property
     def across(self) -> str:
         """The axis, or all of them, along which ranks hold different shards."""

@@ -19,6 +19,9 @@ LINK, TO_HOST, TO_DEVICE = "link", "to host", "to device"
 UPDATES, FILES = "updates", "files"
 """The lanes beside the device's compute; each does one thing after the other."""
 
+OUTER_LINK = "outer link"
+"""The lane of collectives along a mesh's outer axis; those along both are on both lanes."""
+
 
 def _no_bytes(node: fx.Node, table: ParameterTable) -> float:
     return 0

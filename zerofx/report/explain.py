@@ -55,7 +55,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         *_by_axis(program),
         ("collectives per step", str(wire.num_collectives)),
         *_offload(program, timeline),
-        ("link and compute", f"{program.figures} ({program.figures.source})"),
+        *_figures(program),
         ("bucket_bytes", "a layer" if limit == math.inf else size_text(int(limit))),
         ("predicted for a step", str(timeline)),
         ("what each lane has to do", lanes),
@@ -111,6 +111,17 @@ def _by_axis(program: Program) -> list[tuple[str, str]]:
     ]
 
 
+def _figures(program: Program) -> list[tuple[str, str]]:
+    """Return a row of the figures that were planned with, and one for each axis if they differ."""
+    figures = program.figures
+    if not figures.links:
+        return [("link and compute", f"{figures} ({figures.source})")]
+    return [
+        *((f"link along {axis}", str(link)) for axis, link in figures.links.items()),
+        ("compute", f"{figures.of_ranks} ({figures.source})"),
+    ]
+
+
 def _passes(program: Program, with_seconds: bool) -> str:
     """Return a table with a row for each pass: what it did, or why it is off."""
     rows = []
@@ -163,6 +174,8 @@ _REMEDIES = {
     "compute": "Communication is hidden, or little: a faster device or less recompute helps",
     "link": "A larger batch or micro-batches in the step hide it; autocast, a memory_budget or "
     "reduce_dtype send less",
+    "outer link": "Micro-batches in the step hide it; a stage of 0 along the outer axis gathers "
+    "nothing over it, and reduce_dtype sends less",
     "to host": _MOVES,
     "to device": _MOVES,
     "updates": "A larger batch hides them; a memory_budget leaves some to the device",

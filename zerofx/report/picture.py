@@ -10,7 +10,7 @@ from typing import Any
 from zerofx.cost.traffic import size_text
 from zerofx.report.folder import written_anew
 from zerofx.report.memory import KINDS
-from zerofx.report.timeline import LANES, MEASURED, PREDICTED, Event, duration
+from zerofx.report.timeline import LANES, MEASURED, PREDICTED, Event, duration, place_of
 
 MISSING = (
     "no picture is drawn, for matplotlib is not installed (pip install 'zerofx[pictures]'); "
@@ -54,7 +54,7 @@ def draw(trace: dict[str, Any], path: Path) -> None:
     events = trace["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     there = {*map(_row, spans)} or {("compute", PREDICTED)}
-    rows = sorted(there, key=lambda row: (LANES.index(row[0]), row[1]))
+    rows = sorted(there, key=lambda row: (place_of(row[0]), row))
     ends_us = [event["ts"] + event.get("dur", 0) for event in events if "ts" in event]
     end_us = max([*ends_us, trace["zerofx"]["step_s"] * 1e6, 1e-3])
     named = {place: f"{place} memory by kind" for place in KINDS}

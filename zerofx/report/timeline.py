@@ -36,8 +36,14 @@ VERSION = 1
 PREDICTED, MEASURED = 1, 2
 """Process numbers in a trace."""
 
-LANES = ("compute", "waiting", "link", "to host", "to device", "updates", "files", "host")
-"""Threads of a trace, in order; ``host`` is there when a device's own times are measured."""
+LANES = (
+    *("compute", "waiting", "link", "to host", "to device", "updates", "files", "host"),
+    "outer link",
+)
+"""Threads of a trace; ``host`` is there when a device's own times are measured."""
+
+LINKS = ("link", "outer link")
+"""Those of collectives, which are drawn one below the other."""
 
 _LARGEST, _LONGEST, _NAMES = 10, 5, 3
 """The words list so many tensors at the peak, so many waits, and so many parameters of each."""
@@ -117,7 +123,12 @@ def process_events(process: int, title: str, lanes: Collection[str]) -> Iterator
         if lane in lanes:
             where = {"ph": "M", "pid": process, "tid": number}
             yield {**where, "name": "thread_name", "args": {"name": lane}}
-            yield {**where, "name": "thread_sort_index", "args": {"sort_index": number}}
+            yield {**where, "name": "thread_sort_index", "args": {"sort_index": 1 + place_of(lane)}}
+
+
+def place_of(lane: str) -> int:
+    """Return the place of a lane among those of a trace, from above."""
+    return LANES.index("link" if lane in LINKS else lane)
 
 
 def span_event(
@@ -188,7 +199,7 @@ class _Writer:
     def _kind(self, node: fx.Node, lane: str) -> str:
         if lane == "compute":
             return self.phases[node]
-        if lane != "link":
+        if lane not in LINKS:
             return lane
         if ops.rules(node).gathers:
             return "gather"
@@ -198,11 +209,13 @@ class _Writer:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""
         if node.target is ops.on_owners:
             ranks, table = self.ctx.world_size, self.ctx.table
-            return owned_bytes(node, ranks, table) if lane == "link" else 0
+            return owned_bytes(node, ranks, table) if lane in LINKS else 0
+        rules = ops.rules(node)
+        if lane in LINKS:
+            return rules.sends(node)
         if lane != ops.lane(node) or ops.updates_on_host(node):
             return 0
-        rules = ops.rules(node)
-        return rules.sends(node) if lane == "link" else int(rules.carries(node, self.ctx.table))
+        return int(rules.carries(node, self.ctx.table))
 
 
 def _operator(node: fx.Node) -> str:

@@ -1,12 +1,12 @@
-"""Measure what a process group's link carries and its ranks compute, once, and agree on it."""
+"""Measure what a group's links carry and its ranks compute, once, and agree on it."""
 
 from __future__ import annotations
 
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zerofx import compat
 from zerofx.accelerator import is_accelerator
-from zerofx.hardware import Hardware
+from zerofx.hardware import Hardware, Link, slowest_link, with_links
 from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
 
@@ -34,7 +34,10 @@ MATRIX = ({torch.float32: 512}, {torch.bfloat16: 4096, torch.float32: 4096})
 NUMEL = (2**22, 2**25)
 """Of a sum: enough to leave the caches, and two of them a quarter of a GB of an accelerator."""
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Hardware]] = (
+_Kind = tuple[str, tuple[tuple[str, int], ...]]
+"""A kind of device, and the axes along which ranks communicate with it."""
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Hardware]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -44,17 +47,17 @@ def measured(
 ) -> Hardware | None:
     """The group's figures for tensors of this device; measured, collectively, at the first call.
 
-    The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  ``name``
-    says what the ranks meet for.  None where there is nothing to measure: a world of one, or a
-    group that only pretends to communicate.
+    The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  On a mesh of
+    two axes each has figures of its link.  ``name`` says what the ranks meet for.  None where there
+    is nothing to measure: a world of one, or a group that only pretends to communicate.
 
     Raises: AgreementError if a rank does not join within ``timeout_s``.
     """
     group = communicator.group
     if group is None or communicator.world_size == 1 or "fake" in dist.get_backend_config(group):
         return None
-    known = _known.setdefault(group, {})
-    if device.type not in known:
+    known, of = _known.setdefault(group, {}), (device.type, communicator.mesh.axes)
+    if of not in known:
         store = compat.tensors.agreement_store(group)
         try:
             rendezvous(store, name, communicator.rank, communicator.world_size, timeout_s)
@@ -64,8 +67,8 @@ def measured(
                 "options={'hardware': ...} or ZEROFX_HARDWARE"
             ) from None
         with torch.no_grad(), compat.tensors.real_tensors():
-            known[device.type] = _measure(group, device)
-    return known[device.type]
+            known[of] = _measure(communicator, device)
+    return known[of]
 
 
 def rounded(figure: float) -> float:
@@ -84,32 +87,84 @@ WORST = {
 
 
 def slowest(figures: Iterable[Hardware], source: str = "given") -> Hardware:
-    """Return the figures that all ranks reach."""
+    """Return the figures that all ranks reach, along each axis if they have links of several."""
     figures = list(figures)
     reached: dict[str, Any] = {}
     for name, worst in WORST.items():
         of_ranks = [figure for one in figures if (figure := getattr(one, name)) is not None]
         reached[name] = rounded(worst(of_ranks)) if of_ranks else None
-    return Hardware(**reached, overlaps=all(each.overlaps for each in figures), source=source)
+    overlaps = all(each.overlaps for each in figures)
+    links = {
+        axis: _rounded_link(slowest_link([each.links[axis] for each in figures]))
+        for axis in figures[0].links
+    }
+    return Hardware(**reached, overlaps=overlaps, links=links, source=source)
 
 
-def _measure(group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    # A communicator of its own: what it sends is no step's traffic.
-    probe = Communicator(group)
-    mine = own_figures(probe, device)
-    numbers = [getattr(mine, name) or 0.0 for name in WORST]
+def _rounded_link(link: Link) -> Link:
+    return Link(rounded(link.latency_s), rounded(link.bytes_per_s), link.overlaps)
+
+
+def _measure(communicator: Communicator, device: torch.device) -> Hardware:
+    # Communicators of their own: what they send is no step's traffic.
+    probe, mesh = Communicator(communicator.group), communicator.mesh
+    if mesh.outer:
+        axes = [axis for axis, _ in mesh.axes]
+        groups = [communicator.along(axis).group for axis in axes]
+        mine = figures_of_axes(dict(zip(axes, map(Communicator, groups), strict=True)), device)
+    else:
+        mine = own_figures(probe, device)
+    # By the ranks of all nodes, as all make the same plan.
+    numbers = _numbers(mine)
     every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
     probe.settle()
-    rows = every.view(-1, len(WORST)).tolist()
-    ranks = ({n: figure for n, figure in zip(WORST, row, strict=True) if figure} for row in rows)
     return slowest(
-        (replace(mine, **figures) for figures in ranks),
+        (_with_numbers(mine, row) for row in every.view(-1, len(numbers)).tolist()),
         source=f"measured, the slowest of {probe.world_size} ranks",
     )
 
 
+def _numbers(figures: Hardware) -> list[float]:
+    """Return what a rank tells the others: 0 for what there is none of."""
+    numbers = [getattr(figures, name) or 0.0 for name in WORST]
+    for link in figures.links.values():
+        numbers += [link.latency_s, link.bytes_per_s]
+    return numbers
+
+
+def _with_numbers(figures: Hardware, numbers: Sequence[float]) -> Hardware:
+    """Return the figures of the rank that has told these numbers."""
+    own, of_links = numbers[: len(WORST)], numbers[len(WORST) :]
+    changed: dict[str, Any] = {
+        name: figure for name, figure in zip(WORST, own, strict=True) if figure
+    }
+    links = {
+        axis: replace(link, latency_s=latency_s, bytes_per_s=bytes_per_s)
+        for (axis, link), latency_s, bytes_per_s in zip(
+            figures.links.items(), of_links[::2], of_links[1::2], strict=True
+        )
+    }
+    return replace(figures, links=links, **changed)
+
+
+def figures_of_axes(probes: Mapping[str, Communicator], device: torch.device) -> Hardware:
+    """Return this rank's figures on a mesh, of the link along each axis.
+
+    The ranks of all nodes measure at the same time, and share what they share in a step.  Along an
+    axis of one rank nothing travels: it counts as the other one.
+    """
+    links = {a: own_link(probe, device) for a, probe in probes.items() if probe.world_size > 1}
+    every = {axis: links.get(axis, slowest_link(links.values())) for axis in probes}
+    return with_links(every, **own_compute(device))
+
+
 def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     """Return this rank's figures.  Collective: all ranks exchange the same buffers."""
+    return Hardware(**asdict(own_link(probe, device)), **own_compute(device))
+
+
+def own_link(probe: Communicator, device: torch.device) -> Link:
+    """Return the figures of a group's link on this rank; collective."""
     ranks, on_accelerator = probe.world_size, is_accelerator(device)
     large_bytes = LARGE_BYTES[on_accelerator]
 
@@ -135,20 +190,24 @@ def own_figures(probe: Communicator, device: torch.device) -> Hardware:
     if probe.gather_whole(here).max().item() * times < LONGEST_S:
         nbytes, seconds = large_bytes, exchange(large_bytes)
     sent = nbytes * (ranks - 1) / ranks
+    bytes_per_s = sent / max(seconds - latency_s, seconds / 10)
+    return Link(latency_s, bytes_per_s, probe.overlaps(here))
+
+
+def own_compute(device: torch.device) -> dict[str, Any]:
+    """Return what this rank computes in a second, by the names that ``Hardware`` has."""
+    on_accelerator = is_accelerator(device)
     flops_per_s = {}
     for dtype, size in MATRIX[on_accelerator].items():
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         flops_per_s[dtype] = 2 * size**3 / _fastest(partial(torch.mm, matrix, matrix), device)
     vector = torch.ones(NUMEL[on_accelerator], device=device)
     other = torch.ones_like(vector)
-    return Hardware(
-        latency_s=latency_s,
-        bytes_per_s=sent / max(seconds - latency_s, seconds / 10),
-        overlaps=probe.overlaps(here),
-        flops_per_s=max(flops_per_s.values()),
-        float32_flops_per_s=flops_per_s[torch.float32],
-        memory_bytes_per_s=3 * vector.nbytes / _fastest(lambda: vector.add_(other), device),
-    )
+    return {
+        "flops_per_s": max(flops_per_s.values()),
+        "float32_flops_per_s": flops_per_s[torch.float32],
+        "memory_bytes_per_s": 3 * vector.nbytes / _fastest(lambda: vector.add_(other), device),
+    }
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
