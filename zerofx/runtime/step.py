@@ -39,6 +39,7 @@ from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.bucket import Location
+from zerofx.runtime.wires import Wires
 
 
 class StepRuntime:
@@ -160,6 +161,7 @@ class StepRuntime:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator, buckets, files = self.communicator, self.buckets, self.files
         on_device, on_host = self.steps, self.host_updates
+        wires = Wires(self.table)
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
@@ -167,6 +169,8 @@ class StepRuntime:
             ops.all_gather_start: buckets.all_gather_start,
             (ops.wait, LINK): communicator.wait,
             ops.free: communicator.free,
+            ops.quantize: wires.quantize,
+            ops.dequantize: wires.dequantize,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
             ops.flatten_bucket: buckets.flatten_bucket,
