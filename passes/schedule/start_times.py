@@ -31,17 +31,24 @@ for memory that is left over.
 ENOUGH = "as late as hides it"
 
 PREPARING = (
-    *(Role.GATHER_CAST, Role.PACK, Role.GATHER_SHARD),
+    *(Role.GATHER_CAST, Role.PACK, Role.GATHER_SHARD, Role.QUANTIZED),
     *(Role.SHARD_ON_DEVICE, Role.SHARD_TO_DEVICE),
 )
 """The roles of what stands between a shard and its gather."""
 
 
 def chain_of(wait: fx.Node) -> list[fx.Node]:
-    """The start of a gather and what prepares its input, last node first."""
+    """The start of a gather and what prepares its input, last node first.
+
+    What several gathers read is prepared for the first of them.
+    """
 
     def prepared_by(node: fx.Node) -> list[fx.Node]:
-        return [operand for operand in node.all_input_nodes if role(operand) in PREPARING]
+        return [
+            operand
+            for operand in node.all_input_nodes
+            if role(operand) in PREPARING and min(operand.users) is node
+        ]
 
     return sorted(reached([wait.args[0]], prepared_by), reverse=True)
 

@@ -157,8 +157,8 @@ def wait(started):
 def quantize(flat, code, parts=1, parameters=()):
     """The wire of a flat [parts * n] buffer: what travels in its place, each part by itself.
 
-    ``ir/wires.py`` says what is in it.  With ``parameters`` the buffer is of their bucket, shards of
-    it or all, and what it holds besides them is taken for zeros.
+    ``ir/wires.py`` says what is in it.  With ``parameters`` the buffer is of their bucket, all of
+    it or shards, and what it holds besides them is taken for zeros.
     """
     check_parts(parts, flat.shape[0])
     nbytes = quantized_bytes(flat.shape[0] // parts, code)
