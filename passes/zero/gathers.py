@@ -16,6 +16,7 @@ from zerofx.ir.graph import Builder, is_backward, last_use, program_order
 from zerofx.ir.interface import note_decisions
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
+from zerofx.ir.wires import is_quantizable, quantized_bytes
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.decisions import decide, with_cuts
 
@@ -53,9 +54,13 @@ class GatherSource:
 
 @dataclass(eq=False)
 class GatherUnit:
-    """Sources that travel together: shards of one bucket, or one source alone."""
+    """Sources that travel together: shards of one bucket, or one source alone.
+
+    What travels may be a wire in some ``code``, made of it behind this pass.
+    """
 
     sources: list[GatherSource]
+    code: str | None = None
 
     @property
     def regather(self) -> bool:
@@ -65,6 +70,18 @@ class GatherUnit:
     def nbytes(self) -> int:
         info = self.sources[0].parameter
         return info.place.shard_numel * info.world_size * self.sources[0].dtype.itemsize
+
+    @property
+    def own_wire_bytes(self) -> int:
+        """Bytes of this rank's wire, which it keeps from one gather to the next."""
+        if self.code is None or not is_quantizable(self.sources[0].dtype):
+            return 0
+        return quantized_bytes(self.sources[0].parameter.place.shard_numel, self.code)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a gather holds on the device: the whole, and the wires that it is made of."""
+        return self.nbytes + self.own_wire_bytes * self.sources[0].parameter.world_size
 
     @property
     def name(self) -> str:
@@ -90,7 +107,7 @@ class GatherSpan:
         return GatherSpan(self.first, after.last, self.uses + after.uses)
 
 
-def group_sources(sources: list[GatherSource]) -> list[GatherUnit]:
+def group_sources(sources: list[GatherSource], code: str | None = None) -> list[GatherUnit]:
     """Put sources of one bucket together, if all have their shards before anyone reads one."""
     groups: dict[tuple, list[GatherSource]] = {}
     for source in sources:
@@ -111,7 +128,7 @@ def group_sources(sources: list[GatherSource]) -> list[GatherUnit]:
             is_there = any(other.parameter is source.parameter for other in unit)
             if not unit or is_there or not source.shard < first_read(unit[0]):
                 unit = []
-                units.append(GatherUnit(unit))
+                units.append(GatherUnit(unit, code))
             unit.append(source)
     return units
 
@@ -197,7 +214,7 @@ def insert_gathers(
     if not wanted:
         return {"gathers": 0}
     order = program_order(builder.graph)
-    units = group_sources(wanted)
+    units = group_sources(wanted, ctx.options.gather_dtype)
     spans = plan_spans(units, order, ctx.num_backwards)
     planned = sum(map(len, spans.values()))
     decides = ctx.options.memory_budget is not None or ctx.decided.residency

@@ -9,16 +9,12 @@ from torch.func import functional_call
 
 import zerofx
 from tests.kit.models import features
-from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.trainings import (
-    accumulated,
     built,
-    clipped,
     plain,
     program_of,
     run,
-    save_and_resume,
-    stepped_twice,
     zero,
 )
 from zerofx.codegen.wires.blocks import dequantize, quantize
@@ -136,7 +132,6 @@ def test_two_ranks_train_as_one_that_rounds(ranks):
         {"offload": "params"},
         {"offload": "optimizer,params"},
         {"offload": "activations"},
-        {"peer_memory": False},
         {"check_order": True},
         {"update_in_backward": False},
     ],
@@ -144,6 +139,11 @@ def test_two_ranks_train_as_one_that_rounds(ranks):
 )
 def test_other_options_train_alike(ranks, options):
     assert_trains_alike(ranks(2).run(train_coded, options))
+
+
+@pytest.mark.nightly
+def test_over_sockets_they_train_alike(ranks_on_sockets):
+    assert_trains_alike(ranks_on_sockets(2).run(train_coded, {}))
 
 
 def test_alone_the_only_rank_rounds_too():

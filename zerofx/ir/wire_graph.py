@@ -42,6 +42,11 @@ def quantized_as(wire: fx.Node) -> fx.Node | None:
     return wire if wire.target is ops.quantize else None
 
 
+def whole_of(wait: fx.Node) -> fx.Node:
+    """What a gather gives to who reads it: its result, or if that is a wire, the values of it."""
+    return next((user for user in wait.users if user.target is ops.dequantize), wait)
+
+
 def exact_behind(gathered: fx.Node) -> fx.Node:
     """The shard that a gather's wait, or the values of its wire, are put together from."""
     wait = gathered.args[0] if gathered.target is ops.dequantize else gathered
