@@ -49,7 +49,7 @@ class UpdateKernel:
     def __init__(self, program: Program, is_compiled: bool = True) -> None:
         self.program = program
         self._is_compiled = is_compiled and not _moves_old_values(program)
-        (self.gradient_dtype,) = (s.dtype for s in program.streams if s.kind == "gradient")
+        self.gradient_dtype = program.gradient_dtype
         # Where the step's numbers are written for the kernel to read: the same memory each time.
         self._numbers = {
             operand: array(_CODES[operand.dtype], [0]) for operand in program.number_names(())
@@ -259,7 +259,19 @@ _FUNCTIONS: dict[str, tuple] = {
     **{
         name: (getattr(torch, name),)
         for name in (
-            *("lerp", "where", "abs", "floor", "ceil", "sign", "sqrt", "reciprocal", "exp", "log"),
+            *(
+                "lerp",
+                "where",
+                "abs",
+                "floor",
+                "ceil",
+                "round",
+                "sign",
+                "sqrt",
+                "reciprocal",
+                "exp",
+                "log",
+            ),
             *("sigmoid", "sin", "cos", "erf", "isnan", "isinf", "isfinite"),
         )
     },

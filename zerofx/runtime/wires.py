@@ -6,24 +6,30 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofx.codegen.kernels import Keep
 from zerofx.codegen.wires import blocks
+from zerofx.codegen.wires.kernels import WireKernels
 from zerofx.ir.parameters import ParameterTable
 from zerofx.runtime.memory.flat import without_gaps
 
 
 class Wires:
-    """Quantises parts of a program's buckets, which ``table`` knows."""
+    """Quantises parts of a program's buckets, which ``table`` knows.
 
-    def __init__(self, table: ParameterTable) -> None:
+    With kernels if it ``is_compiled``, whose texts are given to ``keep``; the bits are the same.
+    """
+
+    def __init__(self, table: ParameterTable, is_compiled: bool, keep: Keep | None = None) -> None:
         self.table = table
+        self._kernels = WireKernels(keep) if is_compiled else blocks
 
     def quantize(
         self, flat: torch.Tensor, code: str, parts: int = 1, parameters: Sequence[int] = ()
     ) -> torch.Tensor:
         infos = [self.table[index] for index in parameters]
-        return blocks.quantize(without_gaps(flat.detach(), infos), code, parts)
+        return self._kernels.quantize(without_gaps(flat.detach(), infos), code, parts)
 
     def dequantize(
         self, wire: torch.Tensor, code: str, parts: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        return blocks.dequantize(wire, code, parts, numel, dtype)
+        return self._kernels.dequantize(wire, code, parts, numel, dtype)
