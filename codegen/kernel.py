@@ -252,6 +252,11 @@ def _index(like: Tensor, first: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device).view(like.shape) + first
 
 
+def _rounded(x: Tensor) -> Tensor:
+    """``torch.round``, of what is below 2**22, in half of the time: that calls a function."""
+    return (x + 12582912.0) - 12582912.0
+
+
 # What a program's operations are in torch: a function, and what it is given behind the operands.
 _FUNCTIONS: dict[str, tuple] = {
     **{name: (getattr(operator, name),) for name in ("add", "sub", "mul", "neg")},
@@ -259,22 +264,11 @@ _FUNCTIONS: dict[str, tuple] = {
     **{
         name: (getattr(torch, name),)
         for name in (
-            *(
-                "lerp",
-                "where",
-                "abs",
-                "floor",
-                "ceil",
-                "round",
-                "sign",
-                "sqrt",
-                "reciprocal",
-                "exp",
-                "log",
-            ),
+            *("lerp", "where", "abs", "floor", "ceil", "sign", "sqrt", "reciprocal", "exp", "log"),
             *("sigmoid", "sin", "cos", "erf", "isnan", "isinf", "isfinite"),
         )
     },
+    "round": (_rounded,),
     "div": (operator.truediv,),
     "and": (operator.and_,),
     "or": (operator.or_,),

@@ -20,7 +20,7 @@ from zerofx.ir.wires import check_parts, quantized_bytes
 
 logger = logging.getLogger("zerofx")
 
-FEWEST_COMPILED = 8192
+FEWEST_COMPILED = 2**16
 """On a CPU smaller buffers run operator by operator, which takes less than to call a kernel."""
 
 

@@ -2,8 +2,8 @@
 
 A flat buffer of floating point numbers becomes bytes, the *wire*: the codes of all its blocks, one
 behind the other, then one float32 scale for each, and zeros up to a multiple of ``ALIGNMENT``.  It
-is one tensor, so that one collective moves both.  A block is ``BLOCK`` elements that follow one another, whatever parameters they are of; the
-last one is filled up with zeros.
+is one tensor, so that one collective moves all of it.  A block is ``BLOCK`` elements that follow
+one another, whatever parameters they are of; the last one is filled up with zeros.
 
 An element's code is the whole number nearest to ``element / scale``, ties to the even one, and it
 comes back as ``code * scale``, computed in float32.  A block's scale is its largest magnitude times
