@@ -688,7 +688,7 @@ def check_a_steps_memory_is_not_tuned_on():
 
 
 def check_wires(dtype, numel, parts):
-    """What kernels make of a flat buffer, and of its wire, is what plain torch makes, bit by bit."""
+    """Kernels make the same bits of a flat buffer, and of its wire, as plain torch does."""
     import math
     from unittest import mock
 
