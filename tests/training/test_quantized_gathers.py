@@ -17,6 +17,8 @@ from tests.kit.trainings import (
     run,
     zero,
 )
+from zerofx.__main__ import main
+from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.wires.blocks import dequantize, quantize
 
 STEPS = 4
@@ -144,6 +146,36 @@ def test_other_options_train_alike(ranks, options):
 @pytest.mark.nightly
 def test_over_sockets_they_train_alike(ranks_on_sockets):
     assert_trains_alike(ranks_on_sockets(2).run(train_coded, {}))
+
+
+@pytest.mark.nightly
+def test_with_files_it_trains_alike(tmp_path):
+    options = {"offload": "optimizer,params", "offload_tier": "nvme", "offload_dir": str(tmp_path)}
+    assert_trains_alike([train_coded(options)])
+
+
+@pytest.mark.nightly
+def test_kernels_of_wires_train_alike(monkeypatch):
+    made = []
+    monkeypatch.setattr("zerofx.codegen.wires.kernels.FEWEST_COMPILED", 1)
+    original = UpdateKernel.__call__
+
+    def counted(kernel, *values):
+        made.append(kernel.program.optimizer)
+        return original(kernel, *values)
+
+    monkeypatch.setattr(UpdateKernel, "__call__", counted)
+    assert_trains_alike([train_coded({"lowering": "inductor"})])
+    assert set(made) == {"quantize", "dequantize"}
+
+
+@pytest.mark.nightly
+def test_a_dumped_program_runs_again(tmp_path, capsys):
+    train_coded({"dump": str(tmp_path)}, steps=1)
+    (file,) = tmp_path.glob("rank0/*/*_quantize_gathers.py")
+    assert "quantised gathers: " in file.read_text()
+    assert main(["run", str(file), "--random"]) == 0
+    assert "head.weight" in capsys.readouterr().out
 
 
 def test_alone_the_only_rank_rounds_too():
