@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zerofx
@@ -58,13 +59,13 @@ class Rounding(torch.nn.Module):
         return functional_call(self.model, there, (x,))
 
 
-def train_alone(places, of: int, dtype=torch.float32):
+def train_alone(places, of: int, num_shards: int):
     """Train as ``of`` ranks would, with gradients that are added in their order."""
-    model, optimizer = built(dtype)
-    rounding = Rounding(model, places, of)
+    model, optimizer = built()
+    rounding = Rounding(model, places, num_shards)
     losses = []
     for number in range(STEPS):
-        of_ranks = [part.to(dtype).chunk(of) for part in features(number, 8)]
+        of_ranks = [part.chunk(of) for part in features(number, 8)]
         gradients = []
         for x, y in zip(*of_ranks, strict=True):
             loss = torch.nn.functional.mse_loss(rounding(x), y)
@@ -102,8 +103,13 @@ def train_coded(options, step=plain, steps=STEPS):
     return losses, state, whole, places, counts, zerofx.explain(compiled)
 
 
-def assert_trains_alike(results):
-    losses, parameters = train_alone(results[0][3], len(results))
+def train_on_mesh(stages):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    return train_coded({"process_group": mesh, "stage": dict(stages)})
+
+
+def assert_trains_alike(results, num_shards=None):
+    losses, parameters = train_alone(results[0][3], len(results), num_shards or len(results))
     for (found, state, whole, _, counts, _), wanted in zip(results, losses, strict=True):
         assert counts["quantised gathers"] >= counts["wires"] > 0
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
@@ -141,6 +147,13 @@ def test_two_ranks_train_as_one_that_rounds(ranks):
 )
 def test_other_options_train_alike(ranks, options):
     assert_trains_alike(ranks(2).run(train_coded, options))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("outer, num_shards", ((0, 2), (3, 4)))
+def test_a_mesh_trains_alike(ranks, outer, num_shards):
+    results = ranks(4).run(train_on_mesh, (("node", outer), ("gpu", 3)))
+    assert_trains_alike(results, num_shards)
 
 
 @pytest.mark.nightly
