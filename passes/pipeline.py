@@ -21,6 +21,8 @@ from zerofx.passes.offload.place_offload import CONFLICTS as OFFLOAD_CONFLICTS
 from zerofx.passes.offload.place_offload import place_offload
 from zerofx.passes.schedule.prefetch import prefetch
 from zerofx.passes.schedule.update_in_backward import update_in_backward
+from zerofx.passes.wire.quantize_gathers import CONFLICTS as GATHER_CONFLICTS
+from zerofx.passes.wire.quantize_gathers import quantize_gathers
 from zerofx.passes.zero.bucket import bucket
 from zerofx.passes.zero.data_parallel import data_parallel
 from zerofx.passes.zero.hoist_casts import hoist_casts
@@ -34,6 +36,10 @@ from zerofx.passes.zero.shard_parameters import shard_parameters
 def _eager(ctx: PassContext) -> str:
     is_eager = ctx.options.lowering == "eager"
     return "lowering eager (needs inductor)" if is_eager else ""
+
+
+def _gathers_exactly(ctx: PassContext) -> str:
+    return "" if ctx.options.gather_dtype else "no gather_dtype"
 
 
 def _no_whole_buckets(ctx: PassContext) -> str:
@@ -78,6 +84,15 @@ PIPELINE = (
         provides=frozenset({"sharded_parameters"}),
         smallest_stage=3,
         conflicts=SECOND_SHARD_CONFLICTS,
+    ),
+    Pass(
+        quantize_gathers,
+        requires=frozenset({"sharded_parameters"}),
+        preserves_numerics=False,  # it rounds what is computed with
+        quantizes=True,
+        smallest_stage=3,
+        why_not=_gathers_exactly,
+        conflicts=GATHER_CONFLICTS,
     ),
     _of_updates(
         place_offload, offloads=frozenset({"optimizer", "params"}), conflicts=OFFLOAD_CONFLICTS

@@ -23,6 +23,7 @@ STOPS = (
     "shard_gradients",
     "update_in_backward",
     "shard_parameters",
+    "quantize_gathers",
     "place_offload",
     "offload_activations",
     "prefetch",
@@ -90,6 +91,20 @@ def _dtype(*allowed: torch.dtype) -> _Kind:
         return _one_of(values, str(value).removeprefix("torch."), value)
 
     return _Kind((torch.dtype, str), "a torch.dtype or its name", read)
+
+
+def _codes(*allowed: str, **others: str) -> _Kind:
+    """The name of a code that values travel in; ``others`` are those that do not fit, and why."""
+    values = {name: name for name in allowed}
+
+    def read(value: Any) -> Any:
+        name = str(value).removeprefix("torch.")
+        if name in others:
+            raise ValueError(f"must be {' or '.join(allowed)}, not {name}: {others[name]}")
+        return _one_of(values, name, value)
+
+    expected = f"{' or '.join(map(repr, allowed))}"
+    return _Kind((str, torch.dtype), expected, read)
 
 
 def _several(*choices: str) -> _Kind:
@@ -224,6 +239,15 @@ class Options:
         None, _dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
     )
     """The dtype gradients are reduced in; None is the captured gradient's."""
+    gather_dtype: str | None = _option(
+        None,
+        _codes(
+            "int8",
+            int4="a weight with seven levels to each side is another model's. Gather in int8",
+        ),
+    )
+    """The code that parameters are gathered in at stage 3; None is the dtype that uses them.
+    Changes numerics."""
     bucket_bytes: int | None = _option(None, _BYTES)
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _BYTES)

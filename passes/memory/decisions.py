@@ -57,6 +57,8 @@ def decide(
     if budget is None:
         return Residency()
     alive = _with_moves(graph, bytes_alive(graph, ctx, ignored), ctx)
+    wires = sum(unit.own_wire_bytes for unit in planned)
+    alive = [nbytes + wires for nbytes in alive]
     least = _peak(planned, alive, False)
     if least > budget and "activations" not in ctx.options.offload:
         raise BudgetError(
@@ -170,7 +172,9 @@ def keep_gathered(
 
 def _peak(planned: Planned, alive: list[int], ahead: bool) -> int:
     spans = sorted(
-        (span.first, span.last, unit.nbytes) for unit, spans in planned.items() for span in spans
+        (span.first, span.last, unit.held_bytes)
+        for unit, spans in planned.items()
+        for span in spans
     )
     changes = [0] * (len(alive) + 1)
     for index, (first, last, nbytes) in enumerate(spans):

@@ -274,10 +274,11 @@ def _may_wait(run: list[fx.Node], update: fx.Node) -> bool:
 
 
 def _begins_gather(node: fx.Node) -> bool:
-    """Return whether a node takes shards from the host to a gather: by pack, cast, or alone."""
+    """Return whether a node takes shards from the host to a gather, by whatever comes first."""
     if not any(map(is_kept_on_host, node.all_input_nodes)):
         return False
-    return node.target is ops.pack or ops.rules(node).gathers or role(node) == Role.GATHER_CAST
+    prepares = node.target in (ops.pack, ops.quantize) or role(node) == Role.GATHER_CAST
+    return prepares or ops.rules(node).gathers
 
 
 def _reads_host(node: fx.Node) -> bool:

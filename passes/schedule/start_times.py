@@ -17,6 +17,7 @@ from zerofx.ir.offload import copies_to_device
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.sizes import value_bytes
+from zerofx.ir.wire_graph import whole_of
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.decisions import bytes_alive
 
@@ -31,17 +32,19 @@ for memory that is left over.
 ENOUGH = "as late as hides it"
 
 PREPARING = (
-    *(Role.GATHER_CAST, Role.PACK, Role.GATHER_SHARD),
+    *(Role.GATHER_CAST, Role.PACK, Role.GATHER_SHARD, Role.QUANTIZED),
     *(Role.SHARD_ON_DEVICE, Role.SHARD_TO_DEVICE),
 )
 """The roles of what stands between a shard and its gather."""
 
 
 def chain_of(wait: fx.Node) -> list[fx.Node]:
-    """The start of a gather and what prepares its input, last node first."""
+    """The start of a gather and what prepares its input, last node first.
+
+    What several gathers read is prepared for the first of them.
+    """
 
     def prepared_by(node: fx.Node) -> list[fx.Node]:
-        """Of a second shard that several gathers begin with, only the first brings it along."""
         return [
             operand
             for operand in node.all_input_nodes
@@ -144,11 +147,13 @@ def _earliest(
 ) -> int:
     """After which node a gather can start: its values are there, and what it repeats is gone."""
     position = fixed.position
-    needed = list(chains[wait][-1].all_input_nodes)
+    # A wire that another gather prepares is there when what that has gathered is freed.
+    needed = [node for node in chains[wait][-1].all_input_nodes if node in position]
     serves = parameter_of(wait), bucket_of(wait)
     for other in waits[: waits.index(wait)]:
         if (parameter_of(other), bucket_of(other)) == serves:
-            needed += [reader for reader in readers(other) if reader.target is ops.free]
+            freed = readers(whole_of(other))
+            needed += [reader for reader in freed if reader.target is ops.free]
     # Never across another collective: the ranks' batches, and with them the times and the bytes
     # looked at here, may differ, and the order of collectives must not.
     others = [n for n in position if _communicates(n) and position[n] < position[wait]]

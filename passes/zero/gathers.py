@@ -17,6 +17,7 @@ from zerofx.ir.interface import note_decisions
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
+from zerofx.ir.wires import is_quantizable, quantized_bytes
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.decisions import decide, with_cuts
 
@@ -58,10 +59,12 @@ class GatherSource:
 class GatherUnit:
     """Sources that travel together: shards of one bucket, or one source alone.
 
-    ``second_shard`` is what of them the rank's node keeps together, once it is there.
+    ``second_shard`` is what of them the rank's node keeps together, once it is there.  What travels
+    may be a wire in some ``code``, made of it behind this pass.
     """
 
     sources: list[GatherSource]
+    code: str | None = None
     second_shard: fx.Node | None = None
 
     @property
@@ -81,6 +84,18 @@ class GatherUnit:
         """The parameters, in the order in which they lie in their bucket."""
         places = sorted((s.parameter.place.offset, s.parameter.index) for s in self.sources)
         return [index for _, index in places]
+
+    @property
+    def own_wire_bytes(self) -> int:
+        """Bytes of this rank's wire, which it keeps from one gather to the next."""
+        if self.code is None or not is_quantizable(self.sources[0].dtype):
+            return 0
+        return quantized_bytes(self.sources[0].parameter.place.shard_numel, self.code)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a gather holds on the device: the whole, and the wires that it is made of."""
+        return self.nbytes + self.own_wire_bytes * self.sources[0].parameter.world_size
 
     @property
     def name(self) -> str:
@@ -106,7 +121,7 @@ class GatherSpan:
         return GatherSpan(self.first, after.last, self.uses + after.uses)
 
 
-def group_sources(sources: list[GatherSource]) -> list[GatherUnit]:
+def group_sources(sources: list[GatherSource], code: str | None = None) -> list[GatherUnit]:
     """Put sources of one bucket together, if all have their shards before anyone reads one."""
     groups: dict[tuple, list[GatherSource]] = {}
     for source in sources:
@@ -128,7 +143,7 @@ def group_sources(sources: list[GatherSource]) -> list[GatherUnit]:
             is_there = any(other.parameter is source.parameter for other in unit)
             if not unit or is_there or not source.shard < first_read(unit[0]):
                 unit = []
-                units.append(GatherUnit(unit))
+                units.append(GatherUnit(unit, code))
             unit.append(source)
     return units
 
@@ -214,7 +229,7 @@ def insert_gathers(
     if not wanted:
         return {"gathers": 0}
     order = program_order(builder.graph)
-    units = group_sources(wanted)
+    units = group_sources(wanted, ctx.options.gather_dtype)
     spans = plan_spans(units, order, ctx.num_backwards)
     planned = sum(map(len, spans.values()))
     decides = ctx.options.memory_budget is not None or ctx.decided.residency

@@ -40,6 +40,7 @@ def test_defaults_are_the_contracts():
         "secondary_shard": None,
         "accumulate": None,
         "reduce_dtype": None,
+        "gather_dtype": None,
         "bucket_bytes": None,
         "memory_budget": None,
         "hardware": None,

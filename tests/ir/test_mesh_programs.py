@@ -593,3 +593,26 @@ def test_a_second_shard_is_of_the_newest_values(bug, words):
     verify(program.gm, program.table, AVERAGED)
     bug(program)
     refused(program, words)
+
+
+# Wires
+
+
+@pytest.mark.parametrize(
+    "outer_stage, options", ((1, {}), (2, {}), (3, {}), (3, SECOND)), ids=("1", "2", "3", "second")
+)
+def test_gathers_of_wires_give_the_same_however_parameters_are_cut(outer_stage, options):
+    def run(gather_dtype):
+        captured = two_updates(NODES, outer_stage)
+        given = {**options, "gather_dtype": gather_dtype, "bucket": True}
+        programs = rewritten_by_rank(captured, stage=3, **given)
+        return programs[0], execute(programs, integer_inputs(captured))
+
+    _, exact = run(None)
+    program, rounded = run("int8")
+    wires = [node for node in program.graph.nodes if node.target is ops.quantize]
+    assert len(wires) == 4, "two buckets, before and behind their first update"
+    for name, values in exact.parameters.items():
+        largest = max(value.abs().max() for value in values)
+        for value, other in zip(values, rounded.parameters[name], strict=True):
+            torch.testing.assert_close(value, other, rtol=0, atol=float(largest) * 0.05)

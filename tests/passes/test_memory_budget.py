@@ -89,6 +89,16 @@ def test_too_small_a_budget_says_what_would_do():
     assert peak_of(within(smallest)) <= smallest <= 1.05 * peak_of(within(None))
 
 
+def test_wires_count():
+    coded = {"gather_dtype": "int8", "bucket": True}
+    with pytest.raises(StepError, match="allocates") as caught:
+        rewritten(deep(), memory_budget=1000, **coded)
+    smallest = int(str(caught.value).split("allocates ")[1].split()[0])
+    assert peak_of(rewritten(deep(), memory_budget=smallest, **coded)) <= smallest
+    for budget in (PLENTY, smallest + 9000):
+        assert peak_of(rewritten(deep(), memory_budget=budget, **coded)) <= budget
+
+
 @functools.cache
 def decayed_step():
     """Weights are decayed by hand in front of their update, which so reads what backward made."""
@@ -127,6 +137,10 @@ class Unit:
 
     nbytes: int
     regather: bool = True
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,19 @@ def test_a_pass_that_may_round_may_not_change_a_gradient(make_optimizer):
     assert "should be but for rounding" in str(told.value)
 
 
+@pytest.mark.slow(reason="a pipeline validated pass by pass")
+@pytest.mark.parametrize("name", first(1, ("gathering", "mlp", "language")))
+def test_what_is_rounded_to_travel_is_told_from_what_is_wrong(name):
+    compared = validated(STEPS[name](), stage=3, gather_dtype="int8")
+    assert "quantize_gathers" in compared and "form_regions" in compared
+
+
+def test_a_pass_that_quantises_may_not_double_a_gradient():
+    pipeline = planted(backward_doubled, preserves_numerics=False, quantizes=True)
+    with pytest.raises(ValidationError, match="should be but for rounding"):
+        validated(mlp_step(), pipeline, stage=2)
+
+
 @functools.cache
 def goes_on_step(clip=False):
     """A step that adds to gradients that have come in, and leaves the sums."""

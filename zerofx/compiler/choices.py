@@ -49,7 +49,7 @@ def stopped(options: Options) -> Options:
     names = [step.name for step in rewrites(PIPELINE)]
     later = rewrites(PIPELINE)[names.index(options.stop_after) + 1 :]
     changed: dict[str, Any] = {step.name: False for step in later if step.optional}
-    shards = [step for step in later if not (step.optional or step.offloads)]
+    shards = [step for step in later if not (step.optional or step.offloads or step.quantizes)]
     changed["stage"] = min([options.stage, *(step.smallest_stage - 1 for step in shards)])
     if options.outer_stage is not None:
         changed["outer_stage"] = min(options.outer_stage, changed["stage"])
@@ -62,6 +62,8 @@ def stopped(options: Options) -> Options:
         changed["offload_checksums"] = False
     if options.delayed_update and (changed["stage"] < 3 or "optimizer" not in offload):
         changed["delayed_update"] = False
+    if any(step.quantizes for step in later):
+        changed["gather_dtype"] = None
     for name in ("master_weights", "moment_dtype"):
         if changed["stage"] == 0 and getattr(options, name):
             raise ValueError(

@@ -73,7 +73,7 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
     alive: dict[fx.Node, int] = {}
     peak = GatheredPeak(0, ())
     for node in gm.graph.nodes:
-        if ops.rules(node).gathers:
+        if ops.rules(node).gathers or node.target is ops.dequantize:
             if role(shard := node.args[0]) == Role.GATHER_SHARD:  # which has gone on to this one
                 alive.pop(shard.args[0], None)
             alive[node] = value_bytes(node)
@@ -81,7 +81,8 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
             if total > peak.nbytes:
                 peak = GatheredPeak(total, tuple(served(start, table) for start in alive))
         elif node.target is ops.free:
-            alive.pop(node.args[0].args[0], None)
+            freed = node.args[0]
+            alive.pop(freed.args[0] if ops.is_wait(freed) else freed, None)
     return peak
 
 

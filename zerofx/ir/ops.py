@@ -17,6 +17,7 @@ from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, argument, at, define, rules
 from zerofx.ir.rules import is_ours as is_ours
 from zerofx.ir.sizes import hinted_bytes, value_bytes
+from zerofx.ir.wires import check_parts, quantized_bytes
 
 HOST = "host"
 """The place that is no device's: host memory."""
@@ -45,6 +46,10 @@ def _update_bytes(node: fx.Node, table: ParameterTable) -> float:
         return UPDATE_STREAMS * table[index].nbytes
     infos = [table[each] for each in ([index] if isinstance(index, int) else index)]
     return sum(UPDATE_STREAMS * info.nbytes / info.world_size for info in infos)
+
+
+def _bytes_both_ways(node: fx.Node, table: ParameterTable) -> int:
+    return value_bytes(node) + _operand_bytes(node)
 
 
 def _uncaptured_update(node: fx.Node) -> str:
@@ -161,6 +166,33 @@ def wait(started):
     copies expect them: it returns what stands for them, and they are there until they are evicted.
     """
     return torch.empty_like(started)
+
+
+@define(
+    "quantize(Tensor flat, str code, int parts=1, int[] parameters=[], str axis='') -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="staging",
+)
+def quantize(flat, code, parts=1, parameters=(), axis=""):
+    """The wire of a flat [parts * n] buffer: what travels in its place, each part by itself.
+
+    ``ir/wires.py`` says what is in it.  With ``parameters`` the buffer is of their bucket, all of
+    it or shards, and what it holds besides them is taken for zeros.
+    """
+    check_parts(parts, flat.shape[0])
+    nbytes = quantized_bytes(flat.shape[0] // parts, code)
+    return flat.new_empty(parts * nbytes, dtype=torch.uint8)
+
+
+@define(
+    "dequantize(Tensor wire, str code, int parts, int numel, ScalarType dtype) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds=lambda node: "gathered parameters",
+)
+def dequantize(wire, code, parts, numel, dtype):
+    """The flat [parts * numel] values of a wire, of parts that have been quantised apart."""
+    check_parts(parts, wire.shape[0], quantized_bytes(numel, code))
+    return wire.new_empty(parts * numel, dtype=dtype)
 
 
 @define("free(Tensor gathered) -> ()", acts=True, gives_up=True)

@@ -22,6 +22,8 @@ class Role(StrEnum):
     GATHER = "gather"
     WHOLE = "whole"
     FREE = "free"
+    QUANTIZED = "quantized"
+    DEQUANTIZED = "dequantized"
 
     # Gradients, from backward's to what updates read.
     ACCUMULATE = "accumulate"

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zerofx.codegen.wires import blocks
 from zerofx.ir import ops
 from zerofx.ir.mesh import DATA, Mesh
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
-from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat
+from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat, without_gaps
 
 MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
@@ -145,6 +146,24 @@ class Reference:
 
     def free(self, gathered: Tensor) -> None:
         gathered.fill_(self.poison(gathered.dtype))
+
+    # Wires
+
+    def quantize(
+        self,
+        flat: Tensor,
+        code: str,
+        parts: int = 1,
+        parameters: Sequence[int] = (),
+        axis: str = "",
+    ) -> Tensor:
+        infos = [self.table.cut(index, axis) for index in parameters]
+        return blocks.quantize(without_gaps(flat, infos), code, parts)
+
+    def dequantize(
+        self, wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dtype
+    ) -> Tensor:
+        return blocks.dequantize(wire, code, parts, numel, dtype)
 
     # Shards and buckets
 

@@ -33,7 +33,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, tor
 largest element's size."""
 
 COARSEST = 0.25
-"""The same for every other dtype."""
+"""The same for every other dtype, and of a pass that quantises."""
 
 MOST_AMPLIFIED = 0.01
 """The share of a parameter's elements that may be farther off where only the update differs."""
@@ -81,6 +81,7 @@ class Validator:
             )
         self.ctx, self.optimizers, self.write_minimal = ctx, optimizers, write_minimal
         self.is_bitwise = {step.name: step.preserves_numerics for step in pipeline}
+        self.quantizes = {step.name for step in pipeline if step.quantizes}
         self._errors: dict[int, Exception] = {}
         self._others = {
             rank: self._programs_of(rank, gm, pipeline)
@@ -158,7 +159,7 @@ class Validator:
         if self._first_apart(name, *linear):
             return False
         return all(
-            _share_apart(value, other[what], self._tolerance(value.dtype)) <= MOST_AMPLIFIED
+            _share_apart(value, other[what], self._tolerance(name, value.dtype)) <= MOST_AMPLIFIED
             for one, other in zip(before.seen, after.seen, strict=True)
             for what, value in one.items()
             if what.startswith("parameter ")
@@ -171,9 +172,11 @@ class Validator:
             return False
         if self.is_bitwise[name]:
             return bitwise(one, other)
-        return _share_apart(one, other, self._tolerance(one.dtype)) == 0
+        return _share_apart(one, other, self._tolerance(name, one.dtype)) == 0
 
-    def _tolerance(self, dtype: torch.dtype) -> float:
+    def _tolerance(self, name: str, dtype: torch.dtype) -> float:
+        if name in self.quantizes:
+            return COARSEST
         dtypes = {dtype, self.ctx.options.reduce_dtype or dtype}
         return max(TOLERANCE.get(each, COARSEST) for each in dtypes)
 

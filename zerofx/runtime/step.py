@@ -39,6 +39,7 @@ from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.bucket import Location
+from zerofx.runtime.wires import Wires
 
 
 class StepRuntime:
@@ -99,6 +100,7 @@ class StepRuntime:
         self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
         changed_in_files = self.files.note_changes if self.files is not None else None
         self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
+        self.wires = Wires(self.table, setup.options.lowering == "inductor", keep_source)
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
         """Return whether a shard is still to be made, to be filed before the next bucket's."""
@@ -159,6 +161,7 @@ class StepRuntime:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator, buckets, files = self.communicator, self.buckets, self.files
         on_device, on_host = self.steps, self.host_updates
+        wires = self.wires
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
@@ -167,6 +170,8 @@ class StepRuntime:
             ops.refill_start: buckets.refill_start,
             (ops.wait, LINK): communicator.wait,
             ops.free: communicator.free,
+            ops.quantize: wires.quantize,
+            ops.dequantize: wires.dequantize,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
             ops.flatten_bucket: buckets.flatten_bucket,

@@ -24,12 +24,14 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
+from zerofx.ir.wire_graph import exact_behind
 from zerofx.verify.broken import broken
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import LAYS_OUT, verify_averages
 from zerofx.verify.kept import verify_kept
 from zerofx.verify.names import verify_names
 from zerofx.verify.offload import verify_offload
+from zerofx.verify.wires import verify_wires
 
 aten = torch.ops.aten
 
@@ -67,6 +69,7 @@ def verify(
     verify_offload(gm.graph, table)
     verify_files(gm.graph, table)
     verify_kept(gm.graph, table)
+    verify_wires(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph, table)
     _nothing_reads_what_was_overwritten(gm.graph)
@@ -131,7 +134,7 @@ def _goes_over_all_that_is_cut(wait: fx.Node, table: ParameterTable) -> None:
     hops = mesh.hops
     if mesh.parts > 1:  # how it is cut, its size says
         index = max(parameter_of(wait), bucket_of(wait))
-        numel = ops.gathered_from(wait).meta["val"].numel()
+        numel = exact_behind(wait).meta["val"].numel()
         hops = hops[:1] if numel == table[index].kept.place.shard_numel else hops
     if tuple(axes) != hops:
         cut = ", then ".join(hops)
@@ -241,8 +244,8 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                 if not fits or (marked and info.index not in marked):
                     what = f"lays out {part.name} as if it were the gradient of {info.name!r}."
                     raise broken(node, what)
-        elif role(node) == Role.WHOLE and node.args[0].target is ops.wait:
-            packed = ops.gathered_from(node.args[0])
+        elif role(node) == Role.WHOLE and node.args[0].target in (ops.wait, ops.dequantize):
+            packed = exact_behind(node.args[0])
             if role(packed) == Role.GATHER_CAST:
                 packed = packed.args[0]
             if packed.target is ops.pack:

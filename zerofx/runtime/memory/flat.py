@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerofx.ir.parameters import ParameterInfo, storage_order
+from zerofx.ir.wires import gaps
 from zerofx.runtime.memory.pages import BufferPool
 
 T = TypeVar("T")
@@ -103,6 +104,19 @@ def view_of_pack(
     """View the bucket's shard that begins at ``start`` of these shards' storage."""
     first = next(shard for shard in shards if shard.numel())
     return first.as_strided((infos[0].place.shard_numel,), (1,), start)
+
+
+def without_gaps(flat: torch.Tensor, infos: Sequence[ParameterInfo]) -> torch.Tensor:
+    """Return a bucket's flat buffer, or shards of it, with zeros where these parameters are not.
+
+    The buffer itself if they fill it, or if there are none.
+    """
+    ranges = gaps(infos, flat.numel()) if infos else []
+    if ranges:
+        flat = flat.clone()
+    for start, stop in ranges:
+        flat[start:stop].zero_()
+    return flat
 
 
 def flatten_bucket(

@@ -1,0 +1,1 @@
+"""Values in fewer bits, for their way to other ranks."""

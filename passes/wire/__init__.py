@@ -1,0 +1,1 @@
+"""Passes that decide in how many bits values travel."""

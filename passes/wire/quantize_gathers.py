@@ -1,0 +1,133 @@
+"""Let parameters travel in fewer bits: their shards are quantised before each gather."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliases import aliases
+from zerofx.ir.graph import Builder, erase_unused
+from zerofx.ir.roles import Role, bucket_of, parameter_of, role
+from zerofx.ir.wire_graph import becomes_parameters, is_parameter
+from zerofx.ir.wires import is_quantizable
+from zerofx.passes.base import Conflict, Counts, PassContext
+
+CONFLICTS = (
+    Conflict(
+        lambda options: options.gather_dtype and options.stage < 3,
+        "gather_dtype={gather_dtype!r} needs stage 3, on a mesh for its inner axis: at stage"
+        " {stage} ranks keep whole parameters between steps, and what they gather are new values."
+        " In eight bits every update would be lost that is smaller than half a code. Choose stage"
+        " 3, which keeps exact shards, or drop gather_dtype",
+    ),
+)
+
+LEFT = "travel as before: "
+
+
+def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
+    """Gather the wires of parameters' shards, and compute with what comes back.
+
+    Before (``p`` and ``q`` this rank's shards of float32, ``w`` in the dtype that uses it)::
+
+        packed = zerofx.pack([p, q], [0, 1], n)
+        w = zerofx.wait(zerofx.all_gather_start(_to_copy(packed, dtype=bf16), 2))
+        ...;  zerofx.free(w)
+
+    After::
+
+        packed = zerofx.pack([p, q], [0, 1], n)
+        wire = zerofx.quantize(packed, "int8", 1, [0, 1])
+        gathered = zerofx.wait(zerofx.all_gather_start(wire, 2))
+        w = zerofx.dequantize(gathered, "int8", 2, n, bf16);  zerofx.free(gathered)
+        ...;  zerofx.free(w)
+
+    All ranks compute with the same values, the owner of a shard too; the shard itself stays exact.
+    A wire serves all gathers of its shard until that is written to: it is made for the first of
+    them, and kept for the others.  On a mesh whose axes are both cut, wires go both ways.
+
+    What travels as before is counted, with why: integers have no codes;
+    what a step has computed of shards is no parameter; and what becomes a parameter's new value, or
+    the caller's, has to be exact.
+    Source: ZeRO++, Wang et al. 2023, section 3.1 (qwZ).
+    """
+    code = ctx.options.gather_dtype
+    assert code is not None, "the pass is off without"
+    builder = Builder(gm, "quantize_gathers", ctx.table)
+    written = becomes_parameters(gm.graph)
+    wires: dict[tuple[fx.Node, ...], fx.Node] = {}
+    counts: Counter[str] = Counter()
+    for wait in list(gm.graph.nodes):
+        if wait.target is not ops.wait or role(wait) != Role.GATHER:
+            continue
+        shard = exact_shard(wait)
+        parts = list(shard.args[0]) if shard.target is ops.pack else [shard]
+        why = _why_not(wait, parts, written)
+        if why:
+            counts[LEFT + why] += 1
+            continue
+        if tuple(parts) not in wires:
+            wires[tuple(parts)] = _quantize(builder, wait, shard, parts, code)
+            counts["wires"] += 1
+        _gather_wire(builder, wait, wires[tuple(parts)], code)
+        counts["quantised gathers"] += 1
+    return counts
+
+
+def exact_shard(wait: fx.Node) -> fx.Node:
+    """The shard that a gather puts together, before a cast to the dtype that uses it."""
+    shard = ops.gathered_from(wait)
+    if shard.target is ops.quantize:  # another gather of the same second shard has come before
+        shard = shard.args[0]
+    return shard.args[0] if role(shard) == Role.GATHER_CAST else shard
+
+
+def _why_not(wait: fx.Node, parts: Sequence[fx.Node], written: set[fx.Node]) -> str:
+    """Return why what a gather puts together cannot be quantised; empty if it can."""
+    dtypes = {part.meta["val"].dtype for part in (*parts, wait)}
+    if not all(map(is_quantizable, dtypes)):
+        return "no floating point numbers"
+    if not all(map(is_parameter, parts)):
+        return "computed of shards, and no parameter"
+    if wait in written:
+        return "a parameter's new value is computed of it"
+    if any(reader.op == "output" for alias in aliases(wait) for reader in alias.users):
+        return "the caller's"
+    return ""
+
+
+def _quantize(
+    builder: Builder, wait: fx.Node, shard: fx.Node, parts: Sequence[fx.Node], code: str
+) -> fx.Node:
+    """Insert the wire of what a gather's ranks each have, in front of its first hop."""
+    first = ops.hops_of(wait)[-1]
+    indices = list(shard.args[1]) if shard.target is ops.pack else [parameter_of(wait)]
+    axis = ops.argument(shard, "axis") if shard.target is ops.pack else ""
+    over = {"axis": axis} if axis else {}
+    with builder.before(first, role=Role.QUANTIZED, **_origin(wait)) as call:
+        return call(ops.quantize, shard, code, 1, indices, **over)
+
+
+def _gather_wire(builder: Builder, wait: fx.Node, wire: fx.Node, code: str) -> None:
+    """Let a gather put together this wire, and let who read what it gave read values of it."""
+    shard = exact_shard(wait)
+    numel, dtype = shard.meta["val"].shape[0], wait.meta["val"].dtype
+    num_parts = wait.meta["val"].shape[0] // numel if numel else 1
+    hops = ops.hops_of(wait)
+    unread = hops[-1].args[0]
+    hops[-1].args = (wire, *hops[-1].args[1:])
+    for start in reversed(hops):
+        builder.refresh(start)
+        builder.refresh(ops.wait_of(start))
+    with builder.before(wait.next, role=Role.DEQUANTIZED, **_origin(wait)) as call:
+        values = call(ops.dequantize, wait, code, num_parts, numel, dtype)
+        wait.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
+        call(ops.free, wait, role=Role.FREE)
+    erase_unused(builder.graph, [unread])
+
+
+def _origin(wait: fx.Node) -> dict:
+    return {"parameter": parameter_of(wait), "bucket": bucket_of(wait), "like": wait}
