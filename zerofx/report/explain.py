@@ -96,7 +96,8 @@ def _stage(program: Program) -> str:
     mesh, options = program.rewritten.ctx.mesh, program.options
     if not mesh.outer:
         return f"stage {options.stage}"
-    return f"stage {options.stage} over {mesh.inner} and {options.outer_stage} over {mesh.outer}"
+    outside = options.stage_outside or 0
+    return f"stage {options.stage} over {mesh.inner} and {outside} over {mesh.outer}"
 
 
 def _by_axis(program: Program) -> list[tuple[str, str]]:
