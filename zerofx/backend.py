@@ -231,7 +231,7 @@ class CompiledFunction:
         group = self.options.process_group
         if group is None:
             group = default_group(environment(), device)
-        self.communicator = Communicator.of(group, self.options.cuts_outer)
+        self.communicator = Communicator.of(group, self.options.stage_outside)
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group

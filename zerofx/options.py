@@ -294,9 +294,11 @@ class Options:
     as it is given."""
 
     @property
-    def cuts_outer(self) -> bool | None:
-        """Return whether the outer axis of a mesh cuts tensors too; None if nothing is cut."""
-        return self.outer_stage != 0 if self.stage else None
+    def stage_outside(self) -> int | None:
+        """Return the stage along a mesh's outer axis; None if nothing is cut."""
+        if not self.stage:
+            return None
+        return self.stage if self.outer_stage is None else self.outer_stage
 
     def enabled(self, pass_name: str) -> bool:
         """Return whether these options leave the pass on; only an optional pass can be off."""
@@ -383,11 +385,6 @@ def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
         raise ValueError(
             f"{given}: what is sharded over the outer axis ({axes[0]}) is sharded over the inner "
             f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
-        )
-    if 0 < outer[0] < inner:
-        raise ValueError(
-            f"{given} is planned but not in this version: on the outer axis ({axes[0]}) a stage is "
-            f"0, which shards nothing over it, or the inner one's, {inner}"
         )
     return {"stage": inner, "outer_stage": outer[0]}
 

@@ -92,7 +92,7 @@ def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int
     at stages 1 and 2 one bucket more that is being gathered.
     Of parameters that are kept on the host, always a shard that is about to be gathered.
     """
-    largest = max((i.place.shard_numel * i.dtype.itemsize for i in ctx.table), default=0)
+    largest = max((i.kept.place.shard_numel * i.dtype.itemsize for i in ctx.table), default=0)
     reduces = (node.target is ops.reduce_scatter_start for node in graph.nodes)
     first = next((at for at, does in enumerate(reduces) if does), len(alive))
     updates = 0

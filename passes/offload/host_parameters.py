@@ -222,15 +222,19 @@ class _Placing:
             start = call(ops.copy_start, shards, indices, device)
         with self.builder.before(there, role=roles[1], **origin) as call:
             wait = call(ops.wait, start)
-            return wait, take_apart(self.builder, wait, indices, roles[1], there)
+            return wait, take_apart(self.builder, wait, shards, indices, roles[1], there)
 
 
 def take_apart(
-    builder: Builder, flat: fx.Node, indices: Sequence[int], role: Role, like: fx.Node
+    builder: Builder,
+    flat: fx.Node,
+    shards: Sequence[fx.Node],
+    indices: Sequence[int],
+    role: Role,
+    like: fx.Node,
 ) -> list[fx.Node]:
-    """Insert each parameter's range of what lies in ``flat`` one behind the other."""
-    assert builder.table is not None
-    lengths = (builder.table[index].shard_numel for index in indices)
+    """Insert each parameter's range of ``flat``, where what these shards became lies in a row."""
+    lengths = (shard.meta["val"].shape[0] for shard in shards)
     stops = itertools.accumulate(lengths, initial=0)
     cut = partial(builder.call, aten.slice.Tensor, flat, 0, role=role, like=like)
     ranges = zip(indices, itertools.pairwise(stops), strict=True)

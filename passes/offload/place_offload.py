@@ -45,6 +45,12 @@ CONFLICTS = (
         "offload='params' needs stage 3: stage {stage} keeps whole parameters on the device."
         " Choose stage 3, or drop 'params'",
     ),
+    Conflict(
+        lambda options: "params" in options.offload and options.outer_stage in (1, 2),
+        "offload='params' needs parameters that are cut over both axes of the mesh or over the"
+        " inner one alone, with what updates them: its outer axis has stage {outer_stage}. Give it"
+        " stage 3 or 0, or drop 'params'",
+    ),
     *DELAYED_CONFLICTS,
 )
 
@@ -274,7 +280,9 @@ class _Moving:
         with self.builder.before(here, role=Role.UPDATED_VALUE, **group.origin) as call:
             arrived = call(ops.wait, group.back)
             like = group.origin["like"]
-            pieces = take_apart(self.builder, arrived, group.indices, Role.UPDATED_VALUE, like)
+            shards = [update.args[0] for update in group.updates]
+            given = (arrived, shards, group.indices, Role.UPDATED_VALUE, like)
+            pieces = take_apart(self.builder, *given)
             renewed = []
             for update, piece in zip(group.updates, pieces, strict=True):
                 target = update.args[0]

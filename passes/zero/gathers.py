@@ -14,6 +14,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
 from zerofx.ir.interface import note_decisions
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.roles import Role, bucket_of, parameter_of
 from zerofx.ir.wires import is_quantizable, quantized_bytes
@@ -34,7 +35,8 @@ class GatherSource:
     ``uses`` are (reader, what it reads): the source itself or one of ``chain``, the views and
     casts of it that are repeated on every gathered copy.  ``regather`` allows several gathers;
     without it the whole value is gathered once and lives from its first reader to its last.
-    With ``cast_to`` the shard is cast before each gather.
+    With ``cast_to`` the shard is cast before each gather.  One that ``is_joined`` is gathered over
+    the outer axis of a mesh alone, to what a rank keeps of a parameter: ``node`` is that.
     """
 
     node: fx.Node
@@ -43,6 +45,7 @@ class GatherSource:
     regather: bool = False
     cast_to: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
+    is_joined: bool = False
     uses: list[Use] = field(default_factory=list)
     chain: set[fx.Node] = field(default_factory=set)
 
@@ -68,8 +71,11 @@ class GatherUnit:
 
     @property
     def nbytes(self) -> int:
-        info = self.sources[0].parameter
-        return info.place.shard_numel * info.world_size * self.sources[0].dtype.itemsize
+        source = self.sources[0]
+        place, ranks = source.parameter.place, source.parameter.world_size
+        if source.is_joined:
+            ranks = source.parameter.parts
+        return place.shard_numel * ranks * source.dtype.itemsize
 
     @property
     def own_wire_bytes(self) -> int:
@@ -115,7 +121,8 @@ def group_sources(sources: list[GatherSource], code: str | None = None) -> list[
         is_new_value = source.shard.target is ops.update
         origin = source.shard.op if source.shard.op == "placeholder" else is_new_value
         shared = info.place.bucket if info.shares_bucket else source
-        key = (shared, origin, source.regather, source.dtype, source.shard.meta["val"].dtype)
+        of_shard = (source.shard.meta["val"].dtype, info.place.shard_numel)
+        key = (shared, origin, source.regather, source.is_joined, source.dtype, *of_shard)
         groups.setdefault(key, []).append(source)
 
     def first_read(source: GatherSource) -> fx.Node:
@@ -258,31 +265,34 @@ def _gather(builder: Builder, unit: GatherUnit, span: GatherSpan, reason: str) -
     source = unit.sources[0]
     origin = builder.serving([source.parameter.index])
     with builder.before(span.uses[0][0], role=Role.GATHER, **origin) as call:
-        shard = pack_shards(call, unit)
+        shard = pack_shards(call, unit, builder.mesh)
         if source.cast_to is not None:
             cast = {"dtype": source.cast_to, "role": Role.GATHER_CAST}
             shard = call(aten._to_copy.default, shard, **cast)
-        mesh = builder.mesh
-        for axis in reversed(mesh.hops[1:]):
+        mesh, is_cut_twice = builder.mesh, False
+        if mesh.is_cut:
+            is_cut_twice = source.parameter.world_size == mesh.num_shards
+        if is_cut_twice:
             hop = partial(call, role=Role.GATHER_SHARD)
-            start = hop(ops.all_gather_start, shard, mesh.size(axis), **mesh.over(axis))
-            shard = hop(ops.wait, start)
-        size = mesh.size(mesh.inner) if mesh.outer else source.parameter.world_size
-        over = mesh.over(mesh.inner)
-        start = call(ops.all_gather_start, shard, size, **over, reason=reason)
-        wait = call(ops.wait, start)
+            over = mesh.over(mesh.outer)
+            start = hop(ops.all_gather_start, shard, mesh.size(mesh.outer), **over)
+            wait = shard = hop(ops.wait, start)
+        if not source.is_joined:
+            size = mesh.size(mesh.inner) if mesh.outer else source.parameter.world_size
+            over = mesh.over(mesh.inner)
+            start = call(ops.all_gather_start, shard, size, **over, reason=reason)
+            wait = call(ops.wait, start)
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader, wanted in span.uses:
         source = unit.owner[reader, wanted]
         with builder.graph.inserting_before(reader):
             if source.node not in rebuilt:
-                shape = source.shape or source.parameter.shape
-                rebuilt[source.node] = unflatten(builder, wait, source.parameter, shape, reader)
+                rebuilt[source.node] = _taken_from(builder, wait, source, reader)
             reader.replace_input_with(wanted, _rebuild(builder, wanted, source, rebuilt, reader))
     return wait
 
 
-def pack_shards(call: Callable[..., fx.Node], unit: GatherUnit) -> fx.Node:
+def pack_shards(call: Callable[..., fx.Node], unit: GatherUnit, mesh: Mesh) -> fx.Node:
     """This rank's shard of what the unit gathers: its one shard, or its bucket's."""
     sources = sorted(unit.sources, key=lambda source: source.parameter.place.offset)
     info = sources[0].parameter
@@ -290,7 +300,20 @@ def pack_shards(call: Callable[..., fx.Node], unit: GatherUnit) -> fx.Node:
         return sources[0].shard
     shards = [source.shard for source in sources]
     indices = [source.parameter.index for source in sources]
-    return call(ops.pack, shards, indices, info.place.shard_numel, role=Role.PACK)
+    over = mesh.cut_in(info.world_size)
+    return call(ops.pack, shards, indices, info.place.shard_numel, **over, role=Role.PACK)
+
+
+def _taken_from(builder: Builder, wait: fx.Node, source: GatherSource, reader: fx.Node) -> fx.Node:
+    """What a source is, in the buffer that it has been gathered to."""
+    info = source.parameter
+    if not source.is_joined:
+        return unflatten(builder, wait, info, source.shape or info.shape, reader)
+    begin, numel = info.kept.position_in_shard, info.kept.shard_numel
+    if not info.shares_bucket:
+        return wait
+    origin = {"role": Role.KEPT_SHARD, "parameter": info.index, "like": reader}
+    return builder.call(aten.slice.Tensor, wait, 0, begin, begin + numel, **origin)
 
 
 def _rebuild(

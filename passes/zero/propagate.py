@@ -7,6 +7,7 @@ henceforth sharded, and share this walk over everything that reads them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,17 +67,18 @@ class ShardPropagation:
     def add_source(
         self,
         node: fx.Node,
-        parameter: int,
+        info: ParameterInfo,
         shard: fx.Node,
         regather: bool = False,
         cast_to: torch.dtype | None = None,
     ) -> None:
         """Declare that ``node`` is sharded, as the flat node ``shard`` (maybe ``node`` itself).
 
+        ``info`` says how: as the parameter, or as what is ``kept`` of its values.
+
         ``regather`` lets its whole value be freed between far-apart uses and gathered again;
         ``cast_to`` says that ``node`` is the cast of ``shard``.
         """
-        info = self.ctx.table[parameter]
         source = GatherSource(node, info, shard, regather=regather, cast_to=cast_to)
         self.sources.append(source)
         known_shard = shard if cast_to is None else None
@@ -86,11 +88,13 @@ class ShardPropagation:
         """Let the program receive an input as this rank's flat shard."""
         role = input_role(node)
         info = self.ctx.table[role.parameter]
+        if role.kind == "parameter":
+            info = info.kept
         set_input_role(node, InputRole(role.kind, role.parameter, sharded=True))
         with self.builder.fake_mode:
             node.meta["val"] = node.meta["val"].new_empty(info.shard_numel)
         node.meta.pop("tensor_meta", None)
-        self.add_source(node, info.index, node, regather)
+        self.add_source(node, info, node, regather)
 
     def run(self, shard_gradient_results: bool = False) -> dict[str, int]:
         """Rewrite every reader of the sources, maybe also all results that become ``p.grad``."""
@@ -117,8 +121,10 @@ class ShardPropagation:
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":
             self._visit_output(node)
-        elif self._is_taken_shard(node):
-            node.replace_all_uses_with(self.shard_of(node.args[0]))
+        elif self._takes_own_range(node):
+            with self.graph.inserting_before(node):
+                shard = self._cut_like(node.args[0], self.ctx.table[node.args[1]], node)
+            node.replace_all_uses_with(shard)
             self.graph.erase_node(node)
         elif node.target is ops.optimizer_step:
             self._visit_optimizer_step(node)
@@ -129,12 +135,21 @@ class ShardPropagation:
         else:
             self._use_whole(node)
 
-    def _is_taken_shard(self, node: fx.Node) -> bool:
-        """Return whether a node cuts from a whole value the very shard that there is of it now."""
+    def _takes_own_range(self, node: fx.Node) -> bool:
+        """Return whether a node cuts from a whole value what this rank has of it now."""
         if node.target is not ops.take_shard or node.args[0] not in self.values:
             return False
         value = self.values[node.args[0]]
-        return value.can_shard and value.parameter.lies_like(self.ctx.table[node.args[1]])
+        return value.can_shard and _is_cut_for(self.ctx.table[node.args[1]], value.parameter)
+
+    def _cut_like(self, node: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
+        """The shard of ``node``, or of a coarser one the range that is ``info``'s: a copy of it."""
+        shard, value = self.shard_of(node), self.values[node]
+        if value.parameter.lies_like(info):
+            return shard
+        begin, end = info.position_in_kept, info.position_in_kept + info.shard_numel
+        call = partial(self.builder.call, role=Role.TAKE_SHARD, parameter=info.index, like=reader)
+        return call(aten.clone.default, call(aten.slice.Tensor, shard, 0, begin, end))
 
     def _try_view(self, node: fx.Node) -> bool:
         """Views of a source are rebuilt on each gathered copy; reshapes of a shard are free."""
@@ -160,13 +175,14 @@ class ShardPropagation:
             return False
         shape = tuple(node.meta["val"].shape)
         sharded = [source for source in node.all_input_nodes if source in self.values]
-        first = self.values[sharded[0]]
+        infos = [self.values[source].parameter for source in sharded]
+        finest = max(infos, key=lambda info: info.world_size)
         for source in node.all_input_nodes:
             if source in self.values:
                 value = self.values[source]
                 if not value.can_shard or value.shape != shape:
                     return False
-                if not value.parameter.lies_like(first.parameter):
+                if not _is_cut_for(finest, value.parameter):
                     return False
             elif source in self.varying:
                 return False  # each rank's own number would scale its own shard
@@ -178,7 +194,7 @@ class ShardPropagation:
         may_be_rebuilt = len(sources) == 1 and all(is_scalar(n.meta.get("val")) for n in numbers)
         rebuilt = sources.pop() if may_be_rebuilt else None
         rebuilt = rebuilt if rebuilt is not None and rebuilt.regather else None
-        self.values[node] = ShardedValue(first.parameter, shape, rebuilt)
+        self.values[node] = ShardedValue(finest, shape, rebuilt)
         if rebuilt is not None:
             rebuilt.chain.add(node)
         return True
@@ -196,14 +212,15 @@ class ShardPropagation:
         rule = rule_for(node)
         if rule is None:
             return False
-        index = value.parameter.index
-        with self.builder.before(node, parameter=index) as call:
+        info, mesh = value.parameter, self.ctx.mesh
+        with self.builder.before(node, parameter=info.index) as call:
             shard = self.shard_of(node.args[0])
-            if rule.minds_padding(value.parameter):
-                given = (shard, index, rule.identity)
-                shard = call(ops.mask_padding, *given, role=Role.MASK_PADDING)
+            over = mesh.cut_in(info.world_size)
+            if rule.minds_padding(info):
+                given = (shard, info.index, rule.identity)
+                shard = call(ops.mask_padding, *given, **over, role=Role.MASK_PADDING)
             local = rule.partial(partial(call, role=Role.PARTIAL, parameter=-1), node, shard)
-        self.pending.waiting[node] = rule, local
+        self.pending.waiting[node] = rule, local, over or mesh.over_shards
         return True
 
     def _visit_write(self, node: fx.Node) -> None:
@@ -240,7 +257,7 @@ class ShardPropagation:
         )
         for result, index, updated in updates:
             if result is not None:
-                self.add_source(result, index, updated)
+                self.add_source(result, self.ctx.table[index], updated)
             self.counts["updates"] += 1
 
     def _visit_output(self, node: fx.Node) -> None:
@@ -262,6 +279,8 @@ class ShardPropagation:
             if is_input or (position in slots and self.values[result].can_shard):
                 with self.graph.inserting_before(node):
                     results[position] = self.shard_of(result)
+                    if position in slots and not is_input:
+                        results[position] = self._finest(result, node)
                 self.sharded_results.add(position)
             else:
                 whole.append(result)
@@ -345,12 +364,33 @@ class ShardPropagation:
                 f"{operand.name} is a view of {info.name!r} that has no flat shard, and "
                 f"{reader.name} needs one. {source_line(reader)}"
             )
-        if value is not None and value.parameter.lies_like(info):
-            return self.shard_of(operand)
+        if value is not None and _is_cut_for(info, value.parameter):
+            return self._cut_like(operand, info, reader)
         origin = {"role": Role.TAKE_SHARD, "parameter": info.index, "like": reader}
-        shard = self.builder.call(ops.take_shard, operand, info.index, info.shard_numel, **origin)
-        self._use_whole(shard)
+        call: Callable[..., fx.Node] = partial(self.builder.call, **origin)
+        over = self.ctx.mesh.cut_in(info.world_size)
+        shard = call(ops.take_shard, operand, info.index, info.shard_numel, **over)
+        if value is not None and value.parameter.kept.lies_like(info):
+            self.join(shard, value.parameter, self.shard_of(operand), reader)
+        else:
+            self._use_whole(shard)
         return shard
+
+    def _finest(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The shard of ``node`` as states are cut."""
+        return self._cut_like(node, self.ctx.table[self.values[node].parameter.index], reader)
+
+    def join(self, coarse: fx.Node, info: ParameterInfo, shard: fx.Node, reader: fx.Node) -> None:
+        """Put what ``reader`` reads as ``coarse`` together from shards, of which one is ours.
+
+        Before, and after::
+
+            copy_(p, take_shard(new, axis="gpu"))
+            copy_(p, zerofx.wait(zerofx.all_gather_start(s, 2, axis="node")))
+        """
+        source = GatherSource(coarse, info, shard, is_joined=True, uses=[(reader, coarse)])
+        self.sources.append(source)
+        self.values[coarse] = ShardedValue(info.kept, info.shape, None, coarse)
 
     def shard_of(self, node: fx.Node) -> fx.Node:
         """The flat node that computes this rank's shard of ``node``, inserted where it stands."""
@@ -364,7 +404,7 @@ class ShardPropagation:
             substitutes = {}
             for source in node.all_input_nodes:
                 if source in self.values:
-                    substitutes[source] = self.shard_of(source)
+                    substitutes[source] = self._cut_like(source, value.parameter, node)
                 elif not is_scalar(source.meta.get("val")):
                     substitutes[source] = self._shard_operand(source, value.parameter, node)
             origin = {"role": Role.ON_SHARD, "parameter": value.parameter.index}
@@ -375,6 +415,11 @@ class ShardPropagation:
             value.shard.kwargs = {k: v for k, v in kwargs if k != "memory_format"}
         self.counts["computed on shards"] += 1
         return value.shard
+
+
+def _is_cut_for(info: ParameterInfo, by: ParameterInfo) -> bool:
+    """Return whether a shard ``by`` one cut holds the shard by another, of the same values."""
+    return by.lies_like(info) or by.lies_like(info.kept)
 
 
 _UNCHANGED = (aten.detach.default, aten.alias.default)

@@ -7,7 +7,7 @@ costs one small all-reduce, however many parameters there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -152,23 +152,27 @@ _SIMPLE = {
 
 
 class PendingReductions:
-    """Partial results that no one has read yet, and the collective that completes them."""
+    """Partial results that no one has read yet, and the collective that completes them.
+
+    ``waiting`` has their rules, the results, and what a collective is over.
+    """
 
     def __init__(self, builder: Builder):
         self.builder = builder
-        self.waiting: dict[fx.Node, tuple[ReductionRule, fx.Node]] = {}
+        self.waiting: dict[fx.Node, tuple[ReductionRule, fx.Node, Mapping[str, str]]] = {}
         self.collectives = 0
 
     def complete_before(self, reader: fx.Node) -> None:
         """Insert the collectives in front of ``reader`` and let all readers use the results."""
         groups: dict[tuple, list[fx.Node]] = {}
-        for node, (rule, local) in self.waiting.items():
-            groups.setdefault((rule.reduction, local.meta["val"].dtype), []).append(node)
-        for (reduction, _), nodes in groups.items():
+        for node, (rule, local, over) in self.waiting.items():
+            key = (rule.reduction, local.meta["val"].dtype, *over.values())
+            groups.setdefault(key, []).append(node)
+        for (reduction, *_), nodes in groups.items():
             origin = {"role": Role.REDUCE_SCALAR, "like": nodes[0]}
             with self.builder.before(reader, **origin) as call:
                 stacked = call(aten.stack.default, [self.waiting[node][1] for node in nodes])
-                over = self.builder.mesh.over_shards
+                over = self.waiting[nodes[0]][2]
                 total = call(ops.wait, call(ops.all_reduce_start, stacked, reduction, **over))
                 parts = [call(aten.select.int, total, 0, at) for at in range(len(nodes))]
                 for node, part in zip(nodes, parts, strict=True):

@@ -131,5 +131,5 @@ def _scatter(
             with builder.before(here, **origin) as call:
                 begin = info.position_in_shard
                 shard = call(aten.slice.Tensor, reduced, 0, begin, begin + info.shard_numel)
-        propagation.add_source(wait, info.index, shard)
+        propagation.add_source(wait, info, shard)
     return start, scattered

@@ -7,10 +7,11 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.interface import input_role, placeholders, written_input
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.zero.propagate import ShardPropagation
+from zerofx.passes.zero.propagate import ShardedValue, ShardPropagation
 
 aten = torch.ops.aten
 
@@ -34,15 +35,36 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     """
     propagation = ShardPropagation(gm, ctx, "shard_parameters")
     gathered = _gathered_updates(gm.graph)
-    for node in placeholders(gm.graph, "parameter"):
+    inputs = {input_role(node).parameter: node for node in placeholders(gm.graph, "parameter")}
+    for index, node in inputs.items():
         propagation.shard_input(node, regather=True)
-        index = input_role(node).parameter
         for cast in [user for user in node.users if role(user) == Role.HOISTED_CAST]:
             dtype = cast.meta["val"].dtype
-            propagation.add_source(cast, index, node, regather=True, cast_to=dtype)
+            info = ctx.table[index].kept
+            propagation.add_source(cast, info, node, regather=True, cast_to=dtype)
     for whole, shard in gathered:
-        propagation.add_source(whole, parameter_of(whole), shard, regather=True)
-    return {"sharded parameters": len(placeholders(gm.graph, "parameter")), **propagation.run()}
+        info = ctx.table[parameter_of(whole)]
+        if info.parts > 1:
+            shard = _kept(propagation, info, inputs[info.index], whole, shard)
+        propagation.add_source(whole, info.kept, shard, regather=True)
+    return {"sharded parameters": len(inputs), **propagation.run()}
+
+
+def _kept(
+    propagation: ShardPropagation,
+    info: ParameterInfo,
+    parameter: fx.Node,
+    whole: fx.Node,
+    shard: fx.Node,
+) -> fx.Node:
+    """Write what the rank keeps of a new value, of which each rank has updated a part."""
+    numel, over = info.kept.shard_numel, propagation.ctx.mesh.cut_in(info.kept.world_size)
+    with propagation.builder.before(whole, role=Role.KEPT_SHARD, parameter=info.index) as call:
+        taken = call(ops.take_shard, whole, info.index, numel, **over)
+        written = call(aten.copy_.default, parameter, taken)
+    propagation.join(taken, info, shard, written)
+    propagation.values[written] = ShardedValue(info.kept, info.shape, None, written)
+    return written
 
 
 def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
+
+aten = torch.ops.aten
 
 
 def update_one_by_one(
@@ -30,8 +33,8 @@ def update_one_by_one(
 
 
 def updated_in_place(node: fx.Node) -> fx.Node:
-    """The value that a chain of in-place updates writes to."""
-    while node.target is ops.update:
+    """The value that a chain of updates and copies writes to in place."""
+    while node.target in (ops.update, aten.copy_.default):
         node = node.args[0]
     return node
 

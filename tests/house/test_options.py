@@ -248,7 +248,7 @@ class NamedMesh:
 def test_a_mesh_has_a_stage_for_each_axis(text):
     options = {"process_group": NamedMesh()}
     given = resolve({**options, "stage": {"gpu": 3, "node": 0}}, {})
-    assert (given.stage, given.outer_stage, given.cuts_outer) == (3, 0, False)
+    assert (given.stage, given.outer_stage, given.stage_outside) == (3, 0, 0)
     assert resolve(options, {"ZEROFX_STAGE": text}) == replace(
         given, process_group=options["process_group"]
     )

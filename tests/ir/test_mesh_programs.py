@@ -25,7 +25,11 @@ from zerofx.ir.mesh import Mesh
 from zerofx.ir.roles import Role, role
 from zerofx.verify.verifier import verify
 
+PAIRS = [(inner, outer) for inner in (1, 2, 3) for outer in range(inner + 1)]
+"""The stages over the inner and the outer axis."""
+
 NODES = (("node", 2), ("gpu", 2))
+aten = torch.ops.aten
 AVERAGED = frozenset({"averaged_gradients"})
 
 
@@ -34,7 +38,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 
 
 @functools.cache
-def step_on(axes=(), num_batches: int = 1, is_cut: bool = False):
+def step_on(axes=(), num_batches: int = 1, outer_stage: int = 0):
     """A step whose sums over ranks are exact: gradients are small integers."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
     for parameter in model.parameters():
@@ -48,7 +52,7 @@ def step_on(axes=(), num_batches: int = 1, is_cut: bool = False):
         optimizer.zero_grad()
 
     ranks = torch.Size([size for _, size in axes]).numel() if axes else 4
-    return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes, is_cut=is_cut)
+    return capture(step, whole_numbers(4, 5), world_size=ranks, axes=axes, outer_stage=outer_stage)
 
 
 def integer_inputs(captured):
@@ -64,8 +68,8 @@ def integer_inputs(captured):
 
 def test_ranks_are_told_apart_by_their_places():
     mesh = Mesh((("node", 2), ("gpu", 3)), rank=4)
-    assert (mesh.world_size, mesh.num_shards, mesh.num_replicas) == (6, 3, 2)
-    assert (mesh.shard, mesh.replica) == (1, 1)
+    assert (mesh.world_size, mesh.num_shards) == (6, 3)
+    assert (mesh.shard, mesh.replica_among(3)) == (1, (1, 2))
     assert list(mesh.ranks_along("gpu")) == [3, 4, 5]
     assert list(mesh.ranks_along("node")) == [1, 4]
     assert list(mesh.ranks_along("node,gpu")) == list(range(6))
@@ -80,10 +84,9 @@ def test_operators_along_the_only_axis_do_not_name_it():
 
 @pytest.mark.parametrize("num_batches", (1, 2))
 @pytest.mark.parametrize("axes", (NODES, (("node", 2), ("gpu", 3)), (("node", 3), ("gpu", 1))))
-@pytest.mark.parametrize("is_cut", (False, True))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_computes_bitwise_what_one_axis_does(stage, is_cut, axes, num_batches):
-    meshed = step_on(axes, num_batches, is_cut)
+@pytest.mark.parametrize("stage, outer_stage", PAIRS)
+def test_computes_bitwise_what_one_axis_does(stage, outer_stage, axes, num_batches):
+    meshed = step_on(axes, num_batches, outer_stage)
     flat = step_on((("data", meshed.world_size),), num_batches)
     inputs = integer_inputs(flat)
     wanted = execute(rewritten_by_rank(flat, stage=stage), inputs)
@@ -94,12 +97,11 @@ def test_computes_bitwise_what_one_axis_does(stage, is_cut, axes, num_batches):
 
 
 @pytest.mark.parametrize("num_batches", (1, 2, 4))
-@pytest.mark.parametrize("is_cut", (False, True))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_bytes_along_each_axis_are_the_formulas(stage, is_cut, num_batches):
+@pytest.mark.parametrize("stage, outer_stage", PAIRS)
+def test_bytes_along_each_axis_are_the_formulas(stage, outer_stage, num_batches):
     nodes, gpus = 2, 3
     axes = (("node", nodes), ("gpu", gpus))
-    program = rewritten(step_on(axes, num_batches, is_cut), stage=stage, bucket=True)
+    program = rewritten(step_on(axes, num_batches, outer_stage), stage=stage, bucket=True)
     buckets = {info.place.bucket: info for info in program.table}.values()
     whole = 4 * sum(info.place.shard_numel * info.world_size for info in buckets)
     inside = [node for node in program.graph.nodes if role(node) == Role.GATHER]
@@ -108,7 +110,8 @@ def test_bytes_along_each_axis_are_the_formulas(stage, is_cut, num_batches):
     assert inner.gathers == num_gathers * whole * (gpus - 1) / gpus
     assert inner.reductions == whole * (gpus - 1) / gpus
     assert outer.scalars == inner.scalars == 0
-    if is_cut:
+    if outer_stage:
+        num_gathers = 1 if stage == 3 and outer_stage < 3 else num_gathers
         assert outer.gathers == num_gathers * whole / gpus * (nodes - 1) / nodes
         assert outer.reductions == whole / gpus * (nodes - 1) / nodes, "whatever num_batches is"
     else:
@@ -132,8 +135,8 @@ def refused(program, words: str) -> None:
         verify(program.gm, program.table, AVERAGED)
 
 
-def planted(stage: int = 2, is_cut: bool = False):
-    program = rewritten(step_on(NODES, is_cut=is_cut), stage=stage, bucket=True)
+def planted(stage: int = 2, outer_stage: int = 0):
+    program = rewritten(step_on(NODES, outer_stage=outer_stage), stage=stage, bucket=True)
     verify(program.gm, program.table, AVERAGED)
     return program
 
@@ -166,15 +169,72 @@ def test_a_scatter_over_the_outer_axis_is_refused():
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_gather_in_another_order_than_shards_lie_is_refused(stage, axes):
     """On nodes of as many ranks as there are nodes all sizes are right."""
-    program = planted(stage, is_cut=True)
+    program = planted(stage, outer_stage=stage)
     starts = [n for n in program.graph.nodes if ops.rules(n).gathers]
     for start, axis in zip(starts[:2], axes, strict=True):
         start.kwargs = {"axis": axis}
     refused(program, "gathers over .* what is cut over gpu, then node")
 
 
+def kept_writes(program):
+    return [
+        node
+        for node in program.graph.nodes
+        if role(node) == Role.KEPT_SHARD and node.target is aten.copy_.default
+    ]
+
+
+def wrong_range(program):
+    taken = next(n for n in program.graph.nodes if role(n) == Role.TAKE_SHARD)
+    source, dim, begin, end = taken.args
+    taken.args = (source, dim, begin + 1, end + 1)
+
+
+def wrong_part(program):
+    part = kept_writes(program)[0].args[1]
+    part.args = (part.args[0], 0, part.args[2] + 1, part.args[3] + 1)
+
+
+def wrong_axis(program):
+    ops.hops_of(kept_writes(program)[-1].args[1])[0].kwargs = {"axis": "gpu"}
+
+
+def stale(program):
+    write = kept_writes(program)[-1]
+    start = ops.hops_of(write.args[1])[0]
+    start.replace_input_with(start.args[0], start.args[0].args[0])
+
+
+def of_another(program):
+    first, second = kept_writes(program)[:2]
+    first.args, second.args = (second.args[0], first.args[1]), (first.args[0], second.args[1])
+
+
+def not_written(program):
+    program.graph.erase_node(kept_writes(program)[-1])
+
+
+@pytest.mark.parametrize(
+    "bug, words",
+    (
+        (wrong_range, "is not this rank's range of what it keeps"),
+        (wrong_part, "does not read what the rank keeps"),
+        (wrong_axis, "gathered along node, and them alone"),
+        (stale, "is of the old values"),
+        (of_another, "is not of values of|does not read what the rank keeps"),
+        (not_written, "new values along node do not come to it"),
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("outer_stage", (1, 2))
+def test_new_values_come_to_all_that_keep_them(outer_stage, bug, words):
+    program = planted(3, outer_stage)
+    bug(program)
+    refused(program, words)
+
+
 def test_a_reduction_between_nodes_first_is_refused():
-    program = planted(is_cut=True)
+    program = planted(outer_stage=2)
     inside, between = (reductions(program, axis)[0] for axis in ("gpu", "node"))
     inside.kwargs, between.kwargs = between.kwargs, inside.kwargs
     refused(program, "not computed from the average of its gradient")

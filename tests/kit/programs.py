@@ -16,7 +16,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,12 @@ from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import copied, updated_by
-from zerofx.ir.interface import input_role, placeholders, recorded
+from zerofx.ir.interface import InputRole, input_role, placeholders, recorded
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, provenance, role
+from zerofx.ir.rules import argument
 from zerofx.ir.sizes import value_bytes
 from zerofx.options import resolve
 from zerofx.passes.base import PassContext
@@ -62,7 +63,7 @@ class Captured(CapturedStep):
     inputs: tuple[Any, ...] = ()
     world_size: int = 1
     axes: tuple[tuple[str, int], ...] = ()
-    is_cut: bool = False
+    outer_stage: int = 0
     live: Any = None
     after_passes: dict[str, Captured] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -71,7 +72,11 @@ class Captured(CapturedStep):
         return self.gm.graph
 
     def mesh(self, rank: int = 0) -> Mesh:
-        return Mesh(self.axes, rank, self.is_cut) if self.axes else Mesh.flat(self.world_size, rank)
+        return (
+            Mesh(self.axes, rank, self.outer_stage)
+            if self.axes
+            else Mesh.flat(self.world_size, rank)
+        )
 
 
 class _Stop(Exception):
@@ -119,11 +124,11 @@ def capture(
     *args: Any,
     world_size: int = 4,
     axes: tuple[tuple[str, int], ...] = (),
-    is_cut: bool = False,
+    outer_stage: int = 0,
 ) -> Captured:
     """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
-    mesh = Mesh(axes, 0, is_cut) if axes else Mesh.flat(world_size)
+    mesh = Mesh(axes, 0, outer_stage) if axes else Mesh.flat(world_size)
     try:
         torch.compile(step, backend=_CapturingBackend(mesh))(*args)
     except _Stop as stop:
@@ -135,7 +140,12 @@ def capture(
     fields = {field.name: getattr(captured, field.name) for field in dataclasses.fields(captured)}
     live = [substitutes.optimizer_of(handle) for handle in captured.optimizers]
     return Captured(
-        **fields, inputs=inputs, world_size=mesh.world_size, axes=axes, is_cut=is_cut, live=live
+        **fields,
+        inputs=inputs,
+        world_size=mesh.world_size,
+        axes=axes,
+        outer_stage=outer_stage,
+        live=live,
     )
 
 
@@ -514,14 +524,14 @@ class _Reference(Reference):
     def filled(self, value: torch.Tensor) -> torch.Tensor:
         return value.fill_(self.poison(value.dtype))
 
-    def take_shard(self, whole, parameter, shard_numel):
-        assert shard_numel == self.table[parameter].shard_numel
-        return super().take_shard(whole, parameter, shard_numel)
+    def take_shard(self, whole, parameter, shard_numel, **over):
+        assert shard_numel == self.table.cut(parameter, *over.values()).shard_numel
+        return super().take_shard(whole, parameter, shard_numel, **over)
 
-    def pack(self, shards, parameters, numel):
-        places = [self.table[index].place for index in parameters]
+    def pack(self, shards, parameters, numel, **over):
+        places = [self.table.cut(index, *over.values()).place for index in parameters]
         assert {(p.bucket, p.shard_numel) for p in places} == {(places[0].bucket, numel)}
-        return super().pack(shards, parameters, numel)
+        return super().pack(shards, parameters, numel, **over)
 
     def flatten_bucket(self, wholes, parameters, numel):
         for whole, index in zip(wholes, parameters, strict=True):
@@ -588,7 +598,8 @@ class _Rank(Interpreter):
                 role = input_role(node)
                 if role.kind in ("parameter", "buffer"):
                     name = table[role.parameter].name if role.kind == "parameter" else node.name
-                    whole = self.reference.whole(value, role.parameter) if role.sharded else value
+                    whole_value = self.reference.whole_value
+                    whole = whole_value(value, role.parameter) if role.sharded else value
                     self.left[role.kind][name] = whole
             slots, shards = recorded(self.graph).gradients, recorded(self.graph).sharded
             for position, index in slots.items():
@@ -619,8 +630,9 @@ class _Rank(Interpreter):
         """An input as this rank has it: a shard in memory of its own, or a part of its bucket's."""
         role = input_role(node)
         if role.sharded:
-            info = self.reference.table[role.parameter]
-            value = shard = self.reference.take_shard(value, info.index, info.shard_numel)
+            info, over = self.reference.table[role.parameter], self._cut_of(role)
+            info = info.kept if over else info
+            value = shard = self.reference.take_shard(value, info.index, info.shard_numel, **over)
             if role.kind == "parameter" and info.shares_bucket:
                 unfilled = self.reference.filled(shard.new_empty(info.place.shard_numel))
                 memory = self.buckets.setdefault((info.place.bucket, shard.dtype), unfilled)
@@ -630,6 +642,12 @@ class _Rank(Interpreter):
             self.reference.filled(value)
         self.entries[node] = value
         return value
+
+    def _cut_of(self, role: InputRole) -> Mapping[str, str]:
+        """The keyword for what an input is cut over, if that is not what states are."""
+        info = self.reference.table[role.parameter]
+        is_kept = role.kind == "parameter"
+        return self.reference.mesh.cut_in(info.kept.world_size) if is_kept else {}
 
     def _start(self, node: fx.Node) -> Any:
         """Do it with copies of what it reads; what it writes to is poison until the wait."""
@@ -675,7 +693,8 @@ class _Rank(Interpreter):
         if pack.target is not ops.pack:
             return value
         sent = torch.full_like(value, self.reference.poison(value.dtype))
-        for info in map(self.reference.table.__getitem__, pack.args[1]):
+        for index in pack.args[1]:
+            info = self.reference.table.cut(index, argument(pack, "axis"))
             part = slice(info.position_in_shard, info.position_in_shard + info.shard_numel)
             sent[part] = value[part]
         return sent

@@ -209,6 +209,7 @@ def _describe(index: int, name: str, parameter: nn.Parameter, mesh: Mesh) -> Par
         requires_grad=parameter.requires_grad,
         world_size=mesh.num_shards,
         rank=mesh.shard,
+        parts=mesh.parts,
     )
     if parameter.dtype.is_complex:
         raise StepError(

@@ -228,11 +228,11 @@ class Contents:
         Ranks that hold the same shard save an equal part of it each.  ``sources`` are the tensors
         that it is read from, if only compiled updates change these.
         """
-        info, parameter = bound.info, bound.parameter
+        info, parameter = bound.info if key else bound.info.kept, bound.parameter
         first, last = info.owned_by(info.rank)
-        mesh = bound.communicator.mesh
-        per_replica = shard_numel(last - first, mesh.num_replicas)
-        start = min(first + mesh.replica * per_replica, last)
+        replica, num_replicas = bound.communicator.mesh.replica_among(info.world_size)
+        per_replica = shard_numel(last - first, num_replicas)
+        start = min(first + replica * per_replica, last)
         stop = min(start + per_replica, last)
         held = Range(info.shape, info.storage_order, start, stop)
 

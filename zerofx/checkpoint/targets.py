@@ -12,6 +12,7 @@ import torch
 from zerofx.checkpoint.pieces import Range
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.optimizer.lazy_states import standing_for
 from zerofx.runtime.parameters.parameter import ParameterState
 
@@ -59,7 +60,8 @@ def into_tensor(entry: str, tensor: torch.Tensor) -> Target:
 
 def into_shard(entry: str, bound: ParameterState) -> Target:
     """Read this rank's shard of a parameter, wherever it is kept."""
-    info, owned = bound.info, _owned(bound)
+    info = bound.info.kept
+    owned = _owned(info)
 
     def take(source: Source) -> None:
         shard = torch.zeros(info.shard_numel, dtype=info.dtype, device="cpu")
@@ -86,7 +88,7 @@ def into_state(
     """
     part, held = Range.whole(tuple(like.shape)), None
     if bound is not None:
-        part, like = _owned(bound), like.new_empty(bound.info.shard_numel)
+        part, like = _owned(bound.info), like.new_empty(bound.info.shard_numel)
         held = (part.order, part.start, part.stop)
 
     def take(source: Source) -> None:
@@ -98,7 +100,6 @@ def into_state(
     return Target(entry, part, take, is_late)
 
 
-def _owned(bound: ParameterState) -> Range:
+def _owned(info: ParameterInfo) -> Range:
     """Return this rank's range of a parameter."""
-    info = bound.info
     return Range(info.shape, info.storage_order, *info.owned_by(info.rank))

@@ -82,13 +82,13 @@ def attempts(options: Options, table: ParameterTable) -> list[Options]:
     """
     assert options.memory_budget is not None
     kept = sum(
-        info.nbytes if options.stage < 3 else info.largest_shard_numel * info.dtype.itemsize
+        info.nbytes if options.stage < 3 else info.kept.largest_shard_numel * info.dtype.itemsize
         for info in table
     )
     besides = max(options.memory_budget - kept, 1)
     leaving = ("optimizer",), ("optimizer", "activations")
     found = [replace(options, offload=targets, memory_budget=besides) for targets in leaving]
-    if options.stage == 3:
+    if options.stage == 3 and options.outer_stage not in (1, 2):
         found.append(replace(options, offload=("optimizer", "params", "activations")))
     return found
 

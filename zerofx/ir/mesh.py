@@ -15,16 +15,17 @@ class Mesh:
     """Ranks that each have a batch of their own, along axes with names and sizes.
 
     The last axis varies fastest among ranks: it is the inner one, of ranks that are near to each
-    other.  What is sharded is cut over that axis first.  If the outer axis ``is_cut`` too, each of
-    these shards is cut again over it; else the ranks along it hold the same shards.  ``rank`` is
-    the one that looks at it.
+    other.  What is sharded is cut over that axis first.  From ``outer_stage`` 1 on the shards of
+    optimizer states are cut again over the outer axis, from 2 on those of gradients, and at 3 those
+    of parameters; else the ranks along it hold the same shards.  A shard is one of states, and a
+    ``coarse`` one is cut over the inner axis alone.  ``rank`` is the one that looks at it.
 
     Source: hybrid sharding, Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
     """
 
     axes: tuple[tuple[str, int], ...] = ((DATA, 1),)
     rank: int = 0
-    is_cut: bool = False
+    outer_stage: int = 0
 
     @classmethod
     def flat(cls, world_size: int, rank: int = 0) -> Mesh:
@@ -57,6 +58,16 @@ class Mesh:
         return tuple(dict.fromkeys((*(name for name, _ in self.axes), self.everywhere)))
 
     @property
+    def is_cut(self) -> bool:
+        """Return whether anything is cut over the outer axis."""
+        return bool(self.outer and self.outer_stage)
+
+    @property
+    def parts(self) -> int:
+        """The number of shards that a coarse one consists of, if parameters are cut so."""
+        return self.size(self.outer) if self.outer and self.outer_stage in (1, 2) else 1
+
+    @property
     def hops(self) -> tuple[str, ...]:
         """The axes that tensors are cut over, in the order of reductions; gathers go back."""
         return (self.inner, self.outer) if self.is_cut else (self.inner,)
@@ -72,19 +83,14 @@ class Mesh:
         return math.prod(map(self.size, self.hops))
 
     @property
-    def num_replicas(self) -> int:
-        """The number of ranks that hold the same shard."""
-        return self.world_size // self.num_shards
-
-    @property
     def shard(self) -> int:
         """The number of this rank's shard."""
         return self.shard_of(self.rank)
 
-    @property
-    def replica(self) -> int:
-        """The number of this rank among those that hold the same shard."""
-        return 0 if self.is_cut else self.rank // self.size(self.inner)
+    def replica_among(self, num_shards: int) -> tuple[int, int]:
+        """Return its number among the ranks with the same of so many shards, and that of these."""
+        num_replicas = self.world_size // num_shards
+        return self.rank // num_shards if num_replicas > 1 else 0, num_replicas
 
     def shard_of(self, rank: int) -> int:
         """The number of a rank's shard: those that are cut from one again follow one another."""
@@ -123,6 +129,10 @@ class Mesh:
         """Return those of an operator between ranks that hold different shards."""
         return self.over(self.across)
 
+    def cut_in(self, num_shards: int) -> Mapping[str, str]:
+        """Return those of an operator on shards, so many of a tensor: none, or for coarse ones."""
+        return {} if num_shards == self.num_shards else self.over(self.inner)
+
     @property
     def over_all(self) -> Mapping[str, str]:
         """Return those of an operator between all ranks."""
@@ -131,11 +141,11 @@ class Mesh:
     @property
     def facts(self) -> dict[str, object]:
         """Return the facts that a dumped program states of its mesh; none if it has one axis."""
-        return {"MESH": self.axes, "CUT": self.is_cut} if self.outer else {}
+        return {"MESH": self.axes, "OUTER_STAGE": self.outer_stage} if self.outer else {}
 
     def __str__(self) -> str:
-        cut = "both" if self.is_cut else "the last"
-        return f"{' x '.join(f'{name} {size}' for name, size in self.axes)}, {cut} cut"
+        sizes = " x ".join(f"{name} {size}" for name, size in self.axes)
+        return f"{sizes}, stage {self.outer_stage} over {self.outer}" if self.outer else sizes
 
 
 def axes_in(axis: str) -> frozenset[str]:

@@ -182,14 +182,17 @@ def free(gathered):
     return None
 
 
-@define("take_shard(Tensor whole, int parameter, int shard_numel) -> Tensor")
-def take_shard(whole, parameter, shard_numel):
-    """This rank's flat [n] range of a whole tensor laid out like the parameter."""
+@define("take_shard(Tensor whole, int parameter, int shard_numel, str axis='') -> Tensor")
+def take_shard(whole, parameter, shard_numel, axis=""):
+    """This rank's flat [n] range of a whole tensor laid out like the parameter.
+
+    With an ``axis``, here and below, that of what is cut over this axis of a mesh alone.
+    """
     return whole.new_empty(shard_numel)
 
 
-@define("mask_padding(Tensor shard, int parameter, float identity) -> Tensor")
-def mask_padding(shard, parameter, identity):
+@define("mask_padding(Tensor shard, int parameter, float identity, str axis='') -> Tensor")
+def mask_padding(shard, parameter, identity, axis=""):
     """The shard with what lies past the parameter's end replaced by ``identity``.
 
     An empty shard becomes one ``identity``, so that reductions have something to reduce.
@@ -198,9 +201,10 @@ def mask_padding(shard, parameter, identity):
 
 
 @define(
-    "pack(Tensor[] shards, int[] parameters, int numel) -> Tensor", shares=lambda node: node.args[0]
+    "pack(Tensor[] shards, int[] parameters, int numel, str axis='') -> Tensor",
+    shares=lambda node: node.args[0],
 )
-def pack(shards, parameters, numel):
+def pack(shards, parameters, numel, axis=""):
     """This rank's flat [numel] shard of a bucket, from its parameters' shards of it.
 
     The same memory if they are views of their bucket's buffer.
@@ -448,12 +452,8 @@ def gathered_from(wait: fx.Node) -> fx.Node:
 
 def num_ranks(node: fx.Node, world_size: int) -> int:
     """The number of ranks that take part in a collective; of ranks along one axis, all do."""
-    axis = argument(node, "axis")
-    if axis == DATA:
-        return world_size
     mesh = recorded(node.graph).mesh
-    assert mesh is not None, "an operator names an axis"
-    return mesh.size(axis)
+    return world_size if mesh is None else mesh.size(argument(node, "axis"))
 
 
 def num_shards(graph: fx.Graph, world_size: int) -> int:

@@ -43,9 +43,10 @@ class ParameterInfo:
 
     ``index`` is its position in the table and the ``parameter`` argument of every
     ``zerofx::`` operator.  It is cut into ``world_size`` shards, of which the rank that looks at it
-    has number ``rank``: on a mesh neither need be the run's.  A parameter is flattened in
-    *storage order*: its dimensions are permuted so that the last varies fastest in memory, which
-    makes the flat buffer of a channels-last weight a view of it, like that of a contiguous one.
+    has number ``rank``: on a mesh neither need be the run's.  At stage 3 a rank keeps ``parts`` of
+    these, one behind the other, of its values.  A parameter is flattened in *storage order*: its
+    dimensions are permuted so that the last varies fastest in memory, which makes the flat buffer
+    of a channels-last weight a view of it, like that of a contiguous one.
     """
 
     index: int
@@ -58,6 +59,7 @@ class ParameterInfo:
     world_size: int
     rank: int = 0
     assigned: Place | None = None
+    parts: int = 1
 
     @cached_property
     def place(self) -> Place:
@@ -73,6 +75,20 @@ class ParameterInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def kept(self) -> ParameterInfo:
+        """The same cut into what ranks keep of its values at stage 3, which may be coarser."""
+        if self.parts == 1:
+            return self
+        place = replace(self.place, shard_numel=self.place.shard_numel * self.parts)
+        world_size, rank = self.world_size // self.parts, self.rank // self.parts
+        return replace(self, world_size=world_size, rank=rank, assigned=place, parts=1)
+
+    @cached_property
+    def position_in_kept(self) -> int:
+        """The offset of its shard on this rank in what the rank keeps of its values."""
+        return self.extent_of(self.rank)[0] - self.kept.extent_of(self.kept.rank)[0]
 
     def extent_of(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the flat parameter and its padding that a rank holds.
@@ -241,6 +257,10 @@ class ParameterTable:
 
     def __getitem__(self, index: int) -> ParameterInfo:
         return self.parameters[index]
+
+    def cut(self, index: int, axis: str = "") -> ParameterInfo:
+        """A parameter as an operator has it cut that names an axis of a mesh, or none."""
+        return self[index].kept if axis else self[index]
 
     def assign(self, places: Mapping[int, Place]) -> None:
         """Move parameters, by index, to these places in buckets."""

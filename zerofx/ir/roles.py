@@ -18,6 +18,7 @@ class Role(StrEnum):
     GATHER_CAST = "gather_cast"
     PACK = "pack"
     GATHER_SHARD = "gather_shard"
+    KEPT_SHARD = "kept_shard"
     GATHER = "gather"
     WHOLE = "whole"
     FREE = "free"

@@ -47,7 +47,7 @@ def left_behind(
         for name, of in program.facts["INPUTS"].items():
             if of["kind"] == "parameter":
                 index, value = indices[of["parameter"]], inputs[name]
-                whole = reference.whole(value, index) if of.get("sharded") else value
+                whole = reference.whole_value(value, index) if of.get("sharded") else value
                 after[f"parameter {of['parameter']}"] = whole
             elif of["kind"] == "buffer":
                 after[f"buffer {name}"] = inputs[name]
@@ -105,6 +105,8 @@ def _random_input(
 ) -> torch.Tensor:
     kind, what = of["kind"], of.get("parameter", name)
     info = infos[what] if of.get("sharded") else None
+    if info and kind == "parameter":
+        info = info.kept
     shape, stride = (info.shape, info.stride) if info else (of["shape"], of["stride"])
 
     def drawn(rank: int) -> torch.Tensor:

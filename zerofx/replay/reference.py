@@ -151,23 +151,27 @@ class Reference:
 
     # Shards and buckets
 
-    def take_shard(self, whole: Tensor, parameter: int, shard_numel: int) -> Tensor:
-        info = self.table[parameter]
+    def take_shard(self, whole: Tensor, parameter: int, shard_numel: int, axis: str = "") -> Tensor:
+        info = self.table.cut(parameter, axis)
         shard = whole.new_full((shard_numel,), self.poison(whole.dtype))
         copy_range(shard, whole, info, info.rank)
         return shard
 
-    def mask_padding(self, shard: Tensor, parameter: int, identity: float) -> Tensor:
+    def mask_padding(
+        self, shard: Tensor, parameter: int, identity: float, axis: str = ""
+    ) -> Tensor:
         if not shard.numel():
             return shard.new_full((1,), identity)
-        info = self.table[parameter]
+        info = self.table.cut(parameter, axis)
         start, stop = info.owned_by(info.rank)
         masked = shard.clone()
         masked[stop - start :] = identity
         return masked
 
-    def pack(self, shards: list[Tensor], parameters: list[int], numel: int) -> Tensor:
-        return pack(shards, [self.table[index] for index in parameters])
+    def pack(
+        self, shards: list[Tensor], parameters: list[int], numel: int, axis: str = ""
+    ) -> Tensor:
+        return pack(shards, [self.table.cut(index, axis) for index in parameters])
 
     def flatten_bucket(self, wholes: list[Tensor], parameters: list[int], numel: int) -> Tensor:
         return self._laid_out(wholes, [self.table[index] for index in parameters], numel)
@@ -261,17 +265,23 @@ class Reference:
             self._wholes[optimizer, index] = whole
         return [torch.full_like(grad, math.nan) for grad in grads]
 
-    def whole(self, shard: Tensor, index: int) -> Tensor:
+    def whole(self, shard: Tensor, index: int, axis: str = "") -> Tensor:
         """The tensor of which every rank has a shard, that of this parameter.  Collective."""
-        info = self.table[index]
+        info = self.table.cut(index, axis)
+        over = axis or self.mesh.across
         padded = shard.new_zeros(info.largest_shard_numel)
         padded[: shard.numel()] = shard
         flat = shard.new_zeros(info.place.extent)
-        ranks = self.mesh.ranks_along(self.mesh.across)
-        for rank, its in zip(ranks, self._along(self.mesh.across, padded), strict=True):
-            start, stop = info.extent_of(self.mesh.shard_of(rank))
+        for place, its in enumerate(self._along(over, padded)):
+            shard_of_it = self.mesh.shard_of(place) if over == self.mesh.everywhere else place
+            start, stop = info.extent_of(shard_of_it)
             flat[start:stop] = its[: stop - start]
         return whole_from_flat(flat, info).clone(memory_format=torch.preserve_format)
+
+    def whole_value(self, kept: Tensor, index: int) -> Tensor:
+        """The whole parameter of which every rank keeps a part at stage 3.  Collective."""
+        over = self.mesh.cut_in(self.table[index].kept.world_size)
+        return self.whole(kept, index, **over)
 
     # Host memory and files
 

@@ -243,8 +243,9 @@ def memory_by_stage(program: Program) -> list[str]:
         "optimizer states": (whole_states, own_states, 1),
     }
     rows = [
-        [*(-(-whole // ranks) if stage >= first else whole for stage in range(4)), here]
+        [*(-(-whole // cut) if stage >= first else whole for stage in range(4)), here]
         for whole, here, first in kept.values()
+        for cut in [ranks // mesh.parts if first == 3 else ranks]
     ]
     rows.append([sum(column) for column in zip(*rows, strict=True)])
     shown = [
@@ -290,7 +291,7 @@ def kept_bytes(program: Program) -> int:
     """Return the bytes of parameters that this rank keeps on its device."""
     if program.options.stage < 3:
         return sum(info.nbytes for info in program.table)
-    shards = sum(info.shard_numel * info.dtype.itemsize for info in program.table)
+    shards = sum(info.kept.shard_numel * info.dtype.itemsize for info in program.table)
     return shards - on_host_bytes(program)
 
 
@@ -298,4 +299,4 @@ def on_host_bytes(program: Program) -> int:
     """Return the bytes of parameters that this rank keeps in host memory."""
     roles = map(input_role, placeholders(program.gm.graph, "parameter"))
     infos = (program.table[role.parameter] for role in roles if role.on_host)
-    return sum(info.shard_numel * info.dtype.itemsize for info in infos)
+    return sum(info.kept.shard_numel * info.dtype.itemsize for info in infos)

@@ -38,7 +38,7 @@ class ProgramFacts:
     def mesh(self) -> Mesh:
         """The ranks' axes."""
         axes = self.facts.get("MESH", ((DATA, self.world_size),))
-        return Mesh(axes, self.rank, self.facts.get("CUT", False))
+        return Mesh(axes, self.rank, self.facts.get("OUTER_STAGE", 0))
 
     def table(self) -> ParameterTable:
         """Return the parameters as the program's passes have laid them out."""
@@ -53,6 +53,7 @@ class ProgramFacts:
                 requires_grad=of["requires_grad"],
                 world_size=self.mesh.num_shards,
                 rank=self.mesh.shard,
+                parts=self.mesh.parts,
                 assigned=Place(*of["place"]) if "place" in of else None,
             )
             for index, (name, of) in enumerate(self.facts["PARAMETERS"].items())

@@ -43,7 +43,7 @@ def _shards_to_come(kept: Iterable[tuple[nn.Parameter, ParameterInfo]]) -> int:
     """Bytes of shards that will be in host memory and are not there yet."""
     known = [(REGISTRY.lookup(parameter), info) for parameter, info in kept]
     return sum(
-        info.shard_numel * info.dtype.itemsize
+        info.kept.shard_numel * info.dtype.itemsize
         for bound, info in known
         if bound is None or bound.location is Location.DEVICE
     )

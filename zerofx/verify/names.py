@@ -55,7 +55,7 @@ def _positions(target: Any) -> tuple[int, ...]:
 
 def _is_of_its_parameter(node: fx.Node, table: ParameterTable) -> None:
     value, index = node.args[0].meta["val"], node.args[1]
-    info = table[index]
+    info = table.cut(index, ops.argument(node, "axis"))
     is_shard = node.target is ops.mask_padding
     shape = (info.shard_numel,) if is_shard else info.shape
     if index != parameter_of(node) or tuple(value.shape) != shape:

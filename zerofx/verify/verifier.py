@@ -21,13 +21,14 @@ from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded,
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_staged
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
-from zerofx.ir.roles import Role, parameter_of, provenance, role
+from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
 from zerofx.ir.wire_graph import exact_behind
 from zerofx.verify.broken import broken
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import LAYS_OUT, verify_averages
+from zerofx.verify.kept import verify_kept
 from zerofx.verify.names import verify_names
 from zerofx.verify.offload import verify_offload
 from zerofx.verify.wires import verify_wires
@@ -68,8 +69,9 @@ def verify(
     verify_offload(gm.graph, table)
     verify_files(gm.graph, table)
     verify_wires(gm.graph, table)
+    verify_kept(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
-    _gathers_are_freed(gm.graph)
+    _gathers_are_freed(gm.graph, table)
     _nothing_reads_what_was_overwritten(gm.graph)
     _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
     _sharded_inputs_are_read_as_shards(gm.graph)
@@ -114,23 +116,28 @@ def _nothing_reads_freed_memory(graph: fx.Graph) -> None:
                 raise broken(reader, what)
 
 
-def _gathers_are_freed(graph: fx.Graph) -> None:
+def _gathers_are_freed(graph: fx.Graph, table: ParameterTable) -> None:
     output = graph.output_node()
     for wait in graph.nodes:
         if wait.target is not ops.wait or role(wait) != Role.GATHER:
             continue
-        _goes_over_all_that_is_cut(wait)
+        _goes_over_all_that_is_cut(wait, table)
         frees = [user for user in wait.users if user.target is ops.free]
         if len(frees) != (0 if output in readers(wait) else 1):
             raise broken(wait, f"gathered memory is freed {len(frees)} times; it must be once.")
 
 
-def _goes_over_all_that_is_cut(wait: fx.Node) -> None:
+def _goes_over_all_that_is_cut(wait: fx.Node, table: ParameterTable) -> None:
     """Check that a gather goes the way of reductions back: shards lie so."""
     axes = [ops.argument(hop, "axis") for hop in ops.hops_of(wait)]
     mesh = recorded(wait.graph).mesh or Mesh()
-    if tuple(axes) != mesh.hops:
-        cut = ", then ".join(mesh.hops)
+    hops = mesh.hops
+    if mesh.parts > 1:  # how it is cut, its size says
+        index = max(parameter_of(wait), bucket_of(wait))
+        numel = ops.gathered_from(wait).meta["val"].numel()
+        hops = hops[:1] if numel == table[index].kept.place.shard_numel else hops
+    if tuple(axes) != hops:
+        cut = ", then ".join(hops)
         raise broken(wait, f"gathers over {', '.join(reversed(axes))} what is cut over {cut}.")
 
 
@@ -271,7 +278,8 @@ def _members(
 ) -> list[tuple[fx.Node, ParameterInfo]]:
     """The parts of a ``pack`` or ``flatten_bucket`` and the parameters that they are of."""
     parts, indices, numel = node.args[:3]
-    infos = [table[index] for index in indices]
+    axis = ops.argument(node, "axis") if node.target is ops.pack else ""
+    infos = [table.cut(index, axis) for index in indices]
     place = infos[0].place
     same = all(
         (info.place.bucket, info.place.shard_numel) == (place.bucket, place.shard_numel)

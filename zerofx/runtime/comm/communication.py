@@ -50,12 +50,12 @@ class Communicator:
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup | DeviceMesh | None, cuts_outer: bool | None = None
+        cls, group: dist.ProcessGroup | DeviceMesh | None, outer_stage: int | None = None
     ) -> Communicator:
         """Return the communicator of a group or mesh; None is the world, or a world of one.
 
-        On a mesh of two axes tensors are cut over the inner one, and over the outer one too if that
-        ``cuts_outer``; with None the axes do not count.
+        On a mesh of two axes ``outer_stage`` says what is cut over the outer one too; with None
+        the axes do not count.
 
         Raises: ValueError for a mesh of more dimensions, or of two that does not have the world's
         ranks in their order; and for a group without this rank.
@@ -63,8 +63,8 @@ class Communicator:
         if isinstance(group, DeviceMesh):
             if group.ndim > 1:
                 _check_covers_world(group)
-                if cuts_outer is not None and group.size(0) > 1 and group.mesh_dim_names:
-                    return cls._of_mesh(group, cuts_outer)
+                if outer_stage is not None and group.size(0) > 1 and group.mesh_dim_names:
+                    return cls._of_mesh(group, outer_stage)
             group = group.get_group() if group.ndim == 1 else None
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -81,13 +81,13 @@ class Communicator:
         return cls._known[key]
 
     @classmethod
-    def _of_mesh(cls, mesh: DeviceMesh, cuts_outer: bool) -> Communicator:
+    def _of_mesh(cls, mesh: DeviceMesh, outer_stage: int) -> Communicator:
         names = mesh.mesh_dim_names
         assert names is not None, "stages go by the names of axes"
         groups = {name: mesh.get_group(name) for name in names}
-        key = (*map(id, groups.values()), cuts_outer)
+        key = (*map(id, groups.values()), outer_stage)
         if key not in cls._known:
-            communicator = MeshCommunicator(dist.group.WORLD, groups, cuts_outer)
+            communicator = MeshCommunicator(dist.group.WORLD, groups, outer_stage)
             cls._known[key] = communicator
             return communicator
         return cls._known[key]
@@ -113,8 +113,13 @@ class Communicator:
 
     @property
     def shards(self) -> Communicator:
-        """The communicator of the ranks that each hold a shard of one copy of the model."""
+        """The communicator of the ranks that each hold a shard of one copy of optimizer states."""
         return self
+
+    @property
+    def keepers(self) -> Communicator:
+        """The same of one copy of the parameters, at stage 3."""
+        return self.shards
 
     def along(self, axis: str) -> Communicator:
         """The communicator of the ranks along an axis, or along all."""
@@ -312,12 +317,12 @@ class MeshCommunicator(Communicator):
         self,
         group: dist.ProcessGroup,
         groups: Mapping[str, dist.ProcessGroup],
-        cuts_outer: bool,
+        outer_stage: int,
     ) -> None:
         super().__init__(group)
         self._along = {name: Communicator(one, part_of=self) for name, one in groups.items()}
         sizes = tuple((name, part.world_size) for name, part in self._along.items())
-        self._mesh = Mesh(sizes, self.rank, cuts_outer)
+        self._mesh = Mesh(sizes, self.rank, outer_stage)
 
     @property
     def mesh(self) -> Mesh:
@@ -326,6 +331,10 @@ class MeshCommunicator(Communicator):
     @property
     def shards(self) -> Communicator:
         return self if self._mesh.is_cut else self._along[self._mesh.inner]
+
+    @property
+    def keepers(self) -> Communicator:
+        return self.shards if self._mesh.parts == 1 else self._along[self._mesh.inner]
 
     def along(self, axis: str) -> Communicator:
         return self._along.get(axis, self)

@@ -54,7 +54,7 @@ class Buckets:
         ] = {}  # buffers, and the parameters in them
         self._parameter_storages: set[int] = set()
         # Where in their storage the shards of a bucket began that were packed last.
-        self._starts: dict[tuple[int, ...], tuple[Seen, int | None]] = {}
+        self._starts: dict[tuple, tuple[Seen, int | None]] = {}
 
     def bind(self, bounds: Sequence[ParameterState]) -> None:
         """Know the program's parameters, and so the memory of its buckets."""
@@ -124,12 +124,14 @@ class Buckets:
         for whole in wholes:  # as a copy would: a graph built on the old values is stale
             torch.autograd.graph.increment_version(whole)
 
-    def take_shard(self, whole: torch.Tensor, parameter: int, shard_numel: int) -> torch.Tensor:
+    def take_shard(
+        self, whole: torch.Tensor, parameter: int, shard_numel: int, axis: str = ""
+    ) -> torch.Tensor:
         """Copy this rank's range, next to those of its bucket's other parameters.
 
         Of a parameter that lives in its bucket's memory, it is the range itself.
         """
-        info = self.table[parameter]
+        info = self.table.cut(parameter, axis)
         memory = self._homes.get(parameter)
         if memory is None:
             memory = self._lent.get(parameter)
@@ -137,7 +139,7 @@ class Buckets:
             return memory.shards[id(whole)]
         if not info.shares_bucket:
             return take_shard(whole, info, info.rank)
-        key = (info.place.bucket, whole.dtype)
+        key = (info.place.bucket, whole.dtype, axis)
         buffer, taken = self._cuts.get(key, (None, {parameter}))
         if parameter in taken:  # once more, maybe of another value: into memory of its own
             buffer = self.communicator.buffers.empty(info.place.shard_numel, whole).zero_()
@@ -148,17 +150,20 @@ class Buckets:
         copy_range(shard, whole, info, info.rank)
         return shard
 
-    def pack(self, shards: list[torch.Tensor], parameters: list[int], numel: int) -> torch.Tensor:
+    def pack(
+        self, shards: list[torch.Tensor], parameters: list[int], numel: int, axis: str = ""
+    ) -> torch.Tensor:
         memory = self._homes.get(parameters[0])
         if memory is not None and memory.is_made_of(shards):
             return memory.own
         # What is packed may travel from where it is: later shards do not come next to it.
-        self._cuts.pop((self.table[parameters[0]].place.bucket, shards[0].dtype), None)
-        infos = [self.table[index] for index in parameters]
-        seen, start = self._starts.get(tuple(parameters), (None, None))
+        self._cuts.pop((self.table[parameters[0]].place.bucket, shards[0].dtype, axis), None)
+        infos = [self.table.cut(index, axis) for index in parameters]
+        key = (axis, *parameters)
+        seen, start = self._starts.get(key, (None, None))
         if seen is None or not seen.again(shards):
             start = start_in_storage(shards, infos)
-            self._starts[tuple(parameters)] = Seen(shards), start
+            self._starts[key] = Seen(shards), start
         return pack(shards, infos) if start is None else view_of_pack(shards, infos, start)
 
     def flatten_bucket(
@@ -232,8 +237,10 @@ class Buckets:
         storage = value.untyped_storage().data_ptr()
         return value.clone() if storage in self._parameter_storages else value
 
-    def mask_padding(self, shard: torch.Tensor, parameter: int, identity: float) -> torch.Tensor:
-        info = self.table[parameter]
+    def mask_padding(
+        self, shard: torch.Tensor, parameter: int, identity: float, axis: str = ""
+    ) -> torch.Tensor:
+        info = self.table.cut(parameter, axis)
         start, stop = info.owned_by(info.rank)
         valid = stop - start
         length = max(shard.numel(), 1)

@@ -127,7 +127,8 @@ class ParameterState:
 
     def live_in(self, buffer: torch.Tensor, location: Location) -> None:
         """Keep the shard in its bucket's buffer from now on.  Before the first ``free``."""
-        shard = buffer.narrow(0, self.info.position_in_shard, self.info.shard_numel)
+        kept = self.info.kept
+        shard = buffer.narrow(0, kept.position_in_shard, kept.shard_numel)
         # A view would hold its memory when the shard has left for another place.
         self._shard, self.location = without_base(shard), location
 
@@ -173,7 +174,7 @@ class ParameterState:
             pinned = is_accelerator(self.info.device)
             with ordinary_tensors():
                 self._shard.data = self.host.empty(
-                    self.info.shard_numel, self.info.dtype, pinned
+                    self.info.kept.shard_numel, self.info.dtype, pinned
                 ).zero_()
             self.location = Location.HOST
         self._settle()
@@ -183,7 +184,7 @@ class ParameterState:
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's range of ``whole``, cast to the parameter's dtype."""
         with ordinary_tensors():
-            copy_range(self._renewed(), whole, self.info, self.info.rank)
+            copy_range(self._renewed(), whole, self.info.kept, self.info.kept.rank)
 
     def write_shard(self, values: torch.Tensor) -> None:
         """Keep these new values of the shard, if the parameter has not been given back."""
@@ -202,7 +203,7 @@ class ParameterState:
         assert self._shard is not None
         with ordinary_tensors():  # what is kept on the host travels from the device
             shard = self.values().to(self.info.device)
-            return gather(shard, self.info, self.communicator.shards)
+            return gather(shard, self.info.kept, self.communicator.keepers)
 
     def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
         """Remember the whole value that one entry of a state dict holds."""
@@ -232,9 +233,9 @@ class ParameterState:
             if self._shard.dtype != self.info.dtype:
                 self._settle()
                 self.location, self.home, self.snapshot = Location.DEVICE, None, None
-                self._shard = take_shard(whole, self.info, self.info.rank)
+                self._shard = take_shard(whole, self.info.kept, self.info.kept.rank)
             else:
-                copy_range(self._renewed(), whole, self.info, self.info.rank)
+                copy_range(self._renewed(), whole, self.info.kept, self.info.kept.rank)
             parameter.data = self.freed()
             # A backward pass through a graph built on the old values says so, and does not
             # read the freed storage.
@@ -244,7 +245,7 @@ class ParameterState:
         """Have the shard, which is new, hold what is in a file; the parameter was never made."""
         parameter = self.parameter
         assert parameter is not None and self._shard is not None
-        start, stop = self.info.owned_by(self.info.rank)
+        start, stop = self.info.kept.owned_by(self.info.kept.rank)
         with ordinary_tensors():
             source.read(self.info.storage_order, start, stop, self._shard[: stop - start])
             parameter.data = self.freed()
@@ -306,7 +307,7 @@ class ShardBucket(Bucket):
     what = "parameter shards"
 
     def __init__(self, place: Place, name: str, infos: Sequence[ParameterInfo]) -> None:
-        numels = tuple((number, info.shard_numel) for number, info in enumerate(infos))
+        numels = tuple((number, info.kept.shard_numel) for number, info in enumerate(infos))
         super().__init__(place, name, (Part("shard", infos[0].dtype, numels),))
         self._bounds: list[weakref.ref[ParameterState]] = []
         self._has_new = False

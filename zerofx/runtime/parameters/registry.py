@@ -175,7 +175,7 @@ class ParameterRegistry:
     def _zeros(self, info: ParameterInfo, location: Location) -> torch.Tensor:
         """Memory for this rank's shard of a parameter's bucket."""
         memory, is_pinned = self.memory(location, info.device), is_accelerator(info.device)
-        return memory.empty(info.place.shard_numel, info.dtype, is_pinned).zero_()
+        return memory.empty(info.kept.place.shard_numel, info.dtype, is_pinned).zero_()
 
     def _keep_whole(
         self, members: Mapping[int, list[Member]], communicator: Any, stage: int, moves: bool
