@@ -21,6 +21,7 @@ STOPS = (
     "bucket",
     "shard_optimizer",
     "shard_gradients",
+    "quantize_reductions",
     "update_in_backward",
     "shard_parameters",
     "quantize_gathers",
@@ -120,11 +121,18 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
+def _axes_in(text: Any) -> Any:
+    """Return the words that a text such as ``node:0, gpu:3`` gives axes; anything else as it is."""
+    if not (isinstance(text, str) and ":" in text):
+        return text
+    pairs = [pair.partition(":") for pair in text.split(",")]
+    return {axis.strip(): word.strip() for axis, _, word in pairs}
+
+
 def _stages(value: Any) -> Any:
     """Return a stage, or those of the axes of a mesh by their names."""
     if isinstance(value, str) and ":" in value:
-        pairs = [pair.partition(":") for pair in value.split(",")]
-        found = {axis.strip(): stage.strip() for axis, _, stage in pairs}
+        found = _axes_in(value)
         value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in found.items()}
     if not isinstance(value, Mapping):
         return _one_of(_STAGES, str(value), value)
@@ -139,6 +147,23 @@ def _stages(value: Any) -> Any:
 
 
 _STAGES = {str(stage): stage for stage in range(4)}
+
+_WIRES = {name: name for name in ("bfloat16", "int8", "int4")}
+
+
+def _wires(value: Any) -> Any:
+    """Return what gradients travel in, or that for axes of a mesh by their names."""
+    value = _axes_in(value)
+    if not isinstance(value, Mapping):
+        return _one_of(_WIRES, str(value).removeprefix("torch."), value)
+    for axis, wire in value.items():
+        if not isinstance(axis, str):
+            raise TypeError(f"must give axes of a mesh, by name, their wires, not {value!r}")
+        try:
+            _one_of(_WIRES, str(wire).removeprefix("torch."), wire)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return {axis: str(wire).removeprefix("torch.") for axis, wire in value.items()}
 
 
 def _positive(nbytes: int) -> int:
@@ -188,6 +213,11 @@ _STAGE = _Kind(
     (int, Mapping),
     "one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh",
     _stages,
+)
+_WIRE = _Kind(
+    (str, torch.dtype, Mapping),
+    "'bfloat16', 'int8' or 'int4', or a dict with one of these for axes of a mesh",
+    _wires,
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
@@ -245,6 +275,11 @@ class Options:
     )
     """The code that parameters are gathered in at stage 3; None is the dtype that uses them.
     Changes numerics."""
+    reduce_wire: str | None = _option(None, _WIRE)
+    """The code that gradients are reduced in: they travel in it, and are summed in float32.
+
+    Of a mesh that of its inner axis, ``outer_wire`` being the other's.  None is ``reduce_dtype``.
+    Changes numerics."""
     bucket_bytes: int | None = _option(None, _BYTES)
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _BYTES)
@@ -292,6 +327,14 @@ class Options:
     outer_stage: int | None = None
     """The stage along the outer axis of a mesh; None where there is one stage.  Part of ``stage``
     as it is given."""
+    outer_wire: str | None = None
+    """The code of gradients along the outer axis of a mesh.  Part of ``reduce_wire`` as it is
+    given."""
+
+    @property
+    def quantizes_reductions(self) -> bool:
+        """Return whether gradients travel in a code over any axis."""
+        return bool(self.reduce_wire or self.outer_wire)
 
     @property
     def stage_outside(self) -> int | None:
@@ -356,8 +399,11 @@ def resolve(
             )
         name = twins[variable]
         values[name] = _value(name, variable, text, not text)
+    mesh = values.get("process_group")
     if isinstance(values.get("stage"), dict):
-        values |= _stages_on(values.get("process_group"), values["stage"])
+        values |= _stages_on(mesh, values["stage"])
+    if values.get("reduce_wire"):
+        values |= _wires_on(mesh, values["reduce_wire"])
     return Options(**values)
 
 
@@ -387,6 +433,28 @@ def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
             f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
         )
     return {"stage": inner, "outer_stage": outer[0]}
+
+
+def _wires_on(mesh: Any, wires: str | Mapping[str, str]) -> dict[str, str | None]:
+    """Return the fields for wires by axes.  Raises: ValueError if the mesh has others."""
+    if isinstance(wires, str):
+        return {"reduce_wire": wires, "outer_wire": wires}
+    axes = getattr(mesh, "mesh_dim_names", None)
+    given = f"reduce_wire={dict(wires)}"
+    if not axes:
+        raise ValueError(
+            f"{given} goes by the axes of a device mesh, and process_group is "
+            f"{'none' if mesh is None else 'not one with names'}: give one code for all ranks, or "
+            "pass a mesh with mesh_dim_names"
+        )
+    unknown = [axis for axis in wires if axis not in axes]
+    if unknown:
+        raise ValueError(
+            f"{given} names {', '.join(unknown)}, and the mesh in process_group has the axes "
+            f"{', '.join(axes)}: name one of these, or give one code for all of them"
+        )
+    *outer, inner = (wires.get(axis) for axis in axes)
+    return {"reduce_wire": inner, "outer_wire": outer[0] if outer else None}
 
 
 def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:

@@ -38,6 +38,8 @@ def test_defaults_are_the_contracts():
         "accumulate": None,
         "reduce_dtype": None,
         "gather_dtype": None,
+        "reduce_wire": None,
+        "outer_wire": None,
         "bucket_bytes": None,
         "memory_budget": None,
         "hardware": None,

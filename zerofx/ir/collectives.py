@@ -51,7 +51,7 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
     averaged: set[fx.Node] = set()
     lines = []
     for node in graph.nodes:
-        if node.target is ops.wait and role(node) == Role.REDUCE_GRADIENT:
+        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
             averaged.add(node)
         if node.op != "call_function" or ops.is_ours(node.target):
             continue

@@ -31,6 +31,7 @@ class Role(StrEnum):
     FLATTEN = "flatten"
     REDUCE_GRADIENT = "reduce_gradient"
     REDUCED_GRADIENT = "reduced_gradient"
+    GRADIENT_WIRE = "gradient_wire"
 
     # Arithmetic on shards, and its reductions.
     TAKE_SHARD = "take_shard"

@@ -61,6 +61,10 @@ Two of four bits share a byte: the first is in its lower half.
 """
 
 
+NARROW = "bfloat16"
+"""The name of what gradients may travel in too, as it is."""
+
+
 def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
@@ -71,6 +75,14 @@ def quantized_bytes(numel: int, code: str) -> int:
     A multiple of four, so that scales lie at addresses of float32 in any part of a wire.
     """
     return num_blocks(numel) * (CODES[code].bytes_per_block + SCALE_BYTES)
+
+
+def wire_length(numel: int, code: str) -> int:
+    """Return the length of the wire of so many gradients: ``bfloat16`` is one that has no scales.
+
+    Units: elements of the wire's dtype.
+    """
+    return numel if code == NARROW else quantized_bytes(numel, code)
 
 
 def check_parts(parts: int, length: int, of_each: int | None = None) -> None:

@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerofx.codegen.wires import blocks
+from zerofx.codegen.wires import blocks, sums
 from zerofx.ir import ops
 from zerofx.ir.mesh import DATA, Mesh
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
-from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat, without_gaps
+from zerofx.runtime.memory.flat import (
+    copy_range,
+    filled_up,
+    pack,
+    take_shard,
+    whole_from_flat,
+    without_gaps,
+)
 
 MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
@@ -130,6 +137,11 @@ class Reference:
     def all_gather_start(self, shard: Tensor, world_size: int, axis: str = DATA) -> Tensor:
         return torch.cat(self._along(axis, shard))
 
+    def all_to_all_start(self, parts: Tensor, world_size: int, axis: str = DATA) -> Tensor:
+        place = self.mesh.ranks_along(axis).index(self.mesh.rank)
+        sent = self._along(axis, parts)
+        return torch.cat([flat.view(world_size, -1)[place] for flat in sent])
+
     def wait(self, started: Any) -> Any:
         return started
 
@@ -148,6 +160,21 @@ class Reference:
         self, wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dtype
     ) -> Tensor:
         return blocks.dequantize(wire, code, parts, numel, dtype)
+
+    def dequantize_sum(
+        self,
+        received: Tensor,
+        code: str,
+        parts: int,
+        numel: int,
+        reduction: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        divisor = self.mesh.world_size if reduction == "mean" else 1
+        return sums.dequantize_sum(received, code, parts, numel, divisor, dtype)
+
+    def fill_up(self, flat: Tensor, parameters: Sequence[int], numel: int) -> Tensor:
+        return filled_up(flat, [self.table[index] for index in parameters], numel)
 
     # Shards and buckets
 

@@ -161,7 +161,7 @@ class StepRuntime:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator, buckets, files = self.communicator, self.buckets, self.files
         on_device, on_host = self.steps, self.host_updates
-        wires = Wires(self.table)
+        wires = Wires(self.table, communicator.world_size)
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
@@ -171,6 +171,9 @@ class StepRuntime:
             ops.free: communicator.free,
             ops.quantize: wires.quantize,
             ops.dequantize: wires.dequantize,
+            ops.all_to_all_start: buckets.all_to_all_start,
+            ops.dequantize_sum: wires.dequantize_sum,
+            ops.fill_up: wires.fill_up,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
             ops.flatten_bucket: buckets.flatten_bucket,

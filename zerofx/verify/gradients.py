@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
@@ -15,6 +14,7 @@ from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
+from zerofx.ir.reduction_hops import Hop, hops_into
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.verify.broken import broken
 
@@ -76,38 +76,36 @@ def _stored_gradients_are_what_they_are_called(
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
-    *_, reduction = hops = _hops(reduced) or [reduced]
-    flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
+    hops = hops_into(reduced)
+    if not hops:
+        return False
+    flat = hops[-1].source
     begin, length = info.position_in_shard, info.shard_numel
-    if reduction.target is ops.all_reduce_bucket_start:
+    if flat.target is ops.all_reduce_bucket_start:
         begin, length = info.place.offset, info.numel
     return (
-        ops.rules(reduction).reduces
-        and flat.target in LAYS_OUT
+        flat.target in LAYS_OUT
         and _is_mean(hops)
         and info.index in flat.args[1]
         and (dim, start, stop) == (0, begin, begin + length)
     )
 
 
-def _hops(reduced: Any) -> list[fx.Node]:
-    """The reductions that a node waits for, each of what the next one has made; the last first."""
-    hops = []
-    while isinstance(reduced, fx.Node) and reduced.target is ops.wait:
-        if not ops.rules(reduced.args[0]).reduces:
-            break
-        hops.append(reduced.args[0])
-        reduced = hops[-1].args[0]
-    return hops
+def _is_mean(hops: Sequence[Hop]) -> bool:
+    """Return whether reductions make the mean over all ranks: at once, or inside nodes first.
 
-
-def _is_mean(hops: Sequence[fx.Node]) -> bool:
-    """Return whether reductions make the mean over all ranks: at once, or inside nodes first."""
-    mesh = recorded(hops[0].graph).mesh or Mesh()
-    last, *before = (ops.argument(hop, "reduction") for hop in hops)
-    axes = tuple(ops.argument(hop, "axis") for hop in reversed(hops))
+    What is summed in parts, as wires are, comes back to ranks that hold the same shard.
+    """
+    if not hops:
+        return False
+    mesh = recorded(hops[0].start.graph).mesh or Mesh()
+    last, *before = (hop.reduction for hop in hops)
+    axes = tuple(hop.axis for hop in reversed(hops))
     in_order = axes in ((mesh.everywhere,), (mesh.inner, mesh.outer))
-    return in_order and last == "mean" and set(before) <= {"sum"}
+    go_back = all(
+        hop.comes_back == (hop.axis == mesh.outer and not mesh.is_cut) for hop in hops if hop.code
+    )
+    return in_order and go_back and last == "mean" and set(before) <= {"sum"}
 
 
 def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
@@ -120,8 +118,8 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             is_its = given.kind == "gradient" and given.parameter == info.index
             return is_its and not given.unreduced
         is_its = parameter_of(node) == info.index
-        if role(node) == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            return is_its and _is_mean(_hops(node))
+        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
+            return is_its and _is_mean(hops_into(node))
         return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None
 
     def computed_from(node: fx.Node) -> list[fx.Node]:

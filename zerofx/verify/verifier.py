@@ -31,6 +31,7 @@ from zerofx.verify.gradients import LAYS_OUT, verify_averages
 from zerofx.verify.kept import verify_kept
 from zerofx.verify.names import verify_names
 from zerofx.verify.offload import verify_offload
+from zerofx.verify.reductions import verify_reductions
 from zerofx.verify.wires import verify_wires
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ def verify(
     verify_offload(gm.graph, table)
     verify_files(gm.graph, table)
     verify_wires(gm.graph, table)
+    verify_reductions(gm.graph, table)
     verify_kept(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph, table)

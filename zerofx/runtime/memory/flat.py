@@ -119,6 +119,18 @@ def without_gaps(flat: torch.Tensor, infos: Sequence[ParameterInfo]) -> torch.Te
     return flat
 
 
+def filled_up(flat: torch.Tensor, infos: Sequence[ParameterInfo], numel: int) -> torch.Tensor:
+    """Return a copy of a bucket's flat buffer, or shards of it, with zeros besides these.
+
+    Shapes: [n] -> [numel], at least as many.
+    """
+    filled = flat.new_zeros(numel)
+    filled[: flat.numel()] = flat
+    for start, stop in gaps(infos, flat.numel()):
+        filled[start:stop].zero_()
+    return filled
+
+
 def flatten_bucket(
     wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], buffers: BufferPool
 ) -> torch.Tensor:
