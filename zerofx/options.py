@@ -166,6 +166,22 @@ def _wires(value: Any) -> Any:
     return {axis: str(wire).removeprefix("torch.") for axis, wire in value.items()}
 
 
+def _switches(value: Any) -> Any:
+    """Return whether, or whether for each of these axes of a mesh by their names."""
+    value = _axes_in(value)
+    if not isinstance(value, Mapping):
+        return _one_of(_SWITCHED, str(value).lower(), value)
+    if not all(isinstance(axis, str) for axis in value):
+        raise TypeError(f"must give axes of a mesh, by name, 0 or 1, not {value!r}")
+    found = {}
+    for axis, on in value.items():
+        try:
+            found[axis] = _one_of(_SWITCHED, str(on).lower(), on)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return found
+
+
 def _positive(nbytes: int) -> int:
     if nbytes <= 0:
         raise ValueError(f"must be a positive number of bytes, not {nbytes}")
@@ -218,6 +234,12 @@ _WIRE = _Kind(
     (str, torch.dtype, Mapping),
     "'bfloat16', 'int8' or 'int4', or a dict with one of these for axes of a mesh",
     _wires,
+)
+_FEEDBACK = _Kind(
+    (int, str, Mapping),
+    "0 or 1, or a dict with one of these for axes of a mesh",
+    _switches,
+    refuses=(),
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
@@ -280,6 +302,11 @@ class Options:
 
     Of a mesh that of its inner axis, ``outer_wire`` being the other's.  None is ``reduce_dtype``.
     Changes numerics."""
+    error_feedback: bool | None = _option(None, _FEEDBACK)
+    """What rounding has taken from a rank's gradients is added to its next ones.
+
+    Of a mesh over its inner axis, ``outer_feedback`` being for the other.  None is on over an outer
+    axis with a wire of whole numbers."""
     bucket_bytes: int | None = _option(None, _BYTES)
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _BYTES)
@@ -330,11 +357,21 @@ class Options:
     outer_wire: str | None = None
     """The code of gradients along the outer axis of a mesh.  Part of ``reduce_wire`` as it is
     given."""
+    outer_feedback: bool | None = None
+    """The same of ``error_feedback``."""
 
     @property
     def quantizes_reductions(self) -> bool:
         """Return whether gradients travel in a code over any axis."""
         return bool(self.reduce_wire or self.outer_wire)
+
+    @property
+    def feeds_back(self) -> tuple[bool, bool]:
+        """Return whether errors are kept and added, over the inner axis and over the outer one."""
+        outside = self.outer_feedback
+        if outside is None:
+            outside = self.outer_wire in ("int8", "int4")
+        return bool(self.error_feedback), bool(outside)
 
     @property
     def stage_outside(self) -> int | None:
@@ -404,6 +441,8 @@ def resolve(
         values |= _stages_on(mesh, values["stage"])
     if values.get("reduce_wire"):
         values |= _wires_on(mesh, values["reduce_wire"])
+    if values.get("error_feedback") is not None:
+        values |= _feedback_on(mesh, values)
     return Options(**values)
 
 
@@ -439,22 +478,44 @@ def _wires_on(mesh: Any, wires: str | Mapping[str, str]) -> dict[str, str | None
     """Return the fields for wires by axes.  Raises: ValueError if the mesh has others."""
     if isinstance(wires, str):
         return {"reduce_wire": wires, "outer_wire": wires}
+    *outer, inner = map(wires.get, _axes_of(mesh, "reduce_wire", wires))
+    return {"reduce_wire": inner, "outer_wire": outer[0] if outer else None}
+
+
+def _feedback_on(mesh: Any, values: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return the fields for feedback by axes.  Raises: ValueError if the mesh has others.
+
+    One value for all axes is for those that have wires.
+    """
+    given = values["error_feedback"]
+    if isinstance(given, bool):
+        outside = given if values.get("outer_wire") else None
+        alone = not values.get("reduce_wire") and outside is not None
+        return {"error_feedback": None if alone else given, "outer_feedback": outside}
+    *outer, inner = map(given.get, _axes_of(mesh, "error_feedback", given))
+    return {"error_feedback": inner, "outer_feedback": outer[0] if outer else None}
+
+
+def _axes_of(mesh: Any, name: str, values: Mapping[str, object]) -> Iterable[str]:
+    """Return the axes of a mesh, of which an option names some.
+
+    Raises: ValueError if it names others, or if there are none with names.
+    """
     axes = getattr(mesh, "mesh_dim_names", None)
-    given = f"reduce_wire={dict(wires)}"
+    given = f"{name}={dict(values)}"
     if not axes:
         raise ValueError(
             f"{given} goes by the axes of a device mesh, and process_group is "
-            f"{'none' if mesh is None else 'not one with names'}: give one code for all ranks, or "
+            f"{'none' if mesh is None else 'not one with names'}: give one value for all ranks, or "
             "pass a mesh with mesh_dim_names"
         )
-    unknown = [axis for axis in wires if axis not in axes]
+    unknown = [axis for axis in values if axis not in axes]
     if unknown:
         raise ValueError(
             f"{given} names {', '.join(unknown)}, and the mesh in process_group has the axes "
-            f"{', '.join(axes)}: name one of these, or give one code for all of them"
+            f"{', '.join(axes)}: name one of these, or give one value for all of them"
         )
-    *outer, inner = (wires.get(axis) for axis in axes)
-    return {"reduce_wire": inner, "outer_wire": outer[0] if outer else None}
+    return axes
 
 
 def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:

@@ -14,6 +14,7 @@ from zerofx.ir.graph import Builder
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.wires import NARROW, wire_length
 from zerofx.passes.base import Conflict, Counts, PassContext
+from zerofx.passes.wire.error_feedback import WITHOUT, Feedback
 
 aten = torch.ops.aten
 
@@ -30,6 +31,15 @@ CONFLICTS = (
         " needs the sums of whole gradients, and every rank would have to send all of them on, in"
         " as many bytes again. Choose stage 1, which has each rank sum its own shard, or"
         " reduce_dtype='bfloat16'",
+    ),
+    Conflict(
+        lambda options: (
+            (options.error_feedback and not options.reduce_wire)
+            or (options.outer_feedback and not options.outer_wire)
+        ),
+        "error_feedback keeps what a reduce_wire loses, and is on over an axis that has none: give"
+        " that axis a reduce_wire, or drop error_feedback there",
+        is_lack=True,
     ),
 )
 
@@ -71,10 +81,8 @@ def quantize_reductions(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     counts: Counter[str] = Counter()
     quantised = _Quantiser(gm, ctx)
     reductions = [node for node in gm.graph.nodes if _reduces_gradient(node)]
-    for first in [node for node in reductions if _hop_before(node) is None]:
-        flat = first.args[0]
-        of_bucket = flat.target is ops.flatten_bucket
-        indices = list(flat.args[1]) if of_bucket else [parameter_of(first)]
+    firsts = [node for node in reductions if _hop_before(node) is None]
+    for first, indices in zip(firsts, quantised.note_all(firsts), strict=True):
         hops = [first, *filter(_reduces_gradient, ops.wait_of(first).users)]
         codes = []
         for hop in hops:
@@ -88,7 +96,8 @@ def quantize_reductions(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             if code:
                 follows = any(codes[number + 1 :])
                 quantised.rewrite(hop, code, indices, torch.float32 if follows else dtype)
-    return counts
+    quantised.feedback.keep_all()
+    return counts + quantised.feedback.counts
 
 
 def _reduces_gradient(node: fx.Node) -> bool:
@@ -108,6 +117,16 @@ class _Quantiser:
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self.ctx, self.mesh, self.options = ctx, ctx.mesh, ctx.options
         self.builder = Builder(gm, "quantize_reductions", ctx.table)
+        self.feedback = Feedback(gm, ctx, self.builder)
+        self.together: list[list[int]] = []
+
+    def note_all(self, firsts: Sequence[fx.Node]) -> list[list[int]]:
+        """Note, and return, the parameters whose gradients each of these reduces."""
+        for first in firsts:
+            flat = first.args[0]
+            of_bucket = isinstance(flat, fx.Node) and flat.target is ops.flatten_bucket
+            self.together.append(list(flat.args[1]) if of_bucket else [parameter_of(first)])
+        return self.together
 
     def code_over(self, axis: str) -> str:
         """The code for what travels over an axis, or over all; empty for none."""
@@ -130,7 +149,8 @@ class _Quantiser:
             return "of one rank"
         numel = -(-hop.args[0].meta["val"].shape[0] // ranks)
         nbytes = ranks * wire_length(numel, code) * (2 if code == NARROW else 1)
-        return "in no fewer bytes" if nbytes > ops.rules(hop).sends(hop) else ""
+        is_short = hop.args[0].meta["val"].shape[0] < ranks
+        return "in no fewer bytes" if is_short or nbytes > ops.rules(hop).sends(hop) else ""
 
     def _num_ranks(self, hop: fx.Node) -> int:
         return ops.num_ranks(hop, self.ctx.world_size)
@@ -143,13 +163,19 @@ class _Quantiser:
         length = flat.meta["val"].shape[0]
         numel = -(-length // ranks)
         origin = {"role": Role.REDUCE_GRADIENT, **_origin(hop)}
+        axis, feedback = ops.argument(hop, "axis"), self.feedback
+        corrects = self._corrects(axis, indices)
         with self.builder.before(hop, **origin) as call:
-            parts = flat
-            if ranks * numel != length:
+            parts, named = flat, indices
+            if corrects:
+                named, parts = (), feedback.correct(call, flat, indices, ranks * numel, axis)
+            elif ranks * numel != length:
                 given = (flat, indices, ranks * numel)
-                indices, parts = (), call(ops.fill_up, *given, role=Role.GRADIENT_WIRE)
-            wire = _wire(call, parts, code, ranks, indices)
+                named, parts = (), call(ops.fill_up, *given, role=Role.GRADIENT_WIRE)
+            wire = _wire(call, parts, code, ranks, named)
             start = call(ops.all_to_all_start, wire, ranks, **over)
+            if corrects:
+                feedback.lost(call, parts, wire, code, ranks, indices, axis)
         with self.builder.before(wait, **origin) as call:
             received = call(ops.wait, start)
             summed_in = torch.float32 if comes_back else dtype
@@ -157,13 +183,25 @@ class _Quantiser:
             reduced = call(ops.dequantize_sum, received, *sent, reduction, summed_in)
             if comes_back:
                 wire = _wire(call, reduced, code, 1, ())
-                gathered = call(ops.wait, call(ops.all_gather_start, wire, ranks, **over))
+                back = call(ops.all_gather_start, wire, ranks, **over)
+                if corrects:
+                    feedback.lost_of_sum(call, reduced, wire, code, indices, axis)
+                gathered = call(ops.wait, back)
                 reduced = _values(call, gathered, *sent, dtype)
                 if ranks * numel != length:
                     reduced = call(aten.slice.Tensor, reduced, 0, 0, length)
         wait.replace_all_uses_with(reduced)
         self.builder.graph.erase_node(wait)
         self.builder.graph.erase_node(hop)
+
+    def _corrects(self, axis: str, indices: Sequence[int]) -> bool:
+        """Return whether what these lose over an axis is kept; count why not if it should be."""
+        if not self.feedback.is_on(axis):
+            return False
+        why = self.feedback.why_not(indices, self.together)
+        if why:
+            self.feedback.counts[WITHOUT + why] += 1
+        return not why
 
 
 def _wire(call: Any, flat: fx.Node, code: str, parts: int, indices: Sequence[int]) -> fx.Node:

@@ -44,23 +44,44 @@ def saves(flat: torch.Tensor, code: str, ranks: int) -> bool:
 
 
 class FormulaReference(programs._Reference):
-    """Computes reductions of gradients by the formula, over each axis with a code in ``CODES``."""
+    """Computes reductions of gradients by the formula, over each axis with a code in ``CODES``.
+
+    Over those of ``FEEDBACK`` it adds what was lost before, by the number of elements.
+    """
 
     CODES: dict[str, str] = {}
+    FEEDBACK: frozenset[str] = frozenset()
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.lost: dict[tuple[str, int], torch.Tensor] = {}
+
+    def corrected(self, flat, axis, code, ranks):
+        """What is sent of a buffer, and where what is lost of it goes."""
+        flat = flat.nan_to_num(0.0)  # what nothing has filled is NaN here
+        if axis not in self.FEEDBACK:
+            return flat
+        key = axis, flat.numel()
+        flat = flat.float() + self.lost.get(key, 0.0)
+        numel = -(-flat.numel() // ranks)
+        parts = [rounded(part, code) for part in flat.split(numel)]
+        self.lost[key] = flat - torch.cat(parts)
+        return flat
 
     def reduce_scatter_start(self, flat, reduction, world_size, axis="data"):
         if axis not in self.CODES or not saves(flat, self.CODES[axis], world_size):
             return super().reduce_scatter_start(flat, reduction, world_size, axis)
         divisor = self.mesh.world_size if reduction == "mean" else 1
         place = self.mesh.ranks_along(axis).index(self.mesh.rank)
-        sent = self._along(axis, flat.nan_to_num(0.0))  # what nothing has filled is NaN here
+        sent = self._along(axis, self.corrected(flat, axis, self.CODES[axis], world_size))
         parts = [one.view(world_size, -1)[place] for one in sent]
         return summed(parts, self.CODES[axis], divisor).to(flat.dtype)
 
     def all_reduce_start(self, input, reduction, axis="data"):
         if axis not in self.CODES or reduction != "mean":
             return super().all_reduce_start(input, reduction, axis)
-        code, flat = self.CODES[axis], input.nan_to_num(0.0)
+        code, mine = self.CODES[axis], self.mesh.ranks_along(axis)
+        flat = self.corrected(input, axis, code, len(mine))
         sent = self._along(axis, flat)
         numel = -(-flat.numel() // len(sent))
         padded = [
@@ -68,13 +89,20 @@ class FormulaReference(programs._Reference):
             for one in sent
         ]
         sums = [summed(parts, code, self.mesh.world_size) for parts in zip(*padded, strict=True)]
-        return torch.cat([rounded(one, code) for one in sums])[: flat.numel()].to(input.dtype)
+        back = torch.cat([rounded(one, code) for one in sums])[: flat.numel()]
+        if axis in self.FEEDBACK:
+            place = mine.index(self.mesh.rank)
+            own = self.lost[axis, flat.numel()][place * numel :][:numel]
+            gone = (sums[place] - rounded(sums[place], code))[: own.numel()]
+            own += gone * self.mesh.world_size
+        return back.to(input.dtype)
 
 
-def by_the_formula(captured: Captured, monkeypatch, codes: dict[str, str], **options):
+def by_the_formula(captured: Captured, monkeypatch, codes: dict[str, str], feedback=(), **options):
     """Run the program without wires where reductions round what they are given."""
     with monkeypatch.context() as patched:
         patched.setattr(FormulaReference, "CODES", codes)
+        patched.setattr(FormulaReference, "FEEDBACK", frozenset(feedback))
         patched.setattr(programs, "_Reference", FormulaReference)
         return programs.execute(programs.rewritten_by_rank(captured, **options))
 
@@ -87,6 +115,7 @@ def wide_mlp(
     clip: bool = False,
     num_batches: int = 1,
     dtype: torch.dtype = torch.float32,
+    num_steps: int = 1,
 ) -> Captured:
     """Layers whose gradients have several blocks for each rank, none of them full for all."""
     torch.manual_seed(0)
@@ -94,13 +123,14 @@ def wide_mlp(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
 
     def step(x):
-        for rows in x.chunk(num_batches):
-            loss = model(rows).pow(2).mean()
-            loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(num_steps):
+            for rows in x.chunk(num_batches):
+                loss = model(rows).pow(2).mean()
+                loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     return capture(

@@ -539,7 +539,7 @@ def test_values_of_another_code_are_refused(position, value):
             {"reduce_wire": {"rack": "int8"}, "process_group": AXES},
             "names rack, and the mesh in process_group has the axes node, gpu",
         ),
-        ({"reduce_wire": {"node": "int8"}}, "process_group is none: give one code for all ranks"),
+        ({"reduce_wire": {"node": "int8"}}, "process_group is none: give one value for all ranks"),
         (
             {"reduce_wire": {"node": "int8"}, "process_group": object()},
             "process_group is not one with names",

@@ -64,7 +64,7 @@ def stopped(options: Options) -> Options:
         changed["delayed_update"] = False
     changed |= {step.quantizes: None for step in later if step.quantizes}
     if "reduce_wire" in changed:
-        changed["outer_wire"] = None
+        changed |= {"outer_wire": None, "error_feedback": None, "outer_feedback": None}
     for name in ("master_weights", "moment_dtype"):
         if changed["stage"] == 0 and getattr(options, name):
             raise ValueError(

@@ -24,7 +24,8 @@ class InputRole:
     ``parameter`` is the index of the parameter, or of the one whose gradient it is; -1 for
     other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
     ``unreduced`` that it is a gradient of this rank's own, not yet averaged over the ranks,
-    ``on_host`` that it is a shard in host memory.
+    ``on_host`` that it is a shard in host memory.  ``is_loss_scale``: a ``GradScaler`` multiplies
+    losses by it.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class InputRole:
     sharded: bool = False
     unreduced: bool = False
     on_host: bool = False
+    is_loss_scale: bool = False
 
 
 def input_role(node: fx.Node) -> InputRole:

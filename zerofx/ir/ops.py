@@ -221,6 +221,48 @@ def fill_up(flat, parameters, numel):
     return flat.new_empty(numel)
 
 
+@define(
+    "correct(Tensor flat, int[] parameters, int numel, str axis='data', Tensor? scale=None,"
+    " Tensor? rest=None) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="gradients",
+)
+def correct(flat, parameters, numel, axis=DATA, scale=None, rest=None):
+    """What ``fill_up`` gives, in float32, and what this rank's wires over the axis have lost of it.
+
+    That is what ``keep_error`` has kept for these parameters, or a ``rest`` that it has yet to
+    keep; times the ``scale`` of the loss.
+    """
+    return flat.new_empty(numel, dtype=torch.float32)
+
+
+@define(
+    "rounding_error(Tensor exact, Tensor wire, str code, int parts, Tensor? scale=None) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="gradients",
+)
+def rounding_error(exact, wire, code, parts, scale=None):
+    """What a wire has lost of the values that it was made of, divided by the ``scale``.
+
+    Zero where that is no number: it was added to nothing that an update may use.
+    """
+    return torch.empty_like(exact)
+
+
+@define(
+    "keep_error(Tensor rest, Tensor[] sums, int[] parameters, str axis='data',"
+    " Tensor? found_inf=None) -> ()",
+    memory_bytes=lambda node, table: 2 * _operand_bytes(node),
+    acts=True,
+)
+def keep_error(rest, sums, parameters, axis=DATA, found_inf=None):
+    """Keep what was lost of these parameters' gradients, unless a scaler has ``found_inf``.
+
+    ``sums`` are what was lost of means that this rank has summed for all along the axis.
+    """
+    return None
+
+
 @define("free(Tensor gathered) -> ()", acts=True, gives_up=True)
 def free(gathered):
     """Release a gathered buffer now, whoever still holds a view of it."""

@@ -81,7 +81,7 @@ def hop_into(reduced: Any) -> Hop | None:
 def quantised_from(wire: fx.Node) -> fx.Node:
     """The flat buffer that a gradient's wire is made of."""
     source = wire.args[0] if code_of(wire) else wire
-    return source.args[0] if source.target is ops.fill_up else source
+    return source.args[0] if source.target in (ops.fill_up, ops.correct) else source
 
 
 def hops_into(reduced: Any) -> list[Hop]:

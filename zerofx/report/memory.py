@@ -116,7 +116,7 @@ def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 _OF_BACKWARD = (
     *(Role.FLATTEN, Role.REDUCE_CAST, Role.GRADIENT_WIRE, Role.REDUCE_GRADIENT),
-    Role.ACCUMULATE,
+    *(Role.ACCUMULATE, Role.ROUNDING_ERROR, Role.KEPT_ERROR),
 )
 _OF_GRADIENTS = (
     Role.REDUCE_CAST,

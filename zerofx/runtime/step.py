@@ -98,6 +98,7 @@ class StepRuntime:
         check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
+        self.wires = Wires(self.table, communicator)
         changed_in_files = self.files.note_changes if self.files is not None else None
         self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
 
@@ -152,6 +153,7 @@ class StepRuntime:
             sources,
         )
         self.buckets.bind(self.bound)
+        self.wires.bind(self.bound)
         self.host_updates.bind(self.bound, self.groups_on_host)
         is_plain = Precision.of(self.options).is_plain
         for optimizer in map(_alive, self.optimizers):
@@ -161,7 +163,7 @@ class StepRuntime:
         """The function that runs each ``zerofx::`` operator of the program."""
         communicator, buckets, files = self.communicator, self.buckets, self.files
         on_device, on_host = self.steps, self.host_updates
-        wires = Wires(self.table, communicator.world_size)
+        wires = self.wires
         kernels: dict[object, Callable] = {
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
@@ -174,6 +176,9 @@ class StepRuntime:
             ops.all_to_all_start: buckets.all_to_all_start,
             ops.dequantize_sum: wires.dequantize_sum,
             ops.fill_up: wires.fill_up,
+            ops.correct: wires.correct,
+            ops.rounding_error: wires.rounding_error,
+            ops.keep_error: wires.keep_error,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
             ops.flatten_bucket: buckets.flatten_bucket,

@@ -1,4 +1,4 @@
-"""The operators that quantise what travels, and dequantise what has come."""
+"""The operators that quantise what travels, dequantise what has come, and keep what was lost."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofx.codegen.wires import blocks, sums
+from zerofx.codegen.wires import blocks, errors, sums
+from zerofx.ir.mesh import DATA
 from zerofx.ir.parameters import ParameterTable
-from zerofx.runtime.memory.flat import filled_up, without_gaps
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.flat import filled_up, kept_ranges, without_gaps
+from zerofx.runtime.parameters.parameter import ParameterState
 
 
 class Wires:
-    """Quantises parts of a program's buckets, which ``table`` knows, on so many ranks."""
+    """Quantises parts of a program's buckets, which ``table`` knows.
 
-    def __init__(self, table: ParameterTable, num_ranks: int) -> None:
-        self.table, self.num_ranks = table, num_ranks
+    What wires of gradients lose is kept with the buckets' parameters, once they are ``bind``'s.
+    """
+
+    def __init__(self, table: ParameterTable, communicator: Communicator) -> None:
+        self.table, self.communicator = table, communicator
+        self._bounds: Sequence[ParameterState] = ()
+
+    def bind(self, bounds: Sequence[ParameterState]) -> None:
+        """Know the program's parameters."""
+        self._bounds = bounds
 
     def quantize(
         self, flat: torch.Tensor, code: str, parts: int = 1, parameters: Sequence[int] = ()
@@ -37,8 +48,57 @@ class Wires:
         reduction: str,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        divisor = self.num_ranks if reduction == "mean" else 1
+        divisor = self.communicator.world_size if reduction == "mean" else 1
         return sums.dequantize_sum(received, code, parts, numel, divisor, dtype)
 
     def fill_up(self, flat: torch.Tensor, parameters: Sequence[int], numel: int) -> torch.Tensor:
         return filled_up(flat.detach(), [self.table[index] for index in parameters], numel)
+
+    def correct(
+        self,
+        flat: torch.Tensor,
+        parameters: Sequence[int],
+        numel: int,
+        axis: str = DATA,
+        scale: torch.Tensor | None = None,
+        rest: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        ranges = self._ranges(parameters, flat.numel())
+        error = self._error(parameters, axis, numel, flat.device) if rest is None else rest
+        return errors.corrected(flat.detach(), error, ranges, scale)
+
+    def rounding_error(
+        self,
+        exact: torch.Tensor,
+        wire: torch.Tensor,
+        code: str,
+        parts: int,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return errors.rounding_error(exact, wire, code, parts, scale)
+
+    def keep_error(
+        self,
+        rest: torch.Tensor,
+        sums: Sequence[torch.Tensor],
+        parameters: Sequence[int],
+        axis: str = DATA,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        error = self._error(parameters, axis, rest.numel(), rest.device)
+        along = self.communicator.along(axis)
+        begin = along.rank * sums[0].numel() if sums else 0
+        ranges = self._ranges(parameters, rest.numel())
+        errors.keep(error, rest, sums, begin, self.communicator.world_size, ranges, found_inf)
+
+    def _ranges(self, parameters: Sequence[int], numel: int) -> list[tuple[int, int]]:
+        return kept_ranges([self.table[index] for index in parameters], numel)
+
+    def _error(
+        self, parameters: Sequence[int], axis: str, numel: int, device: torch.device
+    ) -> torch.Tensor:
+        """The memory of what has been lost of a bucket over an axis; zeros at first."""
+        kept = self._bounds[parameters[0]].errors
+        if axis not in kept or kept[axis].numel() != numel or kept[axis].device != device:
+            kept[axis] = torch.zeros(numel, dtype=torch.float32, device=device)
+        return kept[axis]

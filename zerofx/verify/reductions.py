@@ -90,7 +90,7 @@ def _gathers_sums(start: fx.Node, world_size: int) -> None:
     if code_of(wire) != total.args[1]:
         raise broken(start, f"gathers in {code_of(wire)} what is summed in {total.args[1]}.")
     for reader in total.users:
-        if reader is not wire:
+        if reader is not wire and reader.target is not ops.rounding_error:
             raise broken(
                 reader,
                 f"reads {total.name}, which no other rank has: they compute with what {start.name} "
@@ -119,7 +119,7 @@ def _says_what_it_holds(node: fx.Node) -> None:
 def _is_sent(wire: fx.Node) -> None:
     """Check that nothing computes with a wire, and that all of it is there."""
     for reader in wire.users:
-        if not ops.is_collective(reader):
+        if not (ops.is_collective(reader) or reader.target is ops.rounding_error):
             raise broken(reader, f"reads {wire.name}, which is a wire of {_flat(wire).name}.")
     numel, parts = _flat(wire).meta["val"].shape[0], 1
     if wire.target is ops.quantize:

@@ -26,6 +26,7 @@ from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
 from zerofx.ir.wire_graph import exact_behind
 from zerofx.verify.broken import broken
+from zerofx.verify.feedback import verify_feedback
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import LAYS_OUT, verify_averages
 from zerofx.verify.kept import verify_kept
@@ -71,6 +72,7 @@ def verify(
     verify_files(gm.graph, table)
     verify_wires(gm.graph, table)
     verify_reductions(gm.graph, table)
+    verify_feedback(gm.graph)
     verify_kept(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph, table)

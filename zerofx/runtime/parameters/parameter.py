@@ -49,6 +49,9 @@ class ParameterState:
     tensor without storage that stands for it as ``parameter.grad``.  If ``is_unreduced``, it is
     whole and this rank's own, and the gradient is its mean over the ranks.
 
+    ``errors`` are what wires of gradients have lost, by the axis that they went over, and not yet
+    brought to other ranks: those of the whole bucket, which its parameters share.
+
     Parameters of one bucket have the same ``bucket``: their ``BucketMemory`` if they live in one
     (stages 1 and 2).  ``location`` is where the values of the shard lie between uses; ``host`` is
     the memory for those that are not on the device.  ``home`` is the bucket that the shard has last
@@ -68,6 +71,7 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     stub: torch.Tensor | None = None
     is_unreduced: bool = False
+    errors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
@@ -263,6 +267,7 @@ class ParameterState:
         if self.memory is not None and parameter is not None:
             self.memory.leave(parameter)
         self.bucket = None
+        self.errors = {}
         self.state = State.RETIRED
         self.gradient = self._shard = self.home = None
         self.location = Location.DEVICE
