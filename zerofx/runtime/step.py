@@ -98,7 +98,7 @@ class StepRuntime:
         check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
-        self.wires = Wires(self.table, communicator)
+        self.wires = Wires(graph, self.table, communicator)
         changed_in_files = self.files.note_changes if self.files is not None else None
         self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 from zerofx.codegen.wires import blocks, errors, sums
+from zerofx.ir import ops
 from zerofx.ir.mesh import DATA
 from zerofx.ir.parameters import ParameterTable
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import filled_up, kept_ranges, without_gaps
+from zerofx.runtime.parameters.errors import SAVED_ERRORS, extent_of
 from zerofx.runtime.parameters.parameter import ParameterState
 
 
@@ -20,8 +23,10 @@ class Wires:
     What wires of gradients lose is kept with the buckets' parameters, once they are ``bind``'s.
     """
 
-    def __init__(self, table: ParameterTable, communicator: Communicator) -> None:
+    def __init__(self, graph: fx.Graph, table: ParameterTable, communicator: Communicator) -> None:
         self.table, self.communicator = table, communicator
+        corrected = [node for node in graph.nodes if node.target is ops.correct]
+        self._axes = {ops.argument(node, "axis") for node in corrected}
         self._bounds: Sequence[ParameterState] = ()
 
     def bind(self, bounds: Sequence[ParameterState]) -> None:
@@ -101,4 +106,17 @@ class Wires:
         kept = self._bounds[parameters[0]].errors
         if axis not in kept or kept[axis].numel() != numel or kept[axis].device != device:
             kept[axis] = torch.zeros(numel, dtype=torch.float32, device=device)
+            self._add_saved(kept[axis], parameters[0], axis)
         return kept[axis]
+
+    def _add_saved(self, error: torch.Tensor, parameter: int, axis: str) -> None:
+        """Add what a checkpoint has of a bucket's errors, to those that a rank begins with."""
+        mesh = self.communicator.mesh
+        takes_all = axis == mesh.outer or mesh.outer not in self._axes
+        for info in self.table.bucket(self.table[parameter].place.bucket):
+            extent = extent_of(info, error.numel())
+            into = error[extent.at : extent.at + extent.stop - extent.start]
+            its = self._bounds[info.index].parameter
+            assert its is not None, "the caller holds its parameters"
+            for saved in SAVED_ERRORS.take(its, mesh, axis, takes_all, extent):
+                into.add_(saved.to(error.device))
