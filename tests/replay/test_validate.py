@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from tests.kit import models
+from tests.kit.coded_reductions import wide_mlp
 from tests.kit.covering import each_value, first
 from tests.kit.programs import capture, clone, context_of, mlp_step
 from tests.kit.ranks import ranks_fixture  # noqa: F401
@@ -207,6 +208,13 @@ def test_a_pass_that_may_round_may_not_change_a_gradient(make_optimizer):
 def test_what_is_rounded_to_travel_is_told_from_what_is_wrong(name):
     compared = validated(STEPS[name](), stage=3, gather_dtype="int8")
     assert "quantize_gathers" in compared and "form_regions" in compared
+
+
+@pytest.mark.slow(reason="a pipeline validated pass by pass")
+@pytest.mark.parametrize("code", first(1, ("int4", "int8", "bfloat16")))
+def test_gradients_that_are_rounded_to_travel_are_told_from_wrong_ones(code):
+    compared = validated(wide_mlp(), stage=3, reduce_wire=code, error_feedback=1)
+    assert "quantize_reductions" in compared and "form_regions" in compared
 
 
 def test_a_pass_that_quantises_may_not_double_a_gradient():

@@ -33,8 +33,8 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             over = "" if mesh is None else f" over {ops.argument(node, 'axis')}"
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes{over}")
         elif node.target is ops.correct:
-            names = ", ".join(table[index].name for index in node.args[1])
-            lines.append(f"errors of {names} over {ops.argument(node, 'axis')}")
+            corrected = ", ".join(table[index].name for index in node.args[1])
+            lines.append(f"errors of {corrected} over {ops.argument(node, 'axis')}")
         elif node.target is ops.on_owners:
             names = (table[index].name for index in node.args[3])
             owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
