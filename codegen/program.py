@@ -14,7 +14,8 @@ from zerofx.codegen.numbers import HostNumbers, Number, unique
 from zerofx.codegen.operations import NumberOperand, Value
 from zerofx.ir.reach import reached
 
-Kind = Literal["parameter", "gradient", "state", "new state"]
+Kind = Literal["parameter", "gradient", "state", "new state", "value", "wire"]
+"""Those of an update; and values that travel, and the wire that does so in their place."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Program:
     ``values`` are in an order in which they can be computed.  ``inputs`` gives the position of
     each stream among the update's inputs; new states have none.  ``device_numbers`` are read from
     device memory: the update's inputs at ``coefficients``.  ``squares`` is the sum of a block's
-    squares of the gradient, if it is asked for.
+    squares of the gradient, if it is asked for.  ``title`` says what it is if it is no update,
+    ``verb`` what it does to a block.
     """
 
     optimizer: str
@@ -87,6 +89,13 @@ class Program:
     device_numbers: tuple[Number, ...] = ()
     coefficients: tuple[int, ...] = ()
     squares: Value | None = None
+    title: str = ""
+    verb: str = "Update"
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The gradient's dtype; None if it takes none."""
+        return next((one.dtype for one in self.streams if one.kind == "gradient"), None)
 
     @property
     def numbers(self) -> tuple[Number, ...]:

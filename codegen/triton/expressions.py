@@ -60,6 +60,12 @@ def largest_of_part(x, mask):
     parts = tl.where(mask, x, float("-inf")).reshape(x.numel // 256, 256)
     return tl.reduce(parts, 1, maximum)
 ''',
+    "rounded": '''\
+@triton.jit
+def rounded(x):
+    """torch.round, of what is below 2**22: a sum of more has no digits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+''',
     "sum_of_squares": '''\
 @triton.jit
 def sum_of_squares(x, mask):
@@ -109,6 +115,7 @@ _TEMPLATES: dict[str, _Template] = {
     "isinf": ('tl.abs({0}) == float("inf")', _COMPARED, _LOOSE),
     "isfinite": ('tl.abs({0}) < float("inf")', _COMPARED, _LOOSE),
     "largest_of_block": ("largest_of_part({0}, mask)", _CALL, _LOOSE),
+    "round": ("rounded({0})", _CALL, _LOOSE),
     "sum_of_squares": ("sum_of_squares({0}, mask)", _CALL, _LOOSE),
     "lerp": ("lerp({0}, {1}, {2})", _CALL, _LOOSE),
     "where": ("tl.where({0}, {1}, {2})", _CALL, _LOOSE),
@@ -138,6 +145,7 @@ _BY_DTYPE: dict[torch.dtype, dict[str, _Template]] = {
 # The functions of the module that these operations are written with.
 _USES = {
     "sign": ("sign_of",),
+    "round": ("rounded",),
     "of_block": ("of_part",),
     "largest_of_block": ("maximum", "largest_of_part"),
     **{name: (name,) for name in ("lerp", "maximum", "minimum", "sum_of_squares")},

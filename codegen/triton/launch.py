@@ -50,7 +50,7 @@ class TritonKernel:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        (self.gradient_dtype,) = (s.dtype for s in program.streams if s.kind == "gradient")
+        self.gradient_dtype = program.gradient_dtype
         self.source = triton_source(program)
         self.function = load_kernel(self.source, kernel_name(program))
         self._chosen: dict[torch.device, tuple[int, int]] = {}  # elements and warps of a block

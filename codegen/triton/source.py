@@ -150,10 +150,12 @@ class _Writer:
 
     def _header(self) -> str:
         program = self.program
+        title = program.title or f"{program.optimizer}'s update of flat shards"
+        origin = "" if program.title else " from the optimizer's own step"
         lines = [
-            f'"""{program.optimizer}\'s update of flat shards, in one pass over memory.',
+            f'"""{title}, in one pass over memory.',
             "",
-            "Made by zerofx.codegen from the optimizer's own step.  An element moves"
+            f"Made by zerofx.codegen{origin}.  An element moves"
             f" {program.bytes_per_element:g} bytes:",
             "",
         ]
@@ -177,7 +179,7 @@ class _Writer:
         program, lines = self.program, []
         lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
         parts = ", ``part`` its parts of 256" if "part" in self.places else ""
-        summary = f"Update one block; ``lane`` counts its elements{parts}."
+        summary = f"{program.verb} one block; ``lane`` counts its elements{parts}."
         if program.squares is None:
             lines.append(f'    """{summary}"""')
         else:
@@ -216,7 +218,7 @@ class _Writer:
         constants = [f"{name}: tl.constexpr" for name in CONSTANTS]
         lines = _call("def ", self.kernel, [*kernel_arguments(program), *constants], ":")
         lines += [
-            '    """Update BLOCK elements of one segment."""',
+            f'    """{program.verb} BLOCK elements of one segment."""',
             "    first = tl.program_id(0).to(tl.int64) * BLOCK",
             "    segment = tl.load(segment_of_chunk + first // CHUNK)",
             f"    row = segments + segment * {width}",

@@ -16,6 +16,7 @@ from torch import Tensor
 from zerofx.ir.wires import (
     BLOCK,
     CODES,
+    SCALE_BYTES,
     SMALLEST_SCALE,
     check_parts,
     num_blocks,
@@ -82,9 +83,10 @@ def quantize(flat: Tensor, code: str, parts: int = 1, encode: Encode = encode) -
     """
     check_parts(parts, flat.numel())
     numel = flat.numel() // parts
-    wire = torch.empty(parts * quantized_bytes(numel, code), dtype=torch.uint8, device=flat.device)
+    wire = flat.new_empty(parts * quantized_bytes(numel, code), dtype=torch.uint8)
     if not numel:
         return wire
+    fill_up(wire, code, parts, numel)
     coded, scales = fields_of(wire, code, parts, numel)
     rows = flat.view(parts, numel)
     for begin, end in _ranges(parts, numel):
@@ -127,7 +129,16 @@ def fields_of(wire: Tensor, code: str, parts: int, numel: int) -> tuple[Tensor, 
     blocks, nbytes = num_blocks(numel), CODES[code].bytes_per_block
     rows = wire.view(parts, quantized_bytes(numel, code))
     codes = rows[:, : blocks * nbytes].unflatten(1, (blocks, nbytes))
-    return codes, rows[:, blocks * nbytes :].view(torch.float32)
+    return codes, rows[:, blocks * nbytes : blocks * (nbytes + SCALE_BYTES)].view(torch.float32)
+
+
+def fill_up(wire: Tensor, code: str, parts: int, numel: int) -> None:
+    """Write zeros to what of a wire stands for no element: it travels too."""
+    rows = wire.view(parts, quantized_bytes(numel, code))
+    nbytes = CODES[code].bytes_per_block
+    begin, end = numel // BLOCK * nbytes, num_blocks(numel) * nbytes
+    rows[:, begin:end].zero_()
+    rows[:, num_blocks(numel) * (nbytes + SCALE_BYTES) :].zero_()
 
 
 def _ranges(parts: int, numel: int) -> Iterator[tuple[int, int]]:

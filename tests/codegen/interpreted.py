@@ -685,3 +685,26 @@ def check_a_steps_memory_is_not_tuned_on():
     ):
         check_work_on_the_gradient(work.clip, BF16, torch.tensor(0.3, dtype=BF16))
     assert tuners and all(len(tuner.known) == 1 for tuner in tuners)
+
+
+def check_wires(dtype, numel, parts):
+    """Kernels make the same bits of a flat buffer, and of its wire, as plain torch does."""
+    import math
+    from unittest import mock
+
+    from zerofx.codegen.wires import blocks, kernels
+
+    generator = torch.Generator().manual_seed(numel)
+    flat = torch.randn(numel * parts, generator=generator).double()
+    flat *= torch.randn(numel * parts, generator=generator).mul(3).exp()
+    if numel > 600:
+        flat[100], flat[300], flat[520:530] = math.nan, math.inf, 0.0
+    flat = flat.to(dtype)
+    with mock.patch.object(kernels, "runs_triton", lambda device: True):
+        found = kernels.WireKernels()
+        wire = found.quantize(flat, "int8", parts)
+        assert torch.equal(wire, blocks.quantize(flat, "int8", parts))
+        values = found.dequantize(wire, "int8", parts, numel, dtype)
+        assert len(found._known) == 2
+    wanted = blocks.dequantize(wire, "int8", parts, numel, dtype)
+    torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)

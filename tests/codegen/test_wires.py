@@ -165,7 +165,7 @@ def test_values_come_back_in_the_dtype_that_is_asked_for(dtype):
 def test_parts_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="10 elements are not 3 equal parts"):
         quantize(torch.ones(10), "int8", 3)
-    with pytest.raises(ValueError, match="260 elements are not 2 equal parts of 260"):
+    with pytest.raises(ValueError, match="272 elements are not 2 equal parts of 272"):
         dequantize(quantize(torch.ones(10), "int8"), "int8", 2, 10, torch.float32)
 
 
@@ -206,3 +206,12 @@ def test_what_is_in_a_gap_does_not_count():
     assert flat.isnan().any(), "the buffer itself stays as it is"
     full = torch.ones(5)
     assert without_gaps(full, [info_at(0, 7, 0, 0)]) is full
+
+
+@pytest.mark.parametrize("numel", (0, 1, 300, 512))
+def test_what_stands_for_no_element_is_zero_and_wires_begin_at_multiples_of_16(numel):
+    assert quantized_bytes(numel, "int8") % 16 == quantized_bytes(numel, "int4") % 16 == 0
+    wire = quantize(torch.ones(2 * numel), "int8", 2)
+    for part in wire.view(2, -1):
+        assert part[:numel].eq(127).all() and part[numel : num_blocks(numel) * BLOCK].eq(0).all()
+        assert part[num_blocks(numel) * (BLOCK + 4) :].eq(0).all()

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zerofx
@@ -17,6 +18,8 @@ from tests.kit.trainings import (
     run,
     zero,
 )
+from zerofx.__main__ import main
+from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.wires.blocks import dequantize, quantize
 
 STEPS = 4
@@ -56,13 +59,13 @@ class Rounding(torch.nn.Module):
         return functional_call(self.model, there, (x,))
 
 
-def train_alone(places, of: int, dtype=torch.float32):
+def train_alone(places, of: int, num_shards: int):
     """Train as ``of`` ranks would, with gradients that are added in their order."""
-    model, optimizer = built(dtype)
-    rounding = Rounding(model, places, of)
+    model, optimizer = built()
+    rounding = Rounding(model, places, num_shards)
     losses = []
     for number in range(STEPS):
-        of_ranks = [part.to(dtype).chunk(of) for part in features(number, 8)]
+        of_ranks = [part.chunk(of) for part in features(number, 8)]
         gradients = []
         for x, y in zip(*of_ranks, strict=True):
             loss = torch.nn.functional.mse_loss(rounding(x), y)
@@ -100,8 +103,13 @@ def train_coded(options, step=plain, steps=STEPS):
     return losses, state, whole, places, counts, zerofx.explain(compiled)
 
 
-def assert_trains_alike(results):
-    losses, parameters = train_alone(results[0][3], len(results))
+def train_on_mesh(stages):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    return train_coded({"process_group": mesh, "stage": dict(stages)})
+
+
+def assert_trains_alike(results, num_shards=None):
+    losses, parameters = train_alone(results[0][3], len(results), num_shards or len(results))
     for (found, state, whole, _, counts, _), wanted in zip(results, losses, strict=True):
         assert counts["quantised gathers"] >= counts["wires"] > 0
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
@@ -142,8 +150,45 @@ def test_other_options_train_alike(ranks, options):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("outer, num_shards", ((0, 2), (3, 4)))
+def test_a_mesh_trains_alike(ranks, outer, num_shards):
+    results = ranks(4).run(train_on_mesh, (("node", outer), ("gpu", 3)))
+    assert_trains_alike(results, num_shards)
+
+
+@pytest.mark.nightly
 def test_over_sockets_they_train_alike(ranks_on_sockets):
     assert_trains_alike(ranks_on_sockets(2).run(train_coded, {}))
+
+
+@pytest.mark.nightly
+def test_with_files_it_trains_alike(tmp_path):
+    options = {"offload": "optimizer,params", "offload_tier": "nvme", "offload_dir": str(tmp_path)}
+    assert_trains_alike([train_coded(options)])
+
+
+@pytest.mark.nightly
+def test_kernels_of_wires_train_alike(monkeypatch):
+    made = []
+    monkeypatch.setattr("zerofx.codegen.wires.kernels.FEWEST_COMPILED", 1)
+    original = UpdateKernel.__call__
+
+    def counted(kernel, *values):
+        made.append(kernel.program.optimizer)
+        return original(kernel, *values)
+
+    monkeypatch.setattr(UpdateKernel, "__call__", counted)
+    assert_trains_alike([train_coded({"lowering": "inductor"})])
+    assert set(made) == {"quantize", "dequantize"}
+
+
+@pytest.mark.nightly
+def test_a_dumped_program_runs_again(tmp_path, capsys):
+    train_coded({"dump": str(tmp_path)}, steps=1)
+    (file,) = tmp_path.glob("rank0/*/*_quantize_gathers.py")
+    assert "quantised gathers: " in file.read_text()
+    assert main(["run", str(file), "--random"]) == 0
+    assert "head.weight" in capsys.readouterr().out
 
 
 def test_alone_the_only_rank_rounds_too():

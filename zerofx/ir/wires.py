@@ -1,9 +1,9 @@
 """The format in which values travel in fewer bits: codes of whole numbers, a scale for each block.
 
 A flat buffer of floating point numbers becomes bytes, the *wire*: the codes of all its blocks, one
-behind the other, then one float32 scale for each.  It is one tensor, so that one collective moves
-both.  A block is ``BLOCK`` elements that follow one another, whatever parameters they are of; the
-last one is filled up with zeros.
+behind the other, then one float32 scale for each, and zeros up to a multiple of ``ALIGNMENT``.  It
+is one tensor, so that one collective moves all of it.  A block is ``BLOCK`` elements that follow
+one another, whatever parameters they are of; the last one is filled up with zeros.
 
 An element's code is the whole number nearest to ``element / scale``, ties to the even one, and it
 comes back as ``code * scale``, computed in float32.  A block's scale is its largest magnitude times
@@ -32,6 +32,9 @@ BLOCK = 256
 """Elements that share a scale, whose 4 bytes are 1.6% of the codes' in ``int8``."""
 
 SCALE_BYTES = 4
+
+ALIGNMENT = 16
+"""Wires' bytes are a multiple of it: kernels read 16 at a time, in whatever part of a buffer."""
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32."""
@@ -70,11 +73,9 @@ def num_blocks(numel: int) -> int:
 
 
 def quantized_bytes(numel: int, code: str) -> int:
-    """Return the bytes of the wire of so many elements, scales included.
-
-    A multiple of four, so that scales lie at addresses of float32 in any part of a wire.
-    """
-    return num_blocks(numel) * (CODES[code].bytes_per_block + SCALE_BYTES)
+    """Return the bytes of the wire of so many elements, scales included."""
+    nbytes = num_blocks(numel) * (CODES[code].bytes_per_block + SCALE_BYTES)
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def wire_length(numel: int, code: str) -> int:

@@ -98,9 +98,10 @@ class StepRuntime:
         check_states(list(trained.optimizers.values()))
         moved_out = effects.moved_out(graph)
         self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
-        self.wires = Wires(graph, self.table, communicator)
         changed_in_files = self.files.note_changes if self.files is not None else None
         self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
+        is_compiled = setup.options.lowering == "inductor"
+        self.wires = Wires(graph, self.table, communicator, is_compiled, keep_source)
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
         """Return whether a shard is still to be made, to be filed before the next bucket's."""

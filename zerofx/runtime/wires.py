@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from zerofx.codegen.kernels import Keep
 from zerofx.codegen.wires import blocks, errors, sums
+from zerofx.codegen.wires.kernels import WireKernels
 from zerofx.ir import ops
 from zerofx.ir.mesh import DATA
 from zerofx.ir.parameters import ParameterTable
@@ -21,10 +23,19 @@ class Wires:
     """Quantises parts of a program's buckets, which ``table`` knows.
 
     What wires of gradients lose is kept with the buckets' parameters, once they are ``bind``'s.
+    With kernels if it ``is_compiled``, whose texts are given to ``keep``; the bits are the same.
     """
 
-    def __init__(self, graph: fx.Graph, table: ParameterTable, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        table: ParameterTable,
+        communicator: Communicator,
+        is_compiled: bool,
+        keep: Keep | None = None,
+    ) -> None:
         self.table, self.communicator = table, communicator
+        self._kernels = WireKernels(keep) if is_compiled else blocks
         corrected = [node for node in graph.nodes if node.target is ops.correct]
         self._axes = {ops.argument(node, "axis") for node in corrected}
         self._bounds: Sequence[ParameterState] = ()
@@ -37,12 +48,12 @@ class Wires:
         self, flat: torch.Tensor, code: str, parts: int = 1, parameters: Sequence[int] = ()
     ) -> torch.Tensor:
         infos = [self.table[index] for index in parameters]
-        return blocks.quantize(without_gaps(flat.detach(), infos), code, parts)
+        return self._kernels.quantize(without_gaps(flat.detach(), infos), code, parts)
 
     def dequantize(
         self, wire: torch.Tensor, code: str, parts: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        return blocks.dequantize(wire, code, parts, numel, dtype)
+        return self._kernels.dequantize(wire, code, parts, numel, dtype)
 
     def dequantize_sum(
         self,
@@ -54,7 +65,9 @@ class Wires:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         divisor = self.communicator.world_size if reduction == "mean" else 1
-        return sums.dequantize_sum(received, code, parts, numel, divisor, dtype)
+        return sums.dequantize_sum(
+            received, code, parts, numel, divisor, dtype, self._kernels.dequantize
+        )
 
     def fill_up(self, flat: torch.Tensor, parameters: Sequence[int], numel: int) -> torch.Tensor:
         return filled_up(flat.detach(), [self.table[index] for index in parameters], numel)
@@ -80,7 +93,7 @@ class Wires:
         parts: int,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return errors.rounding_error(exact, wire, code, parts, scale)
+        return errors.rounding_error(exact, wire, code, parts, scale, self._kernels.dequantize)
 
     def keep_error(
         self,

@@ -57,6 +57,7 @@ FORMS = {
         f"layers, stage {stage}": Form(_clipped, {"stage": stage, "bucket_bytes": 200})
         for stage in range(3)
     },
+    "layers, gathered in eight bits": Form(_clipped, {"gather_dtype": "int8", "bucket_bytes": 200}),
     "layers, states on the host": Form(
         _clipped, {"stage": 2, "offload": "optimizer", "bucket_bytes": 200}
     ),
