@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.roles import Role, role
-from zerofx.ir.wires import NARROW
+from zerofx.ir.wires import CODES, NARROW
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def code_of(wire: fx.Node) -> str:
     if role(wire) != Role.GRADIENT_WIRE:
         return ""
     if wire.target is ops.quantize:
-        return wire.args[1]
+        return wire.args[1] if wire.args[1] in CODES else ""
     is_cast = wire.target is aten._to_copy.default
     return NARROW if is_cast and wire.kwargs.get("dtype") is torch.bfloat16 else ""
 

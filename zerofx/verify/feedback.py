@@ -147,7 +147,7 @@ def _sum_that_comes_back(corrected: fx.Node) -> fx.Node | None:
     """The sum that this rank sends back to others, of what they have sent it."""
     (wire,) = _wires_of(corrected)
     start = next(reader for reader in wire.users if ops.is_collective(reader))
-    (total,) = ops.wait_of(start).users
+    total = next(iter(ops.wait_of(start).users))
     return (
         total if any(code_of(reader) and _is_gathered(reader) for reader in total.users) else None
     )

@@ -28,6 +28,8 @@ def verify_reductions(graph: fx.Graph, table: ParameterTable) -> None:
             _gathers_sums(node, world_size)
         elif node.target in (ops.quantize, ops.fill_up) and role(node) == Role.GRADIENT_WIRE:
             _says_what_it_holds(node)
+            if node.target is ops.quantize and not code_of(node):
+                raise broken(node, f"has {node.args[1]!r} for a code, and there is no such one.")
         elif node.target is ops.dequantize and role(node) == Role.REDUCE_GRADIENT:
             if role(node.args[0]) != Role.REDUCE_GRADIENT:
                 raise broken(
@@ -121,6 +123,9 @@ def _is_sent(wire: fx.Node) -> None:
     for reader in wire.users:
         if not (ops.is_collective(reader) or reader.target is ops.rounding_error):
             raise broken(reader, f"reads {wire.name}, which is a wire of {_flat(wire).name}.")
+    times = sum(map(ops.is_collective, wire.users))
+    if times != 1:
+        raise broken(wire, f"is sent {times} times; it must be once.")
     numel, parts = _flat(wire).meta["val"].shape[0], 1
     if wire.target is ops.quantize:
         parts = ops.argument(wire, "parts")
