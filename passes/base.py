@@ -110,7 +110,8 @@ class Pass:
     ``requires`` and ``provides`` are facts about the program, checked over the pipeline.
     An ``optional`` pass is switched by the option of its name, or of its ``switch``.  One that
     ``preserves_numerics`` leaves every result bitwise the same at two ranks; one that does not
-    sums in another order, or ``quantizes``: rounds values that are computed with.  One that
+    sums in another order, or rounds values that are computed with, if the option that it
+    ``quantizes`` by says so.  One that
     ``offloads`` some targets runs if the option ``offload`` names one of them, and if it is for
     some ``tiers``, with one of these.  One that ``lowers`` makes a form that only runs: costs are
     predicted, and ranks compare, the program before the first of them.  ``why_not`` gives any
@@ -123,7 +124,7 @@ class Pass:
     provides: frozenset[str] = frozenset()
     optional: bool = False
     preserves_numerics: bool = True
-    quantizes: bool = False
+    quantizes: str = ""
     smallest_stage: int = 0
     offloads: frozenset[str] = frozenset()
     tiers: frozenset[str] = frozenset()

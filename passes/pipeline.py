@@ -23,6 +23,8 @@ from zerofx.passes.schedule.prefetch import prefetch
 from zerofx.passes.schedule.update_in_backward import update_in_backward
 from zerofx.passes.wire.quantize_gathers import CONFLICTS as GATHER_CONFLICTS
 from zerofx.passes.wire.quantize_gathers import quantize_gathers
+from zerofx.passes.wire.quantize_reductions import CONFLICTS as REDUCTION_CONFLICTS
+from zerofx.passes.wire.quantize_reductions import quantize_reductions
 from zerofx.passes.zero.bucket import bucket
 from zerofx.passes.zero.data_parallel import data_parallel
 from zerofx.passes.zero.hoist_casts import hoist_casts
@@ -40,6 +42,10 @@ def _eager(ctx: PassContext) -> str:
 
 def _gathers_exactly(ctx: PassContext) -> str:
     return "" if ctx.options.gather_dtype else "no gather_dtype"
+
+
+def _reduces_exactly(ctx: PassContext) -> str:
+    return "" if ctx.options.quantizes_reductions else "no reduce_wire"
 
 
 def _no_whole_buckets(ctx: PassContext) -> str:
@@ -77,6 +83,13 @@ PIPELINE = (
         preserves_numerics=False,  # so are norms of gradients that cross calls
         smallest_stage=2,
     ),
+    _of_updates(
+        quantize_reductions,
+        preserves_numerics=False,  # it rounds what is summed
+        quantizes="reduce_wire",
+        why_not=_reduces_exactly,
+        conflicts=REDUCTION_CONFLICTS,
+    ),
     _of_averages(update_in_backward, optional=True),
     Pass(
         shard_parameters,
@@ -89,7 +102,7 @@ PIPELINE = (
         quantize_gathers,
         requires=frozenset({"sharded_parameters"}),
         preserves_numerics=False,  # it rounds what is computed with
-        quantizes=True,
+        quantizes="gather_dtype",
         smallest_stage=3,
         why_not=_gathers_exactly,
         conflicts=GATHER_CONFLICTS,

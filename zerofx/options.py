@@ -21,6 +21,7 @@ STOPS = (
     "bucket",
     "shard_optimizer",
     "shard_gradients",
+    "quantize_reductions",
     "update_in_backward",
     "shard_parameters",
     "quantize_gathers",
@@ -120,11 +121,18 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
+def _axes_in(text: Any) -> Any:
+    """Return the words that a text such as ``node:0, gpu:3`` gives axes; anything else as it is."""
+    if not (isinstance(text, str) and ":" in text):
+        return text
+    pairs = [pair.partition(":") for pair in text.split(",")]
+    return {axis.strip(): word.strip() for axis, _, word in pairs}
+
+
 def _stages(value: Any) -> Any:
     """Return a stage, or those of the axes of a mesh by their names."""
     if isinstance(value, str) and ":" in value:
-        pairs = [pair.partition(":") for pair in value.split(",")]
-        found = {axis.strip(): stage.strip() for axis, _, stage in pairs}
+        found = _axes_in(value)
         value = {axis: int(stage) if stage.isdecimal() else stage for axis, stage in found.items()}
     if not isinstance(value, Mapping):
         return _one_of(_STAGES, str(value), value)
@@ -139,6 +147,39 @@ def _stages(value: Any) -> Any:
 
 
 _STAGES = {str(stage): stage for stage in range(4)}
+
+_WIRES = {name: name for name in ("bfloat16", "int8", "int4")}
+
+
+def _wires(value: Any) -> Any:
+    """Return what gradients travel in, or that for axes of a mesh by their names."""
+    value = _axes_in(value)
+    if not isinstance(value, Mapping):
+        return _one_of(_WIRES, str(value).removeprefix("torch."), value)
+    for axis, wire in value.items():
+        if not isinstance(axis, str):
+            raise TypeError(f"must give axes of a mesh, by name, their wires, not {value!r}")
+        try:
+            _one_of(_WIRES, str(wire).removeprefix("torch."), wire)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return {axis: str(wire).removeprefix("torch.") for axis, wire in value.items()}
+
+
+def _switches(value: Any) -> Any:
+    """Return whether, or whether for each of these axes of a mesh by their names."""
+    value = _axes_in(value)
+    if not isinstance(value, Mapping):
+        return _one_of(_SWITCHED, str(value).lower(), value)
+    if not all(isinstance(axis, str) for axis in value):
+        raise TypeError(f"must give axes of a mesh, by name, 0 or 1, not {value!r}")
+    found = {}
+    for axis, on in value.items():
+        try:
+            found[axis] = _one_of(_SWITCHED, str(on).lower(), on)
+        except ValueError as error:
+            raise ValueError(f"of axis {axis!r} {error}") from None
+    return found
 
 
 def _positive(nbytes: int) -> int:
@@ -188,6 +229,17 @@ _STAGE = _Kind(
     (int, Mapping),
     "one of 0, 1, 2, 3 (int), or a dict with one for each axis of a mesh",
     _stages,
+)
+_WIRE = _Kind(
+    (str, torch.dtype, Mapping),
+    "'bfloat16', 'int8' or 'int4', or a dict with one of these for axes of a mesh",
+    _wires,
+)
+_FEEDBACK = _Kind(
+    (int, str, Mapping),
+    "0 or 1, or a dict with one of these for axes of a mesh",
+    _switches,
+    refuses=(),
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
@@ -248,6 +300,16 @@ class Options:
     )
     """The code that parameters are gathered in at stage 3; None is the dtype that uses them.
     Changes numerics."""
+    reduce_wire: str | None = _option(None, _WIRE)
+    """The code that gradients are reduced in: they travel in it, and are summed in float32.
+
+    Of a mesh that of its inner axis, ``outer_wire`` being the other's.  None is ``reduce_dtype``.
+    Changes numerics."""
+    error_feedback: bool | None = _option(None, _FEEDBACK)
+    """What rounding has taken from a rank's gradients is added to its next ones.
+
+    Of a mesh over its inner axis, ``outer_feedback`` being for the other.  None is on over an outer
+    axis with a wire of whole numbers."""
     bucket_bytes: int | None = _option(None, _BYTES)
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _BYTES)
@@ -295,6 +357,24 @@ class Options:
     outer_stage: int | None = None
     """The stage along the outer axis of a mesh; None where there is one stage.  Part of ``stage``
     as it is given."""
+    outer_wire: str | None = None
+    """The code of gradients along the outer axis of a mesh.  Part of ``reduce_wire`` as it is
+    given."""
+    outer_feedback: bool | None = None
+    """The same of ``error_feedback``."""
+
+    @property
+    def quantizes_reductions(self) -> bool:
+        """Return whether gradients travel in a code over any axis."""
+        return bool(self.reduce_wire or self.outer_wire)
+
+    @property
+    def feeds_back(self) -> tuple[bool, bool]:
+        """Return whether errors are kept and added, over the inner axis and over the outer one."""
+        outside = self.outer_feedback
+        if outside is None:
+            outside = self.outer_wire in ("int8", "int4")
+        return bool(self.error_feedback), bool(outside)
 
     @property
     def stage_outside(self) -> int | None:
@@ -364,6 +444,10 @@ def resolve(
         values |= _stages_on(mesh, values["stage"])
     if figures is not None and figures.links:
         _check_axes(mesh, figures.links, f"hardware='{figures}'", "figures")
+    if values.get("reduce_wire"):
+        values |= _wires_on(mesh, values["reduce_wire"])
+    if values.get("error_feedback") is not None:
+        values |= _feedback_on(mesh, values)
     return Options(**values)
 
 
@@ -400,6 +484,50 @@ def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
             f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
         )
     return {"stage": inner, "outer_stage": outer[0]}
+
+
+def _wires_on(mesh: Any, wires: str | Mapping[str, str]) -> dict[str, str | None]:
+    """Return the fields for wires by axes.  Raises: ValueError if the mesh has others."""
+    if isinstance(wires, str):
+        return {"reduce_wire": wires, "outer_wire": wires}
+    *outer, inner = map(wires.get, _axes_of(mesh, "reduce_wire", wires))
+    return {"reduce_wire": inner, "outer_wire": outer[0] if outer else None}
+
+
+def _feedback_on(mesh: Any, values: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return the fields for feedback by axes.  Raises: ValueError if the mesh has others.
+
+    One value for all axes is for those that have wires.
+    """
+    given = values["error_feedback"]
+    if isinstance(given, bool):
+        outside = given if values.get("outer_wire") else None
+        alone = not values.get("reduce_wire") and outside is not None
+        return {"error_feedback": None if alone else given, "outer_feedback": outside}
+    *outer, inner = map(given.get, _axes_of(mesh, "error_feedback", given))
+    return {"error_feedback": inner, "outer_feedback": outer[0] if outer else None}
+
+
+def _axes_of(mesh: Any, name: str, values: Mapping[str, object]) -> Iterable[str]:
+    """Return the axes of a mesh, of which an option names some.
+
+    Raises: ValueError if it names others, or if there are none with names.
+    """
+    axes = getattr(mesh, "mesh_dim_names", None)
+    given = f"{name}={dict(values)}"
+    if not axes:
+        raise ValueError(
+            f"{given} goes by the axes of a device mesh, and process_group is "
+            f"{'none' if mesh is None else 'not one with names'}: give one value for all ranks, or "
+            "pass a mesh with mesh_dim_names"
+        )
+    unknown = [axis for axis in values if axis not in axes]
+    if unknown:
+        raise ValueError(
+            f"{given} names {', '.join(unknown)}, and the mesh in process_group has the axes "
+            f"{', '.join(axes)}: name one of these, or give one value for all of them"
+        )
+    return axes
 
 
 def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:

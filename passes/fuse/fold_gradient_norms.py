@@ -11,6 +11,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.graph import erase_unused
+from zerofx.ir.reduction_hops import hops_into
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.fuse.fold_gradient_work import may_be_overwritten
 from zerofx.passes.fuse.together import result_of, run_together
@@ -127,17 +128,14 @@ def _has_zeros_for_padding(gradient: fx.Node) -> bool:
     A factor that is a tensor may be infinite, and make NaN of zero.
     """
     node = gradient
-    while node.target is not ops.wait:
+    while not (hops := hops_into(node)):
         sources = aliased_inputs(node)
         if node.target is aten._to_copy.default or _scales_by_a_number(node):
             sources = node.all_input_nodes
         if len(sources) != 1:
             return False
         (node,) = sources
-    (start,) = node.args
-    if start.args[0].target is ops.wait:  # of shards that have been reduced over the inner axis
-        (start,) = start.args[0].args
-    return start.target is ops.reduce_scatter_start and start.args[0].target is ops.flatten_bucket
+    return hops[-1].source.target is ops.flatten_bucket
 
 
 def _scales_by_a_number(node: fx.Node) -> bool:

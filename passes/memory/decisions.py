@@ -94,7 +94,8 @@ def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int
     Of parameters that are kept on the host, always a shard that is about to be gathered.
     """
     largest = max((i.kept.place.shard_numel * i.dtype.itemsize for i in ctx.table), default=0)
-    reduces = (node.target is ops.reduce_scatter_start for node in graph.nodes)
+    scatters = (ops.reduce_scatter_start, ops.all_to_all_start)
+    reduces = (node.target in scatters for node in graph.nodes)
     first = next((at for at, does in enumerate(reduces) if does), len(alive))
     updates = 0
     if "optimizer" in ctx.options.offload:

@@ -62,7 +62,9 @@ def prefetch(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     waits = [
         node
         for node in gm.graph.nodes
-        if ops.is_wait(node) and ops.rules(node.args[0]).gathers and role(node) != Role.GATHER_SHARD
+        if ops.is_wait(node)
+        and ops.rules(node.args[0]).gathers
+        and role(node) not in (Role.GATHER_SHARD, Role.REDUCE_GRADIENT)
     ]
     budget = ctx.options.memory_budget if ctx.options.stage == 3 else None
     if all(map(_is_only_written, waits)):

@@ -105,10 +105,8 @@ def _quantize(
     """Insert the wire of what a gather's ranks each have, in front of its first hop."""
     first = ops.hops_of(wait)[-1]
     indices = list(shard.args[1]) if shard.target is ops.pack else [parameter_of(wait)]
-    axis = ops.argument(shard, "axis") if shard.target is ops.pack else ""
-    over = {"axis": axis} if axis else {}
     with builder.before(first, role=Role.QUANTIZED, **_origin(wait)) as call:
-        return call(ops.quantize, shard, code, 1, indices, **over)
+        return call(ops.quantize, shard, code, 1, indices)
 
 
 def _gather_wire(builder: Builder, wait: fx.Node, wire: fx.Node, code: str) -> None:

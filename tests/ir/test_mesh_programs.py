@@ -616,3 +616,34 @@ def test_gathers_of_wires_give_the_same_however_parameters_are_cut(outer_stage, 
         largest = max(value.abs().max() for value in values)
         for value, other in zip(values, rounded.parameters[name], strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=float(largest) * 0.05)
+
+
+@functools.cache
+def wide_call():
+    """A micro-batch of a model whose gradients are worth wires; ``p.grad`` comes in."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    return capture(step, torch.randn(4, 64), axes=NODES, outer_stage=1)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_adds_up_over_calls_travels_outside_as_wires(stage):
+    options = {"process_group": mesh_with_names(), "reduce_wire": {"node": "int4"}}
+    programs = rewritten_by_rank(wide_call(), stage=stage, **options)
+    sent = [node for node in programs[0].graph.nodes if node.target is ops.all_to_all_start]
+    assert [ops.argument(node, "axis") for node in sent] == ["node"]
+    exact = execute(rewritten_by_rank(wide_call(), stage=stage))
+    rounded = execute(programs)
+    for name, values in exact.gradients.items():
+        largest = float(max(value.abs().max() for value in values))
+        for value, other in zip(values, rounded.gradients[name], strict=True):
+            torch.testing.assert_close(value, other, rtol=0, atol=largest / 6)
+            assert not torch.equal(value, other), name

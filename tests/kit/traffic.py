@@ -74,6 +74,10 @@ class _Counting(Communicator):
             self._count("all_reduce", "reduce", input, 2 * padded * input.itemsize)
         return super().all_reduce_start(input, reduction, in_place)
 
+    def all_to_all_start(self, parts):
+        self._count("all_to_all", "reduce", parts, parts.nbytes)
+        return super().all_to_all_start(parts)
+
     def reduce_scatter_start(self, flat, reduction, world_size):
         started = super().reduce_scatter_start(flat, reduction, world_size)
         self._count("reduce_scatter", "reduce", flat, flat.nbytes)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerofx.__main__ as command_line
 from tests.kit import models
+from tests.kit.coded_reductions import wide_mlp
 from tests.kit.dumps import programs_in, write_dump
 from tests.kit.programs import (
     assert_bitwise,
@@ -81,7 +82,12 @@ def two_optimizers_step():
     return capture(step, *models.images(0, 2), world_size=2)
 
 
-STEPS = {"mlp": mlp_step, "language": language_step, "two optimizers": two_optimizers_step}
+STEPS = {
+    "mlp": mlp_step,
+    "wide": wide_mlp,
+    "language": language_step,
+    "two optimizers": two_optimizers_step,
+}
 
 FORMS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
@@ -89,6 +95,7 @@ FORMS = {
     "states in files": {"offload": "optimizer", "offload_tier": "nvme", "offload_dir": "scratch"},
     "parameters on the host": {"offload": "optimizer,params"},
     "activations on the host": {"offload": "activations"},
+    "in few bits": {"gather_dtype": "int8", "reduce_wire": "int4", "error_feedback": 1},
 }
 
 
@@ -109,8 +116,17 @@ def parametrized(names, cases, quick, nightly):
     )
 
 
-QUICK_FORMS = [("mlp", "stage 0"), ("mlp", "states in files"), ("two optimizers", "stage 1")]
-NIGHTLY_FORMS = [("mlp", "parameters on the host"), ("language", "stage 3")]
+QUICK_FORMS = [
+    ("mlp", "stage 0"),
+    ("mlp", "states in files"),
+    ("wide", "in few bits"),
+    ("two optimizers", "stage 1"),
+]
+NIGHTLY_FORMS = [
+    ("mlp", "parameters on the host"),
+    ("language", "stage 3"),
+    ("language", "in few bits"),
+]
 QUICK_STAGES, NIGHTLY_STAGES = [("mlp", 2)], [("language", 3), ("two optimizers", 1)]
 
 

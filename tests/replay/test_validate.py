@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from tests.kit import models
+from tests.kit.coded_reductions import wide_mlp
 from tests.kit.covering import each_value, first
 from tests.kit.programs import capture, clone, context_of, mlp_step
 from tests.kit.ranks import ranks_fixture  # noqa: F401
@@ -209,8 +210,15 @@ def test_what_is_rounded_to_travel_is_told_from_what_is_wrong(name):
     assert "quantize_gathers" in compared and "form_regions" in compared
 
 
+@pytest.mark.slow(reason="a pipeline validated pass by pass")
+@pytest.mark.parametrize("code", first(1, ("int4", "int8", "bfloat16")))
+def test_gradients_that_are_rounded_to_travel_are_told_from_wrong_ones(code):
+    compared = validated(wide_mlp(), stage=3, reduce_wire=code, error_feedback=1)
+    assert "quantize_reductions" in compared and "form_regions" in compared
+
+
 def test_a_pass_that_quantises_may_not_double_a_gradient():
-    pipeline = planted(backward_doubled, preserves_numerics=False, quantizes=True)
+    pipeline = planted(backward_doubled, preserves_numerics=False, quantizes="gather_dtype")
     with pytest.raises(ValidationError, match="should be but for rounding"):
         validated(mlp_step(), pipeline, stage=2)
 

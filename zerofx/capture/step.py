@@ -87,7 +87,9 @@ class StepCapture:
             elif not isinstance(value, torch.Tensor) and ".size()" not in source:
                 roles.append(InputRole("number"))
             else:
-                roles.append(InputRole("other"))
+                is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+                is_scale = is_scalar and source.endswith("._scale")
+                roles.append(InputRole("other", is_loss_scale=is_scale))
         self.roles = tuple(roles)
         self.tensors = tuple(parameter for _, parameter in known.values())
         self.table = ParameterTable(tuple(info for info, _ in known.values()))

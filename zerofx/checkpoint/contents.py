@@ -3,7 +3,8 @@
 They are laid out as FSDP2's users save them: ``{"model": {name: tensor}, "optimizer": {"state":
 {name: {...}}, "param_groups": [...]}, "extra": {...}, "rng": {rank: {...}}}``, with the names that
 ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` gives.  A checkpoint of trainable
-parameters alone has ``"frozen": [name, ...]`` too.
+parameters alone has ``"frozen": [name, ...]`` too; one of gradients that travel in few bits, with
+feedback, ``"errors": {rank: {number: tensor, "layout": [...]}}``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
+from zerofx.runtime.parameters.errors import NOWHERE, SAVED_ERRORS, SavedError, extent_of
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -33,6 +35,11 @@ from zerofx.runtime.storage.bucket import Reader
 from zerofx.wrappers import unwrapped
 
 MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
+ERRORS = "errors"
+"""The entry with what wires of gradients have lost and ranks have yet to bring, by rank."""
+
+LAYOUT = "layout"
+"""In a rank's part of it, what its tensors are."""
 FROZEN = "frozen"
 """The entry with the names of frozen parameters, if these were left out."""
 
@@ -149,9 +156,53 @@ class Contents:
                 states |= self._states_of(optimizer, names)
                 groups += self._groups_of(optimizer, names)
             found[OPTIMIZER] = {"state": states, "param_groups": groups}
+        errors = self._errors(model)
+        if errors:
+            found[ERRORS] = {str(self.rank): errors}
         found[RNG] = {str(self.rank): encode(rng_state(), "the state of random numbers")}
         if extra is not None:
             found[EXTRA] = {name: self._extra(name, value) for name, value in extra.items()}
+        return found
+
+    def _errors(self, model: nn.Module) -> dict[str, Any]:
+        """Return what this rank's wires of gradients have lost, as tensors by number.
+
+        What a checkpoint had of it that no step has added yet is shared out among ranks.
+        """
+        layout: list[dict[str, Any]] = []
+        found: dict[str, Any] = {}
+
+        def add(name: str, order: Sequence[int], error: SavedError, values: torch.Tensor) -> None:
+            found[str(len(layout))] = self._whole(values)
+            mesh = error.mesh
+            of_ranks = {"axes": list(map(list, mesh.axes)), "outer_stage": mesh.outer_stage}
+            of_ranks["rank"] = mesh.rank
+            layout.append(
+                {
+                    "name": name,
+                    "order": list(order),
+                    "axis": error.axis,
+                    "start": error.start,
+                    "stop": error.stop,
+                    **of_ranks,
+                }
+            )
+
+        for name, parameter in model.named_parameters():
+            bound = REGISTRY.lookup(parameter)
+            if bound is not None:
+                info, mesh = bound.info, bound.communicator.mesh
+                for axis, error in bound.errors.items():
+                    extent = extent_of(info, error.numel())
+                    if extent.start < extent.stop:
+                        values = error[extent.at : extent.at + extent.stop - extent.start]
+                        saved = SavedError(axis, mesh, extent.start, extent.stop, NOWHERE)
+                        add(plain_name(name), info.storage_order, saved, values)
+            for saved in SAVED_ERRORS.left(parameter)[self.rank :: self.world_size]:
+                order = storage_order(tuple(parameter.shape), parameter.stride())
+                add(plain_name(name), order, saved, saved.read(saved.start, saved.stop))
+        if layout:
+            found[LAYOUT] = encode(layout, "the layout of errors")
         return found
 
     def of_model(self, name: str, value: Any) -> torch.Tensor | Piece | bytes:

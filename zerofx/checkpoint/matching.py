@@ -12,13 +12,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.contents import parameter_names, plain_name
+from zerofx.checkpoint.contents import LAYOUT, parameter_names, plain_name
 from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
+from zerofx.checkpoint.pieces import Range
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
+from zerofx.deferred.tape import Source
 from zerofx.errors import CheckpointError
+from zerofx.ir.mesh import Mesh
+from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.states import states_after_a_step
+from zerofx.runtime.parameters.errors import SAVED_ERRORS, SavedError
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import State
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -88,6 +93,7 @@ class Matching:
         self._match_model()
         if optimizers:
             self._match_optimizers(optimizers)
+        self._match_errors()
         for path, entry in saved.extra.items():
             self.read_whole(entry, partial(_put, self.extra, path))
 
@@ -122,6 +128,46 @@ class Matching:
             return False
         self.differences.different.append(f"{name} ({why})")
         return True
+
+    def _match_errors(self) -> None:
+        """Plan to have what ranks have lost of gradients added when it is reduced again."""
+        parameters = {plain_name(name): p for name, p in self.model.named_parameters()}
+        found: dict[str, list[SavedError]] = {name: [] for name in parameters}
+        for entries in self.saved.errors.values():
+            for number, described in enumerate(self.value(entries[LAYOUT])):
+                name = described["name"]
+                if name in parameters:
+                    self._match_error(
+                        entries[str(number)], described, parameters[name], found[name]
+                    )
+        self.finish.append(partial(_replace_errors, parameters, found))
+
+    def _match_error(
+        self,
+        entry: str,
+        described: Mapping[str, Any],
+        parameter: nn.Parameter,
+        found: list[SavedError],
+    ) -> None:
+        start, stop = described["start"], described["stop"]
+        bound = REGISTRY.lookup(parameter)
+        order = bound.info.storage_order if bound is not None else None
+        if order is None:
+            order = storage_order(tuple(parameter.shape), parameter.stride())
+        if list(order) != described["order"]:
+            name = f"what gradients of {described['name']} have lost"
+            self.differences.different.append(f"{name} (its dimensions lie in another order here)")
+            return
+        mesh = Mesh(
+            tuple((axis, size) for axis, size in described["axes"]),
+            described["rank"],
+            described["outer_stage"],
+        )
+
+        def take(source: Source) -> None:
+            found.append(SavedError(described["axis"], mesh, start, stop, source))
+
+        self.targets.append(Target(entry, Range.whole((stop - start,)), take, is_lazy=True))
 
     def _match_model(self) -> None:
         """Plan where each tensor of the model comes from.
@@ -374,3 +420,14 @@ class _StateMatching:
             self.optimizer.state[self.parameter] = self.new
         else:
             self.optimizer.state.pop(self.parameter, None)
+
+
+def _replace_errors(
+    parameters: Mapping[str, nn.Parameter], found: Mapping[str, list[SavedError]]
+) -> None:
+    """Have what a checkpoint has of errors, and nothing of those that there were."""
+    for name, parameter in parameters.items():
+        bound = REGISTRY.lookup(parameter)
+        if bound is not None:
+            bound.errors.clear()
+        SAVED_ERRORS.replace(parameter, found[name])

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.contents import EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
+from zerofx.checkpoint.contents import ERRORS, EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
 from zerofx.checkpoint.folders import METADATA, NOTES, notes_of
 from zerofx.errors import CheckpointError
 
@@ -133,8 +133,9 @@ class Saved:
     ``model`` maps names to entries.  ``states`` maps a parameter's name to the entries of its
     state, by the path of keys that leads to each.  ``groups`` maps the number of a parameter group
     to the entries of its hyperparameters.  ``extra`` maps paths to entries of the user's own, and
-    ``rng`` ranks to the states of their generators.  ``frozen`` is the entry with the names of
-    parameters that were left out, None if there are none.
+    ``rng`` ranks to the states of their generators.  ``errors`` maps ranks to the entries of what
+    their gradients have lost, by number, and what these are.  ``frozen`` is the entry with the
+    names of parameters that were left out, None if there are none.
     """
 
     metadata: Metadata
@@ -143,6 +144,7 @@ class Saved:
     groups: dict[int, dict[str, str]] = field(default_factory=dict)
     extra: dict[Keys, str] = field(default_factory=dict)
     rng: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, dict[str, str]] = field(default_factory=dict)
     frozen: str | None = None
     has_optimizer: bool = False
 
@@ -166,6 +168,8 @@ def sort_out(metadata: Metadata) -> Saved:
                 saved.extra[tuple(rest)] = entry
             case (root, rank) if root == RNG and str(rank).isdigit():
                 saved.rng[int(rank)] = entry
+            case (root, rank, key) if root == ERRORS and str(rank).isdigit():
+                saved.errors.setdefault(int(rank), {})[str(key)] = entry
             case (root,) if root == FROZEN:
                 saved.frozen = entry
             case (root, "state", name, *inner) if root in OPTIMIZER_ROOTS and inner:

@@ -62,8 +62,9 @@ def stopped(options: Options) -> Options:
         changed["offload_checksums"] = False
     if options.delayed_update and (changed["stage"] < 3 or "optimizer" not in offload):
         changed["delayed_update"] = False
-    if any(step.quantizes for step in later):
-        changed["gather_dtype"] = None
+    changed |= {step.quantizes: None for step in later if step.quantizes}
+    if "reduce_wire" in changed:
+        changed |= {"outer_wire": None, "error_feedback": None, "outer_feedback": None}
     for name in ("master_weights", "moment_dtype"):
         if changed["stage"] == 0 and getattr(options, name):
             raise ValueError(

@@ -110,7 +110,7 @@ class _Memory:
             yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
         for node in nodes:
             if nbytes := self._own_bytes(node):
-                end = done_with(node) if ops.rules(node).reduces else node
+                end = done_with(node) if ops.is_collective(node) else node
                 yield Allocation(node, 0, order[node], order[end], nbytes, own=True)
 
     def _own_bytes(self, node: fx.Node) -> int:
@@ -126,7 +126,7 @@ class _Memory:
                 largest = self.table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
             return UPDATE_TEMPORARIES * nbytes
-        receives = self.sockets and ops.rules(node).reduces
+        receives = self.sockets and ops.rules(node).reduces and ops.starts(node)
         if not receives or ops.num_ranks(node, self.world_size) == 1:
             return 0
         if node.meta["val"].device.type != "cpu":

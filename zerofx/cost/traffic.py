@@ -73,6 +73,8 @@ def gathered_peak(gm: fx.GraphModule, table: ParameterTable) -> GatheredPeak:
     alive: dict[fx.Node, int] = {}
     peak = GatheredPeak(0, ())
     for node in gm.graph.nodes:
+        if role(node) == Role.REDUCE_GRADIENT:  # which no parameter is gathered for
+            continue
         if ops.rules(node).gathers or node.target is ops.dequantize:
             if role(shard := node.args[0]) == Role.GATHER_SHARD:  # which has gone on to this one
                 alive.pop(shard.args[0], None)

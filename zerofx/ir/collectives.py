@@ -32,6 +32,9 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             nbytes = ops.rules(node).sends(node)
             over = "" if mesh is None else f" over {ops.argument(node, 'axis')}"
             lines.append(f"{kind} {name} {node.meta['val'].dtype} {nbytes} bytes{over}")
+        elif node.target is ops.correct:
+            corrected = ", ".join(table[index].name for index in node.args[1])
+            lines.append(f"errors of {corrected} over {ops.argument(node, 'axis')}")
         elif node.target is ops.on_owners:
             names = (table[index].name for index in node.args[3])
             owners = (f"{name} on {o}" for name, o in zip(names, node.args[4], strict=True))
@@ -51,7 +54,7 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
     averaged: set[fx.Node] = set()
     lines = []
     for node in graph.nodes:
-        if node.target is ops.wait and role(node) == Role.REDUCE_GRADIENT:
+        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
             averaged.add(node)
         if node.op != "call_function" or ops.is_ours(node.target):
             continue

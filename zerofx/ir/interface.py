@@ -25,7 +25,8 @@ class InputRole:
     other kinds.  ``sharded`` says that the program receives this rank's flat shard of it,
     ``unreduced`` names the axes of ranks over which a gradient still has to be averaged: along all
     of them it is this rank's own, along the outer one of a mesh a sum over the inner one.
-    ``on_host`` says that it is a shard in host memory.
+    ``on_host`` says that it is a shard in host memory.  ``is_loss_scale``: a ``GradScaler``
+    multiplies losses by it.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class InputRole:
     sharded: bool = False
     unreduced: str = ""
     on_host: bool = False
+    is_loss_scale: bool = False
 
 
 def input_role(node: fx.Node) -> InputRole:

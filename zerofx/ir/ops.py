@@ -17,7 +17,7 @@ from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, LINK, TO_DEVICE, TO_HOST, UPDATES, argument, at, define, rules
 from zerofx.ir.rules import is_ours as is_ours
 from zerofx.ir.sizes import hinted_bytes, value_bytes
-from zerofx.ir.wires import check_parts, quantized_bytes
+from zerofx.ir.wires import check_parts, quantized_bytes, wire_length
 
 HOST = "host"
 """The place that is no device's: host memory."""
@@ -118,13 +118,31 @@ def reduce_scatter_start(flat, reduction, world_size, axis=DATA):
 
 
 @define(
+    "all_to_all_start(Tensor parts, int world_size, str axis='data') -> Tensor",
+    lane=LINK,
+    starts=True,
+    uniform=True,  # once it has been summed, which is all that may be done with it
+    sends=_operand_bytes,
+    traffic=lambda node: "reductions",
+    holds="gradients",
+)
+def all_to_all_start(parts, world_size, axis=DATA):
+    """Send each of an axis's ranks its part of a flat [world_size * n] buffer.
+
+    Each receives the parts that are for it, in the order of the ranks that they come from.
+    """
+    check_parts(world_size, parts.shape[0])
+    return torch.empty_like(parts)
+
+
+@define(
     "all_gather_start(Tensor shard, int world_size, str axis='data') -> Tensor",
     lane=LINK,
     starts=True,
     gathers=True,
     uniform=True,
     sends=value_bytes,
-    traffic=lambda node: "gathers",
+    traffic=lambda node: "reductions" if _is_of_gradient(node) else "gathers",
     holds="gathered parameters",
 )
 def all_gather_start(shard, world_size, axis=DATA):
@@ -169,11 +187,11 @@ def wait(started):
 
 
 @define(
-    "quantize(Tensor flat, str code, int parts=1, int[] parameters=[], str axis='') -> Tensor",
+    "quantize(Tensor flat, str code, int parts=1, int[] parameters=[]) -> Tensor",
     memory_bytes=_bytes_both_ways,
     holds="staging",
 )
-def quantize(flat, code, parts=1, parameters=(), axis=""):
+def quantize(flat, code, parts=1, parameters=()):
     """The wire of a flat [parts * n] buffer: what travels in its place, each part by itself.
 
     ``ir/wires.py`` says what is in it.  With ``parameters`` the buffer is of their bucket, all of
@@ -187,12 +205,81 @@ def quantize(flat, code, parts=1, parameters=(), axis=""):
 @define(
     "dequantize(Tensor wire, str code, int parts, int numel, ScalarType dtype) -> Tensor",
     memory_bytes=_bytes_both_ways,
-    holds=lambda node: "gathered parameters",
+    holds=lambda node: "gradients" if _is_of_gradient(node) else "gathered parameters",
 )
 def dequantize(wire, code, parts, numel, dtype):
     """The flat [parts * numel] values of a wire, of parts that have been quantised apart."""
     check_parts(parts, wire.shape[0], quantized_bytes(numel, code))
     return wire.new_empty(parts * numel, dtype=dtype)
+
+
+@define(
+    "dequantize_sum(Tensor received, str code, int parts, int numel, str reduction,"
+    " ScalarType dtype) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    reduces=True,
+    holds="gradients",
+)
+def dequantize_sum(received, code, parts, numel, reduction, dtype):
+    """The flat [numel] sum of the parts that ranks have sent, each a wire of so many values.
+
+    They are added in float32, in their order; a ``mean`` is then divided by the number of all
+    ranks, whichever of them have sent one.
+    """
+    check_parts(parts, received.shape[0], wire_length(numel, code))
+    return received.new_empty(numel, dtype=dtype)
+
+
+@define(
+    "fill_up(Tensor flat, int[] parameters, int numel) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="gradients",
+)
+def fill_up(flat, parameters, numel):
+    """A bucket's flat buffer, or shards of it, in [numel] elements: with zeros besides these."""
+    return flat.new_empty(numel)
+
+
+@define(
+    "correct(Tensor flat, int[] parameters, int numel, str axis='data', Tensor? scale=None,"
+    " Tensor? rest=None) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="gradients",
+)
+def correct(flat, parameters, numel, axis=DATA, scale=None, rest=None):
+    """What ``fill_up`` gives, in float32, and what this rank's wires over the axis have lost of it.
+
+    That is what ``keep_error`` has kept for these parameters, or a ``rest`` that it has yet to
+    keep; times the ``scale`` of the loss.
+    """
+    return flat.new_empty(numel, dtype=torch.float32)
+
+
+@define(
+    "rounding_error(Tensor exact, Tensor wire, str code, int parts, Tensor? scale=None) -> Tensor",
+    memory_bytes=_bytes_both_ways,
+    holds="gradients",
+)
+def rounding_error(exact, wire, code, parts, scale=None):
+    """What a wire has lost of the values that it was made of, divided by the ``scale``.
+
+    Zero where that is no number: it was added to nothing that an update may use.
+    """
+    return torch.empty_like(exact)
+
+
+@define(
+    "keep_error(Tensor rest, Tensor[] sums, int[] parameters, str axis='data',"
+    " Tensor? found_inf=None) -> ()",
+    memory_bytes=lambda node, table: 2 * _operand_bytes(node),
+    acts=True,
+)
+def keep_error(rest, sums, parameters, axis=DATA, found_inf=None):
+    """Keep what was lost of these parameters' gradients, unless a scaler has ``found_inf``.
+
+    ``sums`` are what was lost of means that this rank has summed for all along the axis.
+    """
+    return None
 
 
 @define("free(Tensor gathered) -> ()", acts=True, gives_up=True)

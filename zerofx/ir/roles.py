@@ -31,6 +31,9 @@ class Role(StrEnum):
     FLATTEN = "flatten"
     REDUCE_GRADIENT = "reduce_gradient"
     REDUCED_GRADIENT = "reduced_gradient"
+    GRADIENT_WIRE = "gradient_wire"
+    ROUNDING_ERROR = "rounding_error"
+    KEPT_ERROR = "kept_error"
 
     # Arithmetic on shards, and its reductions.
     TAKE_SHARD = "take_shard"

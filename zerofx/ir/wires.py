@@ -64,6 +64,10 @@ Two of four bits share a byte: the first is in its lower half.
 """
 
 
+NARROW = "bfloat16"
+"""The name of what gradients may travel in too, as it is."""
+
+
 def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
@@ -72,6 +76,14 @@ def quantized_bytes(numel: int, code: str) -> int:
     """Return the bytes of the wire of so many elements, scales included."""
     nbytes = num_blocks(numel) * (CODES[code].bytes_per_block + SCALE_BYTES)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def wire_length(numel: int, code: str) -> int:
+    """Return the length of the wire of so many gradients: ``bfloat16`` is one that has no scales.
+
+    Units: elements of the wire's dtype.
+    """
+    return numel if code == NARROW else quantized_bytes(numel, code)
 
 
 def check_parts(parts: int, length: int, of_each: int | None = None) -> None:

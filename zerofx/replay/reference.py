@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerofx.codegen.wires import blocks
+from zerofx.codegen.wires import blocks, errors, sums
 from zerofx.ir import ops
 from zerofx.ir.mesh import DATA, Mesh
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
-from zerofx.runtime.memory.flat import copy_range, pack, take_shard, whole_from_flat, without_gaps
+from zerofx.runtime.memory.flat import (
+    copy_range,
+    filled_up,
+    kept_ranges,
+    pack,
+    take_shard,
+    whole_from_flat,
+    without_gaps,
+)
 
 MakeOptimizer = Callable[[int, list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer, by its number in a program, of a stand-in for every parameter."""
@@ -88,6 +96,7 @@ class Reference:
         self.table = ParameterTable(tuple(replace(info, rank=mesh.shard) for info in table))
         self.mesh, self.exchange, self.updates = mesh, exchange, updates
         self._wholes: dict[tuple[int, int], Tensor] = {}  # that owners have updated
+        self.errors: dict[tuple[int, str], Tensor] = {}  # of wires, by bucket and axis
 
     def poison(self, dtype: torch.dtype) -> float:
         """What memory holds that no correct program looks at."""
@@ -141,6 +150,11 @@ class Reference:
         """Gathered every time, which gives what was gathered last."""
         return self.all_gather_start(shard, world_size, axis)
 
+    def all_to_all_start(self, parts: Tensor, world_size: int, axis: str = DATA) -> Tensor:
+        place = self.mesh.ranks_along(axis).index(self.mesh.rank)
+        sent = self._along(axis, parts)
+        return torch.cat([flat.view(world_size, -1)[place] for flat in sent])
+
     def wait(self, started: Any) -> Any:
         return started
 
@@ -150,20 +164,73 @@ class Reference:
     # Wires
 
     def quantize(
-        self,
-        flat: Tensor,
-        code: str,
-        parts: int = 1,
-        parameters: Sequence[int] = (),
-        axis: str = "",
+        self, flat: Tensor, code: str, parts: int = 1, parameters: Sequence[int] = ()
     ) -> Tensor:
-        infos = [self.table.cut(index, axis) for index in parameters]
+        infos = [self.table[index] for index in parameters]
         return blocks.quantize(without_gaps(flat, infos), code, parts)
 
     def dequantize(
         self, wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dtype
     ) -> Tensor:
         return blocks.dequantize(wire, code, parts, numel, dtype)
+
+    def dequantize_sum(
+        self,
+        received: Tensor,
+        code: str,
+        parts: int,
+        numel: int,
+        reduction: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        divisor = self.mesh.world_size if reduction == "mean" else 1
+        return sums.dequantize_sum(received, code, parts, numel, divisor, dtype)
+
+    def fill_up(self, flat: Tensor, parameters: Sequence[int], numel: int) -> Tensor:
+        return filled_up(flat, [self.table[index] for index in parameters], numel)
+
+    def correct(
+        self,
+        flat: Tensor,
+        parameters: Sequence[int],
+        numel: int,
+        axis: str = DATA,
+        scale: Tensor | None = None,
+        rest: Tensor | None = None,
+    ) -> Tensor:
+        ranges = self._ranges(parameters, flat.numel())
+        error = self._error(parameters, axis, numel, flat.device) if rest is None else rest
+        return errors.corrected(flat, error, ranges, scale)
+
+    def rounding_error(
+        self, exact: Tensor, wire: Tensor, code: str, parts: int, scale: Tensor | None = None
+    ) -> Tensor:
+        return errors.rounding_error(exact, wire, code, parts, scale)
+
+    def keep_error(
+        self,
+        rest: Tensor,
+        sums: Sequence[Tensor],
+        parameters: Sequence[int],
+        axis: str = DATA,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        error = self._error(parameters, axis, rest.numel(), rest.device)
+        begin, ranges = 0, self._ranges(parameters, rest.numel())
+        if sums:
+            begin = self.mesh.ranks_along(axis).index(self.mesh.rank) * sums[0].numel()
+        errors.keep(error, rest, sums, begin, self.mesh.world_size, ranges, found_inf)
+
+    def _ranges(self, parameters: Sequence[int], numel: int) -> list[tuple[int, int]]:
+        return kept_ranges([self.table[index] for index in parameters], numel)
+
+    def _error(
+        self, parameters: Sequence[int], axis: str, numel: int, device: torch.device
+    ) -> Tensor:
+        key = self.table[parameters[0]].place.bucket, axis
+        if key not in self.errors:
+            self.errors[key] = torch.zeros(numel, dtype=torch.float32, device=device)
+        return self.errors[key]
 
     # Shards and buckets
 

@@ -16,7 +16,7 @@ from zerofx.ir.effects import why_uncaptured
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
-from zerofx.ir.sizes import hinted_bytes, is_symbolic
+from zerofx.ir.sizes import hinted_bytes, is_symbolic, value_bytes
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, pieces_of
 from zerofx.runtime.optimizer.states import bytes_of_states
@@ -43,6 +43,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     numbers = [
         ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", size_text(kept_bytes(program))),
+        *_errors(program),
         (
             "most gathered at once",
             f"{size_text(peak.nbytes)} ({', '.join(peak.parameters) or 'none'})",
@@ -300,6 +301,17 @@ def _gradient_bytes(program: Program) -> int:
     graph, ranks = program.gm.graph, program.function.communicator.world_size
     pieces = pieces_of(graph, program.table, ranks, sockets=not program.options.peer_memory)
     return max(alive(pieces, len(graph.nodes)).get("gradients", ()), default=0)
+
+
+def _errors(program: Program) -> list[tuple[str, str]]:
+    """Return a row for what is kept of what wires of gradients lose, if it is."""
+    tensors = {}
+    for node in program.gm.graph.nodes:
+        if node.target is ops.correct:
+            bucket = program.table[node.args[1][0]].place.bucket
+            tensors[bucket, ops.argument(node, "axis")] = value_bytes(node)
+    size = size_text(sum(tensors.values()))
+    return [("kept per rank of what wires lose", size)] if tensors else []
 
 
 def kept_bytes(program: Program) -> int:

@@ -114,7 +114,10 @@ def phases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     return phases
 
 
-_OF_BACKWARD = (Role.FLATTEN, Role.REDUCE_CAST, Role.REDUCE_GRADIENT, Role.ACCUMULATE)
+_OF_BACKWARD = (
+    *(Role.FLATTEN, Role.REDUCE_CAST, Role.GRADIENT_WIRE, Role.REDUCE_GRADIENT),
+    *(Role.ACCUMULATE, Role.ROUNDING_ERROR, Role.KEPT_ERROR),
+)
 _OF_GRADIENTS = (
     Role.REDUCE_CAST,
     Role.FLATTEN,

@@ -201,9 +201,9 @@ class _Writer:
             return self.phases[node]
         if lane not in LINKS:
             return lane
-        if ops.rules(node).gathers:
-            return "gather"
-        return "reduce" if role(node) == Role.REDUCE_GRADIENT else "other collectives"
+        if role(node) == Role.REDUCE_GRADIENT:
+            return "reduce"
+        return "gather" if ops.rules(node).gathers else "other collectives"
 
     def _carried(self, node: fx.Node, lane: str) -> int:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""

@@ -100,7 +100,8 @@ class StepRuntime:
         self.buckets = Buckets(communicator, self.table, setup.in_place, moved_out)
         changed_in_files = self.files.note_changes if self.files is not None else None
         self.host_updates = HostUpdates(self.steps, setup, changed_in_files)
-        self.wires = Wires(self.table, setup.options.lowering == "inductor", keep_source)
+        is_compiled = setup.options.lowering == "inductor"
+        self.wires = Wires(graph, self.table, communicator, is_compiled, keep_source)
 
     def _goes_to_file_at_once(self, index: int, parameter: nn.Parameter) -> bool:
         """Return whether a shard is still to be made, to be filed before the next bucket's."""
@@ -152,6 +153,7 @@ class StepRuntime:
             sources,
         )
         self.buckets.bind(self.bound)
+        self.wires.bind(self.bound)
         self.host_updates.bind(self.bound, self.groups_on_host)
         is_plain = Precision.of(self.options).is_plain
         for optimizer in map(_alive, self.optimizers):
@@ -172,6 +174,12 @@ class StepRuntime:
             ops.free: communicator.free,
             ops.quantize: wires.quantize,
             ops.dequantize: wires.dequantize,
+            ops.all_to_all_start: buckets.all_to_all_start,
+            ops.dequantize_sum: wires.dequantize_sum,
+            ops.fill_up: wires.fill_up,
+            ops.correct: wires.correct,
+            ops.rounding_error: wires.rounding_error,
+            ops.keep_error: wires.keep_error,
             ops.take_shard: buckets.take_shard,
             ops.pack: buckets.pack,
             ops.flatten_bucket: buckets.flatten_bucket,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +15,7 @@ from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
+from zerofx.ir.reduction_hops import Hop, hops_into
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.verify.broken import broken
 
@@ -79,54 +79,55 @@ def _stored_gradients_are_what_they_are_called(
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     """Return whether a node is the parameter's range of its bucket's averaged gradients."""
     reduced, dim, start, stop = node.args
-    *_, reduction = hops = _hops(reduced) or [reduced]
-    if ops.rules(reduction).reduces and _is_second_hop(hops):
+    hops = hops_into(reduced)
+    if not hops:
+        return False
+    if _is_second_hop(hops):
         begin, length = info.position_in_shard, info.shard_numel
         is_its = (dim, start, stop) == (0, begin, begin + length)
-        return is_its and _averages_sums(reduction, info)
-    flat = reduction.args[0] if reduction.target is ops.reduce_scatter_start else reduction
+        return is_its and _averages_sums(hops[0], info)
+    flat = hops[-1].source
     begin, length = info.position_in_shard, info.shard_numel
-    if reduction.target is ops.all_reduce_bucket_start:
+    if flat.target is ops.all_reduce_bucket_start:
         begin, length = info.place.offset, info.numel
     return (
-        ops.rules(reduction).reduces
-        and flat.target in LAYS_OUT
+        flat.target in LAYS_OUT
         and _is_mean(hops)
         and info.index in flat.args[1]
         and (dim, start, stop) == (0, begin, begin + length)
     )
 
 
-def _hops(reduced: Any) -> list[fx.Node]:
-    """The reductions that a node waits for, each of what the next one has made; the last first."""
-    hops = []
-    while isinstance(reduced, fx.Node) and reduced.target is ops.wait:
-        if not ops.rules(reduced.args[0]).reduces:
-            break
-        hops.append(reduced.args[0])
-        reduced = hops[-1].args[0]
-    return hops
+def _is_mean(hops: Sequence[Hop]) -> bool:
+    """Return whether reductions make the mean over all ranks: at once, or inside nodes first.
 
-
-def _is_mean(hops: Sequence[fx.Node]) -> bool:
-    """Return whether reductions make the mean over all ranks: at once, or inside nodes first."""
-    mesh = recorded(hops[0].graph).mesh or Mesh()
-    last, *before = (ops.argument(hop, "reduction") for hop in hops)
-    axes = tuple(ops.argument(hop, "axis") for hop in reversed(hops))
+    What is summed in parts, as wires are, comes back to ranks that hold the same shard.
+    """
+    if not hops:
+        return False
+    mesh = recorded(hops[0].start.graph).mesh or Mesh()
+    last, *before = (hop.reduction for hop in hops)
+    axes = tuple(hop.axis for hop in reversed(hops))
     in_order = axes in ((mesh.everywhere,), (mesh.inner, mesh.outer))
-    return in_order and last == "mean" and set(before) <= {"sum"}
+    go_back = all(
+        hop.comes_back == (hop.axis == mesh.outer and not mesh.is_cut) for hop in hops if hop.code
+    )
+    return in_order and go_back and last == "mean" and set(before) <= {"sum"}
 
 
-def _is_second_hop(hops: Sequence[fx.Node]) -> bool:
+def _is_second_hop(hops: Sequence[Hop]) -> bool:
     """Return whether what is averaged has come together of sums over the inner axis."""
-    mesh = recorded(hops[0].graph).mesh
-    over = [(ops.argument(hop, "axis"), ops.argument(hop, "reduction")) for hop in hops]
-    return mesh is not None and over == [(mesh.outer, "mean")]
+    mesh = recorded(hops[0].start.graph).mesh
+    return mesh is not None and _over(hops) == [(mesh.outer, "mean")]
 
 
-def _averages_sums(hop: fx.Node, info: ParameterInfo) -> bool:
+def _over(hops: Sequence[Hop]) -> list[tuple[str, str]]:
+    return [(hop.axis, hop.reduction) for hop in hops]
+
+
+def _averages_sums(hop: Hop, info: ParameterInfo) -> bool:
     """Return whether a second hop has a parameter's gradient that is summed over the inner axis."""
-    mesh, total = recorded(hop.graph).mesh or Mesh(), hop.args[0]
+    mesh, total = recorded(hop.start.graph).mesh or Mesh(), hop.source
     if total.target is ops.pack:
         held = dict(zip(total.args[1], total.args[0], strict=True))
         if info.index not in held:
@@ -144,12 +145,11 @@ def _averages_sums(hop: fx.Node, info: ParameterInfo) -> bool:
         if parameter_of(node) != info.index and role(node) == Role.REDUCED_GRADIENT:
             return False
         waited = node.args[0] if node.target is aten.slice.Tensor else node
-        inside = _hops(waited)
+        inside = hops_into(waited)
         kept = info.kept
         part = (0, kept.position_in_shard, kept.position_in_shard + kept.shard_numel)
         is_its = node.target is not aten.slice.Tensor or node.args[1:] == part
-        over = [(ops.argument(one, "axis"), ops.argument(one, "reduction")) for one in inside]
-        return is_its and over == [(mesh.inner, "sum")]
+        return is_its and _over(inside) == [(mesh.inner, "sum")]
 
     def computed_from(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if is_sum(node) is None else []
@@ -168,9 +168,9 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             is_its = given.kind == "gradient" and given.parameter == info.index
             return is_its and not given.unreduced
         is_its = parameter_of(node) == info.index
-        if role(node) == Role.REDUCE_GRADIENT and node.target is ops.wait:
-            hops = _hops(node)
-            if _is_second_hop(hops):
+        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
+            hops = hops_into(node)
+            if hops and _is_second_hop(hops):
                 return is_its and _averages_sums(hops[0], info)
             return is_its and _is_mean(hops)
         return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None

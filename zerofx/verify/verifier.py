@@ -26,11 +26,13 @@ from zerofx.ir.rules import TO_DEVICE, TO_HOST
 from zerofx.ir.source import call_text, layout_text
 from zerofx.ir.wire_graph import exact_behind
 from zerofx.verify.broken import broken
+from zerofx.verify.feedback import verify_feedback
 from zerofx.verify.files import verify_files
 from zerofx.verify.gradients import LAYS_OUT, verify_averages
 from zerofx.verify.kept import verify_kept
 from zerofx.verify.names import verify_names
 from zerofx.verify.offload import verify_offload
+from zerofx.verify.reductions import verify_reductions
 from zerofx.verify.wires import verify_wires
 
 aten = torch.ops.aten
@@ -68,8 +70,10 @@ def verify(
     _starts_are_waited_once(gm.graph)
     verify_offload(gm.graph, table)
     verify_files(gm.graph, table)
-    verify_kept(gm.graph, table)
     verify_wires(gm.graph, table)
+    verify_reductions(gm.graph, table)
+    verify_feedback(gm.graph)
+    verify_kept(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph, table)
     _nothing_reads_what_was_overwritten(gm.graph)

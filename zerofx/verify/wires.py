@@ -10,6 +10,7 @@ from zerofx.ir.graph import program_order
 from zerofx.ir.interface import input_role
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.reach import reached
+from zerofx.ir.roles import Role, role
 from zerofx.ir.wire_graph import becomes_parameters, quantized_as
 from zerofx.verify.broken import broken
 
@@ -19,8 +20,11 @@ def verify_wires(graph: fx.Graph, table: ParameterTable) -> None:
 
     Raises: GraphError.
     """
-    quantized = graph.find_nodes(op="call_function", target=ops.quantize)
-    dequantized = graph.find_nodes(op="call_function", target=ops.dequantize)
+    of_gradients = (Role.GRADIENT_WIRE, Role.REDUCE_GRADIENT)
+    quantized, dequantized = (
+        [node for node in graph.nodes if node.target is operator and role(node) not in of_gradients]
+        for operator in (ops.quantize, ops.dequantize)
+    )
     if not quantized and not dequantized:
         return
     for wire in quantized:

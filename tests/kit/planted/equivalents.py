@@ -74,6 +74,13 @@ def _why_unneeded(node: fx.Node, table: ParameterTable) -> str | None:
 
 def _pads_with(identity: float, gradient: fx.Node) -> bool:
     """Whether all ranks pad a gradient with a zero before they sum it, and that is ``identity``."""
+    total = gradient
+    while total.target is aten.slice.Tensor:
+        total = total.args[0]
+    if total.target is ops.dequantize_sum:  # of wires whose codes of padding are 0
+        wire = total.args[0].args[0].args[0]
+        names = wire.args[0] if wire.args[0].target in (ops.correct, ops.fill_up) else wire
+        return identity == 0.0 and bool(ops.argument(names, "parameters"))
     if not ops.is_wait(gradient) or gradient.args[0].target is not ops.reduce_scatter_start:
         return False
     flat = gradient.args[0].args[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tests.kit.coded_reductions import wide_mlp
 from tests.kit.programs import Captured, mlp_step
 from tests.replay.test_dumped_programs import EVERYTHING, language_step, two_optimizers_step
 from zerofx.passes.offload import offload_activations
@@ -58,6 +59,9 @@ FORMS = {
         for stage in range(3)
     },
     "layers, gathered in eight bits": Form(_clipped, {"gather_dtype": "int8", "bucket_bytes": 200}),
+    "layers, reduced in eight bits": Form(
+        lambda: wide_mlp(clip=True), {"stage": 2, "reduce_wire": "int8", "error_feedback": 1}
+    ),
     "layers, states on the host": Form(
         _clipped, {"stage": 2, "offload": "optimizer", "bucket_bytes": 200}
     ),

@@ -56,6 +56,9 @@ def check_every_collective():
             gathered = comm.wait(comm.all_gather_start(values(rank, numel, dtype), world_size))
             pieces = [values(peer, numel, dtype) for peer in range(world_size)]
             assert_bitwise(gathered, torch.cat(pieces))
+            parts = [values(peer, numel * world_size, dtype) for peer in range(world_size)]
+            sent = comm.wait(comm.all_to_all_start(parts[rank].clone()))
+            assert_bitwise(sent, torch.cat([part.chunk(world_size)[rank] for part in parts]))
             assert_bitwise(comm.gather_whole(values(rank, numel, dtype)), torch.cat(pieces))
             received = values(rank, numel, dtype)
             comm.broadcast(received, world_size - 1)

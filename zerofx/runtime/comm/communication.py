@@ -181,6 +181,14 @@ class Communicator:
         """Start what is complete already: all ranks have this result from before."""
         return self._start("all_gather", 0, lambda: Started(result))
 
+    def all_to_all_start(self, parts: torch.Tensor) -> torch.Tensor:
+        """Start sending each rank its equal part of a flat buffer, in rank order.
+
+        The result is what all have sent here, in that order too.
+        """
+        launch = partial(self._transport(parts).swap, parts.detach().contiguous())
+        return self._start("all_to_all", parts.nbytes, launch)
+
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send each rank its part of a flat buffer and return what all have sent here; blocks.
 

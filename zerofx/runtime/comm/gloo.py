@@ -141,6 +141,10 @@ class GlooTransport:
         splits = ([numel * flat.itemsize for numel in numels] for numels in (received, sent))
         return Started(result, self._all_to_all(result, flat, *splits))
 
+    def swap(self, parts: torch.Tensor) -> Started:
+        result = self.buffers.empty(parts.numel(), parts)
+        return Started(result, self._all_to_all(result, parts))
+
     def _gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start receiving every rank's shard into ``out``.
 

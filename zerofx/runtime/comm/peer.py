@@ -95,6 +95,18 @@ class PeerTransport(GlooTransport):
 
         return PeerWork(self.memory, [own], collect)
 
+    def swap(self, parts: torch.Tensor) -> Started:
+        result = self.buffers.empty(parts.numel(), parts)
+        received, mine = result.chunk(self.world_size), parts.chunk(self.world_size)[self.rank]
+
+        def collect(addresses: dict[int, list[int]]) -> None:
+            received[self.rank].copy_(mine)
+            for peer in self.memory.peers:
+                (address,) = addresses[peer.rank]
+                self.memory.copy(peer, [(address + self.rank * mine.nbytes, received[peer.rank])])
+
+        return Started(result, PeerWork(self.memory, [parts], collect))
+
     def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Started:
         result = torch.empty_like(flat)
         return Started(result, self._reduce_range([flat], [0], 0, reduction, result))

@@ -89,6 +89,9 @@ class LocalTransport:
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
         return Started(flat)
 
+    def swap(self, parts: torch.Tensor) -> Started:
+        return Started(parts.view(-1))
+
 
 class NativeTransport:
     """The backend's own collectives: NCCL, and any other that needs no detour.
@@ -137,6 +140,11 @@ class NativeTransport:
     def all_to_all(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> Started:
         result = flat.new_empty(sum(received))
         work = dist.all_to_all_single(result, flat, received, sent, group=self.group, async_op=True)
+        return Started(result, work)
+
+    def swap(self, parts: torch.Tensor) -> Started:
+        result = torch.empty_like(parts)
+        work = dist.all_to_all_single(result, parts, group=self.group, async_op=True)
         return Started(result, work)
 
 

@@ -119,6 +119,32 @@ def without_gaps(flat: torch.Tensor, infos: Sequence[ParameterInfo]) -> torch.Te
     return flat
 
 
+def filled_up(flat: torch.Tensor, infos: Sequence[ParameterInfo], numel: int) -> torch.Tensor:
+    """Return a copy of a bucket's flat buffer, or shards of it, with zeros besides these.
+
+    Shapes: [n] -> [numel], at least as many.
+    """
+    filled = flat.new_zeros(numel)
+    filled[: flat.numel()] = flat
+    for start, stop in gaps(infos, flat.numel()):
+        filled[start:stop].zero_()
+    return filled
+
+
+def kept_ranges(infos: Sequence[ParameterInfo], numel: int) -> list[tuple[int, int]]:
+    """Return the ranges of a bucket's flat buffer, or of shards of it, that hold these.
+
+    What is behind the last whole shard fills the buffer up.
+    """
+    found, end = [], 0
+    numel -= numel % infos[0].place.shard_numel if numel else 0
+    for start, stop in [*gaps(infos, numel), (numel, numel)]:
+        if end < start:
+            found.append((end, start))
+        end = stop
+    return found
+
+
 def flatten_bucket(
     wholes: Sequence[torch.Tensor], infos: Sequence[ParameterInfo], buffers: BufferPool
 ) -> torch.Tensor:

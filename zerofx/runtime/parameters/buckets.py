@@ -137,6 +137,11 @@ class Buckets:
     ) -> torch.Tensor:
         return self.communicator.along(axis).reduce_scatter_start(flat, reduction, world_size)
 
+    def all_to_all_start(
+        self, parts: torch.Tensor, world_size: int, axis: str = DATA
+    ) -> torch.Tensor:
+        return self.communicator.along(axis).all_to_all_start(parts)
+
     def write_back(
         self, gathered: torch.Tensor, wholes: list[torch.Tensor], parameters: list[int]
     ) -> None:

@@ -50,6 +50,9 @@ class ParameterState:
     whole and this rank's own, and the gradient is its mean over the ranks.  If it ``is_sum``, it is
     cut over the inner axis of a mesh, a sum over that, and still to be averaged over the outer one.
 
+    ``errors`` are what wires of gradients have lost, by the axis that they went over, and not yet
+    brought to other ranks: those of the whole bucket, which its parameters share.
+
     Parameters of one bucket have the same ``bucket``: their ``BucketMemory`` if they live in one
     (stages 1 and 2).  ``location`` is where the values of the shard lie between uses; ``host`` is
     the memory for those that are not on the device.  ``home`` is the bucket that the shard has last
@@ -73,6 +76,7 @@ class ParameterState:
     is_sum: bool = False
     version: int = 0
     second_shards: list[SecondShard] = field(default_factory=list, repr=False)
+    errors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     state: State = State.WHOLE
     snapshot: tuple[weakref.ref[torch.Tensor], int, int] | None = field(default=None, repr=False)
     _shard: torch.Tensor | None = None
@@ -270,6 +274,7 @@ class ParameterState:
         if self.memory is not None and parameter is not None:
             self.memory.leave(parameter)
         self.bucket = None
+        self.errors = {}
         self.state = State.RETIRED
         self.gradient = self._shard = self.home = None
         self.second_shards.clear()

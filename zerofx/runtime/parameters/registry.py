@@ -123,6 +123,10 @@ class ParameterRegistry:
                 self._shard(members, communicator, on_host, on_sharded, sources)
             else:
                 self._keep_whole(members, communicator, stage, moves_whole and stage > 0)
+            for its in members.values():
+                errors: dict[str, torch.Tensor] = {}
+                for parameter, _ in its:
+                    self._bound[id(parameter)].errors = errors
             return [self._bound[id(parameter)] for parameter, _ in parameters]
 
     def _shard(

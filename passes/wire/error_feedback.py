@@ -1,0 +1,165 @@
+"""Bring later what wires of gradients lose: each rank keeps it, and adds it to its next ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graph import Builder, updated_by
+from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import Role
+from zerofx.passes.base import PassContext
+
+WITHOUT = "without feedback: "
+
+
+@dataclass
+class _Open:
+    """What has been lost of these parameters over an axis, and is yet to be kept."""
+
+    axis: str
+    indices: tuple[int, ...]
+    rest: fx.Node
+    sums: list[fx.Node] = field(default_factory=list)
+
+
+class Feedback:
+    """Inserts what corrects gradients in front of their wires, and keeps what these lose.
+
+    ::
+
+        corrected = zerofx.correct(flat, [0, 1], n)
+        wire = zerofx.quantize(corrected, "int4", 2)
+        start = zerofx.all_to_all_start(wire, 2)
+        rest = zerofx.rounding_error(corrected, wire, "int4", 2)
+        ...
+        zerofx.keep_error(rest, [], [0, 1])
+
+    Errors are of unscaled gradients: what a ``GradScaler`` has scaled is corrected by as much, and
+    they are kept when it is known whether the step is skipped.  Parameters that are reduced again
+    before their update are corrected by what has been lost since.
+    Source: error feedback, Seide et al. 2014; Karimireddy et al. 2019.
+    """
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext, builder: Builder) -> None:
+        self.graph, self.builder, self.table = gm.graph, builder, ctx.table
+        self.mesh, self.options = ctx.mesh, ctx.options
+        scales = [n for n in placeholders(gm.graph) if input_role(n).is_loss_scale and n.users]
+        self.scales = scales
+        self.counts: Counter[str] = Counter()
+        self._open: list[_Open] = []
+        self._found_inf: dict[tuple[int, ...], Any] = {}
+
+    def is_on(self, axis: str) -> bool:
+        """Return whether what is lost over an axis is to be kept."""
+        inside, outside = self.options.feeds_back
+        return outside if self.mesh.outer and axis == self.mesh.outer else inside
+
+    def why_not(self, indices: Sequence[int], together: Iterable[Sequence[int]]) -> str:
+        """Return why these cannot be corrected; ``together`` are all that are reduced together."""
+        if len(self.scales) > 1:
+            return "several loss scales"
+        mine = set(indices)
+        if any(mine & set(other) and mine != set(other) for other in together):
+            return "reduced in several ways"
+        return ""
+
+    @property
+    def scale(self) -> dict[str, fx.Node]:
+        """The keyword for the loss scale, if there is one."""
+        return {"scale": self.scales[0]} if self.scales else {}
+
+    def correct(
+        self, call: Any, flat: fx.Node, indices: Sequence[int], numel: int, axis: str
+    ) -> fx.Node:
+        """Insert what a wire is made of in place of the gradients of these parameters."""
+        previous = self._find(axis, tuple(indices))
+        if previous is not None and _update_between(previous.rest, flat, self.table, indices):
+            self._keep(previous)
+            previous = None
+        rest = {} if previous is None else {"rest": previous.rest}
+        over = self.mesh.over(axis)
+        origin = {**over, **self.scale, **rest, "role": Role.GRADIENT_WIRE}
+        return call(ops.correct, flat, list(indices), numel, **origin)
+
+    def lost(
+        self,
+        call: Any,
+        corrected: fx.Node,
+        wire: fx.Node,
+        code: str,
+        parts: int,
+        indices: Sequence[int],
+        axis: str,
+    ) -> None:
+        """Insert what a wire loses, to be kept."""
+        rest = self._rounding_error(call, corrected, wire, code, parts)
+        found = self._find(axis, tuple(indices))
+        if found is None:
+            self._open.append(_Open(axis, tuple(indices), rest))
+        else:
+            found.rest = rest
+
+    def lost_of_sum(
+        self, call: Any, total: fx.Node, wire: fx.Node, code: str, indices: Sequence[int], axis: str
+    ) -> None:
+        """Insert what is lost of a sum that all ranks are sent, to be kept by who has summed it."""
+        found = self._find(axis, tuple(indices))
+        assert found is not None, "it was corrected"
+        found.sums.append(self._rounding_error(call, total, wire, code, 1))
+
+    def _rounding_error(
+        self, call: Any, exact: fx.Node, wire: fx.Node, code: str, parts: int
+    ) -> fx.Node:
+        role = {"role": Role.ROUNDING_ERROR}
+        return call(ops.rounding_error, exact, wire, code, parts, **self.scale, **role)
+
+    def _find(self, axis: str, indices: tuple[int, ...]) -> _Open | None:
+        among = (one for one in self._open if (one.axis, one.indices) == (axis, indices))
+        return next(among, None)
+
+    def keep_all(self) -> None:
+        """Insert what keeps all that was lost, behind what says whether the step is skipped."""
+        for one in list(self._open):
+            self._keep(one)
+
+    def _keep(self, one: _Open) -> None:
+        self._open.remove(one)
+        by_flag: dict[fx.Node | None, list[int]] = {}
+        for index in one.indices:
+            by_flag.setdefault(self._flag_of(index, one.rest), []).append(index)
+        for found_inf, indices in by_flag.items():
+            flag = {} if found_inf is None else {"found_inf": found_inf}
+            last = max([one.rest, *one.sums, *flag.values()])
+            origin: dict[str, Any] = {"role": Role.KEPT_ERROR, "like": one.rest}
+            origin |= self.builder.serving(indices)
+            with self.builder.before(last.next, **origin) as call:
+                over = self.mesh.over(one.axis)
+                call(ops.keep_error, one.rest, list(one.sums), indices, **over, **flag)
+
+    def _flag_of(self, index: int, rest: fx.Node) -> fx.Node | None:
+        """What says whether the next update of a parameter is skipped; None if nothing does."""
+        node = rest.next
+        while node.op != "output":
+            if any(parameter == index for _, parameter in updated_by(node)):
+                return ops.argument(node, "found_inf")
+            node = node.next
+        return None
+
+
+def _update_between(
+    rest: fx.Node, flat: fx.Node, table: ParameterTable, indices: Sequence[int]
+) -> bool:
+    """Return whether parameters are updated between two reductions of their gradients."""
+    node = rest
+    while node is not flat and node.op != "output":
+        if any(parameter in indices for _, parameter in updated_by(node)):
+            return True
+        node = node.next
+    return False
