@@ -647,3 +647,36 @@ def test_what_adds_up_over_calls_travels_outside_as_wires(stage):
         for value, other in zip(values, rounded.gradients[name], strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=largest / 6)
             assert not torch.equal(value, other), name
+
+
+@functools.cache
+def large_in_bfloat16():
+    """Layers of 2 MiB, gathered for forward and for backward, between small ones."""
+    layers = [nn.Embedding(4, 1024)]
+    for _ in range(4):
+        layers += [nn.Linear(1024, 1024, bias=False), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(1024, 1)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return capture(step, torch.tensor([0, 1]), axes=NODES, outer_stage=3)
+
+
+def test_wires_and_a_second_shard_send_a_quarter_between_nodes():
+    """Of two gathers and a reduction in bfloat16: one gather in eight bits, and four bits."""
+
+    def sent(**options):
+        program = rewritten(large_in_bfloat16(), stage=3, bucket=True, **options)
+        return wire_bytes(program.gm, 4, "node")
+
+    before = sent()
+    given = {**SECOND, "gather_dtype": "int8", "reduce_wire": {"node": "int4"}}
+    after = sent(**given)
+    assert before.gathers > 1.99 * before.reductions
+    assert after.total <= 0.26 * before.total
+    assert after.gathers <= 0.52 * before.gathers / 2
+    assert after.reductions <= 0.28 * before.reductions
