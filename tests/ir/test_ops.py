@@ -27,8 +27,8 @@ OPERATORS = {target._schema.name: target for target in TARGETS}
 REPLACED_BEFORE_A_PROGRAM_RUNS = (ops.gradient, ops.optimizer_step)
 
 
-def test_twenty_nine_operators_are_all():
-    assert len(OPERATORS) == 29
+def test_thirty_operators_are_all():
+    assert len(OPERATORS) == 30
 
 
 @pytest.mark.parametrize("name", OPERATORS)

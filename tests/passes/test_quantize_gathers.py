@@ -201,7 +201,7 @@ def test_parameters_of_any_dtype_are_rounded(dtype, monkeypatch):
     ids=str,
 )
 def test_a_mesh_computes_what_rounding_gathers_would(axes, is_cut, monkeypatch):
-    captured = step_on(axes, 1, is_cut)
+    captured = step_on(axes, 1, 3 * is_cut)
     found = execute(quantised(captured))
     assert_same_numerics(fake_quantised(captured, monkeypatch), found)
 
@@ -353,7 +353,7 @@ def test_bytes_are_the_formulas():
 def test_bytes_along_each_axis_of_a_mesh_are_the_wires(is_cut):
     nodes, gpus = 2, 3
     axes = (("node", nodes), ("gpu", gpus))
-    program = rewritten(step_on(axes, 1, is_cut), stage=3, bucket=True, **INT8)
+    program = rewritten(step_on(axes, 1, 3 * is_cut), stage=3, bucket=True, **INT8)
     buckets = {info.place.bucket: info for info in program.table}.values()
     each = [quantized_bytes(info.place.shard_numel, "int8") * info.world_size for info in buckets]
     gathers = [n for n in nodes_of(program, ops.all_gather_start) if role(n) == Role.GATHER]

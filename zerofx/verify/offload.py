@@ -175,10 +175,7 @@ def _is_return_of_an_update(move: fx.Node, table: ParameterTable) -> None:
 def _pieces_are_read_where_they_lie(start: fx.Node, infos: list[ParameterInfo]) -> None:
     """Of what has arrived, each parameter's range is read, and nothing else."""
     (wait,) = start.users
-    lengths = [value.meta["val"].shape[0] for value in start.args[0]]
-    if len(lengths) != len(infos):  # an update's
-        lengths = [info.shard_numel for info in infos]
-    stops = itertools.accumulate(lengths, initial=0)
+    stops = itertools.accumulate((info.shard_numel for info in infos), initial=0)
     parts = zip(infos, itertools.pairwise(stops), strict=True)
     ranges = {info.index: (0, *part) for info, part in parts}
     read = set()
