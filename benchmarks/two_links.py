@@ -98,7 +98,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """What one rank has found.  ``alone_s`` is a step without communication, by the median."""
+    """One rank's figures and results; ``alone_s`` is the median step without communication."""
 
     figures: Hardware
     alone_s: float

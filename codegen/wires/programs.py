@@ -1,4 +1,4 @@
-"""What is done to each element of a wire, as data: the pointwise programs that kernels are made of.
+"""The pointwise programs that kernels of wires are made of: they compute each element, as data.
 
 They compute what ``blocks.py`` does in ``int8``, in every bit.
 """

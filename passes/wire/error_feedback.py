@@ -21,7 +21,7 @@ WITHOUT = "without feedback: "
 
 @dataclass
 class _Open:
-    """What has been lost of these parameters over an axis, and is yet to be kept."""
+    """An error of these parameters' gradients over an axis that no ``keep_error`` keeps yet."""
 
     axis: str
     indices: tuple[int, ...]
@@ -144,7 +144,7 @@ class Feedback:
                 call(ops.keep_error, one.rest, list(one.sums), indices, **over, **flag)
 
     def _flag_of(self, index: int, rest: fx.Node) -> fx.Node | None:
-        """What says whether the next update of a parameter is skipped; None if nothing does."""
+        """Return the ``found_inf`` that skips the next update of a parameter; None without one."""
         node = rest.next
         while node.op != "output":
             if any(parameter == index for _, parameter in updated_by(node)):

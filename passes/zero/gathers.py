@@ -320,7 +320,7 @@ def pack_shards(call: Callable[..., fx.Node], unit: GatherUnit, mesh: Mesh) -> f
 
 
 def _taken_from(builder: Builder, wait: fx.Node, source: GatherSource, reader: fx.Node) -> fx.Node:
-    """What a source is, in the buffer that it has been gathered to."""
+    """Return a source's whole value, or its kept shard, as a part of the gathered buffer."""
     info = source.parameter
     if not source.is_joined:
         return unflatten(builder, wait, info, source.shape or info.shape, reader)

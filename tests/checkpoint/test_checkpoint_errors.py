@@ -55,7 +55,7 @@ def meshes(axes, outer_stage=0):
 
 
 def saved_on(axes, along, outer_stage=0):
-    """What each rank of a mesh has lost over some axes, and the mean of all that."""
+    """Return each rank's errors over some axes of a mesh, and the mean of them all."""
     errors, mean = [], torch.zeros(NUMEL)
     for mesh in meshes(axes, outer_stage):
         for axis in along:

@@ -165,6 +165,19 @@ def test_adds_up_over_calls_bitwise_as_one_axis_does(stage, outer_stage, axes, u
 
 
 @pytest.mark.parametrize("stage", (2, 3))
+def test_adds_up_over_calls_so_in_another_dtype(stage):
+    options = {"stage": stage, "reduce_dtype": torch.float64}
+    meshed, flat = (
+        one_of_several_calls(axes, outer, True) for axes, outer in ((NODES, 1), ((), 0))
+    )
+    wanted = execute(rewritten_by_rank(flat, **options), integer_inputs(flat))
+    found = execute(rewritten_by_rank(meshed, **options), integer_inputs(meshed))
+    for name, values in wanted.parameters.items():
+        for value, other in zip(values, found.parameters[name], strict=True):
+            assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("stage", (2, 3))
 def test_with_stage_1_outside_only_the_update_sends_there(stage):
     nodes, gpus = 2, 3
     axes = (("node", nodes), ("gpu", gpus))
