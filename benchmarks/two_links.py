@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +61,16 @@ SHAPE = (2, 2)
 DIFFERENT = 1.05
 TIMES = 3
 
-OTHERS: dict[str, dict[str, Any]] = {}
-"""Forms beside the pairs of stages: options by name.  What is refused is left out."""
+_SECOND: dict[str, Any] = {"stage": 3, "secondary_shard": "gpu"}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "3 flat": {"stage": 3, "process_group": None},
+    "3, second shard": _SECOND,
+    "3, int8 gathers": {"stage": 3, "gather_dtype": "int8"},
+    "3, int4 reductions": {"stage": 3, "reduce_wire": {"node": "int4"}},
+    "ZeRO++": _SECOND | {"gather_dtype": "int8", "reduce_wire": {"node": "int4"}},
+}
+"""Forms beside the pairs of stages: options by name, without a group those of one link."""
 
 
 def forms() -> dict[str, dict[str, Any]]:
@@ -71,10 +79,11 @@ def forms() -> dict[str, dict[str, Any]]:
     for inner, outer in itertools.product((3, 2, 1), range(4)):
         name = f"{inner} two hops" if inner == outer else f"gpu {inner}, node {outer}"
         found[name] = {"stage": {"gpu": inner, "node": outer}}
-    return {name: options for name, options in (found | OTHERS).items() if _is_known(options)}
+    pairs = {name: options for name, options in found.items() if _is_legal(options)}
+    return pairs | OTHERS
 
 
-def _is_known(options: Mapping[str, Any]) -> bool:
+def _is_legal(options: Mapping[str, Any]) -> bool:
     try:
         resolve({**options, "process_group": SimpleNamespace(mesh_dim_names=AXES)}, {})
     except ValueError:
@@ -107,9 +116,18 @@ class Results:
 
 
 class Trained:
-    """A model that one form of the step trains."""
+    """A model that one form of the step trains, given figures of a mesh's links or of one link."""
 
-    def __init__(self, sizes: Sizes, options: Mapping[str, Any], rank: int):
+    def __init__(
+        self,
+        sizes: Sizes,
+        options: Mapping[str, Any],
+        rank: int,
+        on_mesh: Hardware | None = None,
+        flat: Hardware | None = None,
+    ) -> None:
+        is_flat = options.get("process_group") is None or options["stage"] == 0
+        figures = flat if is_flat else on_mesh
         torch.manual_seed(0)
         model = sizes.build()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -123,7 +141,7 @@ class Trained:
             return loss
 
         known = set(zero.functions)
-        options = {"lowering": "eager", "peer_memory": False, **options}
+        options = {"lowering": "eager", "peer_memory": False, "hardware": figures, **options}
         self.step = torch.compile(step, backend="zero", options=options)
         for _ in range(2):  # the second traces updates once more, of states that are there
             self.step(next(self.batches))
@@ -202,10 +220,13 @@ def results(
     outer = inner.latency_s, (bytes_per_s or inner.bytes_per_s) / ratio
     with slow_between_nodes(mesh, *outer, inside=inside):
         links = measured({name: mesh.get_group(name) for name in AXES})
-        figures = with_links(links, **_computed())
+        together = measured({"": dist.group.WORLD})[""]
+        of_ranks = _computed()
+        figures = with_links(links, **of_ranks)
+        flat = Hardware(**asdict(together), **of_ranks)
         alone = Trained(sizes, {"stage": 0, "process_group": groups[rank]}, rank)
         trained = {
-            name: Trained(sizes, {**known[name], "process_group": mesh, "hardware": figures}, rank)
+            name: Trained(sizes, {"process_group": mesh, **known[name]}, rank, figures, flat)
             for name in chosen
         }
         times: dict[str, list[float]] = {name: [] for name in ("", *chosen)}
