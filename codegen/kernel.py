@@ -18,12 +18,13 @@ from zerofx import compat
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import NumberOperand, Operand, Value
 from zerofx.codegen.pointwise import pointwise_program
-from zerofx.codegen.program import Program
+from zerofx.codegen.program import Program, Stream
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import sum_of_squares
 from zerofx.codegen.rewrite.rounding import in_blocks
 from zerofx.codegen.trace.functions import add_call, example
 from zerofx.codegen.trace.trace import Update
+from zerofx.codegen.wires.blocks import packed, unpacked
 
 BLOCKS_AT_ONCE = 1024
 """The number of blocks of 256 that an update in eight bits takes at once: 1 MiB of float32."""
@@ -132,11 +133,16 @@ class UpdateKernel:
             return
         for rows, blocks in in_blocks(len(tensors[0]), BLOCKS_AT_ONCE) or [_NOTHING]:
             num_rows = blocks.stop - blocks.start
-            shape = (num_rows, (rows.stop - rows.start) // num_rows) if num_rows else (0, 1)
-            pieces = [
-                tensor[blocks] if stream.is_per_block else tensor[rows].view(shape)
-                for tensor, stream in zip(tensors, streams, strict=True)
-            ]
+
+            def piece(
+                tensor: Tensor, stream: Stream, rows: slice = rows, num_rows: int = num_rows
+            ) -> Tensor:
+                entries = tensor[stream.entries(rows)]
+                if stream.is_per_block:
+                    return entries
+                return entries.view((num_rows, len(entries) // num_rows) if num_rows else (0, 1))
+
+            pieces = list(map(piece, tensors, streams))
             yield [*pieces, *([self._first + rows.start] * self.program.counts)]
 
 
@@ -154,22 +160,25 @@ def elements_graph(program: Program, near_weights: bool) -> fx.GraphModule:
     graph = fx.Graph()
     num_dims = 2 if program.is_in_blocks else 1
 
-    def placeholder(name: str, num_dims: int, dtype: torch.dtype) -> fx.Node:
+    def placeholder(name: str, example: Tensor) -> fx.Node:
         node = graph.placeholder(unique(name, [other.name for other in graph.nodes]))
-        node.meta["val"] = example(num_dims, dtype)
+        node.meta["val"] = example
         return node
+
+    def of_stream(stream: Stream) -> Tensor:
+        made = example(1 if stream.is_per_block else num_dims, stream.dtype)
+        return made[:, :1] if stream.is_packed else made  # two elements
 
     def call(function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         return add_call(graph, function, *args, **kwargs)
 
     streams = {
-        stream.name: placeholder(stream.name, 1 if stream.is_per_block else num_dims, stream.dtype)
-        for stream in program.streams
+        stream.name: placeholder(stream.name, of_stream(stream)) for stream in program.streams
     }
     like = next(iter(streams.values()))
-    first = placeholder("begin", 0, torch.int64) if program.counts else None
+    first = placeholder("begin", example(0, torch.int64)) if program.counts else None
     numbers = {
-        operand: placeholder(name, 0, operand.dtype)
+        operand: placeholder(name, example(0, operand.dtype))
         for operand, name in program.number_names(()).items()
     }
     made: dict[Value, Any] = {}
@@ -280,5 +289,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "minimum": (torch.clamp_max,),
     "largest_of_block": (torch.amax, -1),
     "of_block": (torch.unsqueeze, -1),
+    "pack": (packed,),
+    "unpack": (unpacked,),
     "sum_of_squares": (sum_of_squares,),
 }

@@ -22,7 +22,8 @@ Kind = Literal["parameter", "gradient", "state", "new state", "value", "wire"]
 class Stream:
     """One array that the kernel goes through; ``load`` and ``store`` are None if it does not.
 
-    It has one entry for each element, or one for every ``elements_per_entry`` of them.
+    It has one entry for each element, one for every two, which share a byte, or one for a block of
+    ``elements_per_entry``.
     """
 
     name: str
@@ -35,7 +36,12 @@ class Stream:
     @property
     def is_per_block(self) -> bool:
         """Return whether many elements share an entry: the scales of moments in eight bits."""
-        return self.elements_per_entry > 1
+        return self.elements_per_entry > 2
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether two elements share an entry: codes of four bits."""
+        return self.elements_per_entry == 2
 
     @property
     def bytes_per_element(self) -> float:
@@ -45,6 +51,10 @@ class Stream:
     def length(self, elements: int) -> int:
         """Return the number of entries for so many elements."""
         return -(-elements // self.elements_per_entry)
+
+    def entries(self, elements: slice) -> slice:
+        """Return the entries of these elements, which begin with an entry's first."""
+        return slice(elements.start // self.elements_per_entry, self.length(elements.stop))
 
 
 # Where a result of the update comes from: a number by position, a stream by name; or the sum of the

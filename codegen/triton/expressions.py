@@ -72,6 +72,19 @@ def sum_of_squares(x, mask):
     """Of the elements that are there."""
     return tl.sum(tl.where(mask, x * x, 0.0))
 ''',
+    "packed": '''\
+@triton.jit
+def packed(x, mask):
+    """The codes of two elements in each byte, the first in its lower half."""
+    low, high = tl.split(tl.where(mask, x, 0).reshape(x.numel // 2, 2))
+    return (low & 15) | (high << 4)
+''',
+    "unpacked": '''\
+@triton.jit
+def unpacked(x):
+    """The codes of two elements that are in each byte, with their signs."""
+    return tl.join(((x & 15) ^ 8) - 8, x >> 4).reshape(x.numel * 2)
+''',
     "of_part": '''\
 @triton.jit
 def of_part(x):
@@ -121,6 +134,8 @@ _TEMPLATES: dict[str, _Template] = {
     "where": ("tl.where({0}, {1}, {2})", _CALL, _LOOSE),
     "sign": ("sign_of({0})", _CALL, _LOOSE),
     "of_block": ("of_part({0})", _CALL, _LOOSE),
+    "pack": ("packed({0}, mask)", _CALL, _LOOSE),
+    "unpack": ("unpacked({0})", _CALL, _LOOSE),
     **{name: (f"{name}({{0}}, {{1}})", _CALL, _LOOSE) for name in ("maximum", "minimum")},
     **{
         name: (f"tl.{name}({{0}})", _CALL, _LOOSE)
@@ -147,6 +162,8 @@ _USES = {
     "sign": ("sign_of",),
     "round": ("rounded",),
     "of_block": ("of_part",),
+    "pack": ("packed",),
+    "unpack": ("unpacked",),
     "largest_of_block": ("maximum", "largest_of_part"),
     **{name: (name,) for name in ("lerp", "maximum", "minimum", "sum_of_squares")},
 }

@@ -158,7 +158,7 @@ class TritonKernel:
         for stream, tensor in zip(self.program.streams, segment.tensors, strict=True):
             alike = tensor.dtype == stream.dtype and tensor.device == first.device
             length = stream.length(first.numel())
-            shape = (length,) if stream.is_per_block else first.shape
+            shape = (length,) if stream.elements_per_entry > 1 else first.shape
             if not alike or tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(
                     f"{self.program.optimizer}'s kernel updates '{stream.name}' as contiguous "

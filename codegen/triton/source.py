@@ -16,6 +16,7 @@ block's start in 32 bits, block starts in 64.  A block that is full has no mask,
 16 bytes (8 of eight-bit codes) where the streams start at multiples of ALIGNMENT = 16 bytes; a
 segment's last block goes element by element.  The 256 elements that share a scale are called a
 part there: a block is a whole number of them, and so a scale belongs to one program of the grid.
+Two elements that share a byte are a pair.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class _Writer:
         self.places = ["lane", "mask"]
         if program.is_in_blocks:
             self.places += ["part", "part_mask"]
+        if any(stream.is_packed for stream in program.streams):
+            self.places += ["pair", "pair_mask"]
         self.inputs = [
             *self.pointers.values(),
             *self.numbers.values(),
@@ -162,7 +165,7 @@ class _Writer:
         for stream in program.streams:
             ways = ["read"] * bool(stream.load) + ["written"] * bool(stream.store)
             dtype = DTYPES[stream.dtype].removeprefix("tl.")
-            shared = f", one for {stream.elements_per_entry}" * stream.is_per_block
+            shared = f", one for {stream.elements_per_entry}" * (stream.elements_per_entry > 1)
             lines.append(f"    {stream.name}: {dtype}, {' and '.join(ways)}{shared}")
         if program.squares is not None:
             lines.append(f"    partials: float32, written, one for {ELEMENTS_PER_PARTIAL} or more")
@@ -179,7 +182,8 @@ class _Writer:
         program, lines = self.program, []
         lines += _call("def ", f"{self.kernel}_block", [*self.inputs, *self.places], ":")
         parts = ", ``part`` its parts of 256" if "part" in self.places else ""
-        summary = f"{program.verb} one block; ``lane`` counts its elements{parts}."
+        pairs = ", ``pair`` its pairs" if "pair" in self.places else ""
+        summary = f"{program.verb} one block; ``lane`` counts its elements{parts}{pairs}."
         if program.squares is None:
             lines.append(f'    """{summary}"""')
         else:
@@ -227,8 +231,9 @@ class _Writer:
         ]
         for position, stream in enumerate(program.streams, 2):
             start, alignment = "begin", "ALIGNMENT"
-            if stream.is_per_block:  # whatever is shared starts anywhere among other segments'
+            if stream.elements_per_entry > 1:
                 start = f"begin // {stream.elements_per_entry}"
+            if stream.is_per_block:  # whatever is shared starts anywhere among other segments'
                 alignment = str(stream.dtype.itemsize)
             place = f"row + {position}, {start}, {DTYPES[_in_memory(stream)]}, {alignment}"
             lines.append(f"    {self.pointers[stream.name]} = stream({place})")
@@ -248,6 +253,10 @@ class _Writer:
             lines.append(f"    part = tl.arange(0, BLOCK // {SHARED})")
             full += ["part", f"part < BLOCK // {SHARED}"]
             last += ["part", f"part * {SHARED} < rest"]
+        if "pair" in self.places:
+            lines.append("    pair = tl.arange(0, BLOCK // 2)")
+            full += ["pair", "pair < BLOCK // 2"]
+            last += ["pair", "pair * 2 < rest"]
         result = "partial = " if program.squares is not None else ""
         for condition, elements in (("if rest >= BLOCK:", full), ("else:", last)):
             lines.append(f"    {condition}")
@@ -264,6 +273,8 @@ def _in_memory(stream: Stream) -> torch.dtype:
 
 def _place(stream: Stream) -> tuple[str, str]:
     """A stream's place in a block, and the mask of its entries."""
+    if stream.is_packed:
+        return "pair", "pair_mask"
     return ("part", "part_mask") if stream.is_per_block else ("lane", "mask")
 
 
@@ -271,7 +282,7 @@ def _place(stream: Stream) -> tuple[str, str]:
 _RESERVED = (
     *("segments", "segment_of_chunk", "segment", "numbers", "row", "begin", "rest", "first"),
     *("lane", "mask", "BLOCK", "CHUNK", "ALIGNMENT", "float", "range"),
-    *("part", "part_mask"),
+    *("part", "part_mask", "pair", "pair_mask"),
     *("partials", "partial"),
     *FUNCTIONS,
 )

@@ -7,7 +7,7 @@ the same parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ from zerofx.ir.wires import (
 
 BLOCKS_AT_ONCE = 2**15
 """Blocks that are computed with at once, in all parts: 32 MiB of float32."""
-
-Encode = Callable[[Tensor, str], tuple[Tensor, Tensor]]
-Decode = Callable[[Tensor, Tensor, str, torch.dtype], Tensor]
 
 
 def encode(values: Tensor, code: str) -> tuple[Tensor, Tensor]:
@@ -54,19 +51,23 @@ def codes_of(values: Tensor, code: str) -> tuple[Tensor, Tensor]:
 
 def in_bytes(codes: Tensor, code: str) -> Tensor:
     """Lay out codes as bytes.  Shapes: int8 [..., n] -> uint8 [..., n], or half as many."""
-    if CODES[code].bits == 4:
-        low, high = codes[..., 0::2], codes[..., 1::2]
-        codes = (low & 15) | (high << 4)
-    return codes.view(torch.uint8)
+    return (packed(codes) if CODES[code].bits == 4 else codes).view(torch.uint8)
 
 
 def from_bytes(laid_out: Tensor, code: str) -> Tensor:
     """Read codes.  Shapes: as ``in_bytes``, the other way."""
     codes = laid_out.view(torch.int8)
-    if CODES[code].bits == 4:
-        low = ((codes & 15) ^ 8) - 8  # with its sign
-        codes = torch.stack((low, codes >> 4), -1).flatten(-2)
-    return codes
+    return unpacked(codes) if CODES[code].bits == 4 else codes
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Put codes of four bits two to a byte.  Shapes: int8 [..., 2n] -> int8 [..., n]."""
+    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """Return the codes in bytes, with their signs.  Shapes: int8 [..., n] -> int8 [..., 2n]."""
+    return torch.stack((((packed & 15) ^ 8) - 8, packed >> 4), -1).flatten(-2)
 
 
 def decode(laid_out: Tensor, scale: Tensor, code: str, dtype: torch.dtype) -> Tensor:
@@ -75,7 +76,7 @@ def decode(laid_out: Tensor, scale: Tensor, code: str, dtype: torch.dtype) -> Te
     return (codes.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)
 
 
-def quantize(flat: Tensor, code: str, parts: int = 1, encode: Encode = encode) -> Tensor:
+def quantize(flat: Tensor, code: str, parts: int = 1) -> Tensor:
     """Return the wires of equal parts of a flat buffer, one behind the other.
 
     Shapes: [parts * n] -> uint8 [parts * quantized_bytes(n)].
@@ -100,9 +101,7 @@ def quantize(flat: Tensor, code: str, parts: int = 1, encode: Encode = encode) -
     return wire
 
 
-def dequantize(
-    wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dtype, decode: Decode = decode
-) -> Tensor:
+def dequantize(wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the values of wires of equal parts.
 
     Shapes: uint8 [parts * quantized_bytes(numel)] -> [parts * numel].

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerofx.codegen.wires import blocks
-from zerofx.codegen.wires.sums import Dequantize, values_of
+from zerofx.codegen.wires.sums import values_of
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -28,18 +27,13 @@ def corrected(flat: Tensor, error: Tensor, ranges: Ranges, scale: Tensor | None 
 
 
 def rounding_error(
-    exact: Tensor,
-    wire: Tensor,
-    code: str,
-    parts: int,
-    scale: Tensor | None = None,
-    dequantize: Dequantize = blocks.dequantize,
+    exact: Tensor, wire: Tensor, code: str, parts: int, scale: Tensor | None = None
 ) -> Tensor:
     """Return what a wire has lost of float32 values, divided by ``scale``; 0 for what is no number.
 
     Shapes: [parts * n] -> [parts * n].
     """
-    lost = exact - values_of(wire, code, exact.numel() // parts, parts, dequantize)
+    lost = exact - values_of(wire, code, exact.numel() // parts, parts)
     if scale is not None:
         lost.div_(scale)
     return lost.nan_to_num_(0.0, 0.0, 0.0)

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from zerofx.codegen.wires import blocks
 from zerofx.ir.wires import NARROW, check_parts, wire_length
 
-Dequantize = Callable[[Tensor, str, int, int, torch.dtype], Tensor]
-
 
 def dequantize_sum(
-    received: Tensor,
-    code: str,
-    parts: int,
-    numel: int,
-    divisor: int,
-    dtype: torch.dtype,
-    dequantize: Dequantize = blocks.dequantize,
+    received: Tensor, code: str, parts: int, numel: int, divisor: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of the values of wires of equal parts, divided by ``divisor``.
 
@@ -33,20 +23,14 @@ def dequantize_sum(
     total = torch.zeros(numel, dtype=torch.float32, device=received.device)
     for number, wire in enumerate(received.chunk(parts) if numel else ()):
         add = total.copy_ if number == 0 else total.add_
-        add(values_of(wire, code, numel, 1, dequantize))
+        add(values_of(wire, code, numel))
     if divisor > 1:
         total.div_(divisor)
     return total.to(dtype)
 
 
-def values_of(
-    wire: Tensor,
-    code: str,
-    numel: int,
-    parts: int = 1,
-    dequantize: Dequantize = blocks.dequantize,
-) -> Tensor:
+def values_of(wire: Tensor, code: str, numel: int, parts: int = 1) -> Tensor:
     """Return the float32 values of a wire of gradients."""
     if code == NARROW:
         return wire.to(torch.float32)
-    return dequantize(wire, code, parts, numel, torch.float32)
+    return blocks.dequantize(wire, code, parts, numel, torch.float32)

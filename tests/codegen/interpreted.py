@@ -687,7 +687,7 @@ def check_a_steps_memory_is_not_tuned_on():
     assert tuners and all(len(tuner.known) == 1 for tuner in tuners)
 
 
-def check_wires(dtype, numel, parts):
+def check_wires(dtype, code, numel, parts):
     """Kernels make the same bits of a flat buffer, and of its wire, as plain torch does."""
     import math
     from unittest import mock
@@ -702,9 +702,32 @@ def check_wires(dtype, numel, parts):
     flat = flat.to(dtype)
     with mock.patch.object(kernels, "runs_triton", lambda device: True):
         found = kernels.WireKernels()
-        wire = found.quantize(flat, "int8", parts)
-        assert torch.equal(wire, blocks.quantize(flat, "int8", parts))
-        values = found.dequantize(wire, "int8", parts, numel, dtype)
+        wire = found.quantize(flat, code, parts)
+        assert torch.equal(wire, blocks.quantize(flat, code, parts))
+        values = found.dequantize(wire, code, parts, numel, dtype)
         assert len(found._known) == 2
-    wanted = blocks.dequantize(wire, "int8", parts, numel, dtype)
+    wanted = blocks.dequantize(wire, code, parts, numel, dtype)
     torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def check_sums_and_errors(code, numel, parts):
+    """Kernels sum wires, and find what they have lost, in the bits of plain torch."""
+    from unittest import mock
+
+    from zerofx.codegen.wires import blocks, errors, kernels, sums
+    from zerofx.ir.wires import NARROW
+
+    flat = torch.randn(numel * parts, generator=torch.Generator().manual_seed(numel))
+    if numel > 300:
+        flat[100], flat[300] = float("nan"), float("inf")
+    wire = flat.bfloat16() if code == NARROW else blocks.quantize(flat, code, parts)
+    with mock.patch.object(kernels, "runs_triton", lambda device: True):
+        found = kernels.WireKernels()
+        for dtype in (torch.float32, torch.bfloat16):
+            given = wire, code, parts, numel, parts, dtype
+            total, wanted = found.dequantize_sum(*given), sums.dequantize_sum(*given)
+            torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
+        for scale in (None, torch.tensor(3.0)):
+            lost = found.rounding_error(flat, wire, code, parts, scale)
+            assert torch.equal(lost, errors.rounding_error(flat, wire, code, parts, scale))
+        assert all(kernel is not None for kernel in found._known.values()) and found._known

@@ -61,8 +61,9 @@ def per_thread_of(made):
 def expected(made, direction, per_thread):
     """Accesses of the streams: all of 16 bytes in a full block, else one per element.
 
-    A thread's eight-bit codes are 8 bytes.  What a part of 256 elements has in common is one
-    access for all of them, in either block; a block's partial sum is one behind both.
+    A thread's eight-bit codes are 8 bytes, those of four bits 4.  What a part of 256 elements has
+    in common is one access for all of them, in either block; a block's partial sum is one behind
+    both.
     """
     widths = Counter()
     for stream in made.streams:
@@ -71,9 +72,10 @@ def expected(made, direction, per_thread):
             if stream.is_per_block:
                 widths[size] += 2
                 continue
-            width = min(16, per_thread * size)
-            widths[width] += per_thread * size // width
-            widths[size] += per_thread
+            entries = per_thread // stream.elements_per_entry
+            width = min(16, entries * size)
+            widths[width] += entries * size // width
+            widths[size] += entries
     if direction == "ld":
         widths[4] += 1 + len(made.device_numbers)  # segment_of_chunk
         widths[8] += 2 + len(made.streams) + len(made.numbers)

@@ -20,24 +20,41 @@ import torch
 from tests.codegen import interpreted
 from tests.kit.covering import only
 from zerofx.codegen.triton.source import kernel_arguments, kernel_name, triton_source
-from zerofx.codegen.wires import blocks
+from zerofx.codegen.wires import blocks, errors, sums
 from zerofx.codegen.wires.kernels import FEWEST_COMPILED, WireKernels
-from zerofx.codegen.wires.programs import dequantize_program, quantize_program
-from zerofx.ir.wires import BLOCK
+from zerofx.codegen.wires.programs import (
+    PARTS_AT_ONCE,
+    dequantize_program,
+    error_program,
+    quantize_program,
+    sum_program,
+)
+from zerofx.ir.wires import BLOCK, CODES, NARROW
 
 GOLDEN = Path(__file__).parent / "golden" / "wires"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROGRAMS = {
-    f"{make.__name__.removesuffix('_program')}_{str(dtype).removeprefix('torch.')}": (make, dtype)
+    f"{make.__name__.removesuffix('_program')}_{code}_{str(dtype).removeprefix('torch.')}": (
+        functools.partial(make, dtype, code)
+    )
     for make in (quantize_program, dequantize_program)
-    for dtype in DTYPES
+    for code in CODES
+    for dtype in (DTYPES if code == "int8" else DTYPES[:2])
+}
+PROGRAMS |= {
+    f"sum_of_2_{code}": functools.partial(sum_program, torch.float32, code, 2, False, 2)
+    for code in (*CODES, NARROW)
+}
+PROGRAMS |= {
+    "sum_of_1_int4_more": functools.partial(sum_program, torch.float32, "int4", 1, True),
+    "error_int4": functools.partial(error_program, "int4", False),
+    "error_int8_scaled": functools.partial(error_program, "int8", True),
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
 
 def made(name):
-    make, dtype = PROGRAMS[name]
-    return make(dtype)
+    return PROGRAMS[name]()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -52,8 +69,11 @@ def test_every_golden_kernel_has_its_program():
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("quantize_float32", 4 + 1 + 4 / 256),
-        ("dequantize_bfloat16", 2 + 1 + 4 / 256),
+        ("quantize_int8_float32", 4 + 1 + 4 / 256),
+        ("quantize_int4_float32", 4 + 1 / 2 + 4 / 256),
+        ("dequantize_int8_bfloat16", 2 + 1 + 4 / 256),
+        ("sum_of_2_int4", 4 + 2 * (1 / 2 + 4 / 256)),
+        ("error_int4", 4 + 1 / 2 + 4 / 256 + 4),
     ],
 )
 def test_an_element_moves_as_many_bytes_as_it_must(name, expected):
@@ -75,7 +95,7 @@ def compiled(name, capability):
     kinds = {"segments": "*i64", "segment_of_chunk": "*i32", "numbers": "*fp64"}
     source = ASTSource(
         fn=load_kernel(triton_source(program), kernel_name(program)),
-        signature={name: kinds[name] for name in kernel_arguments(program)}
+        signature={name: kinds.get(name, "*fp32") for name in kernel_arguments(program)}
         | dict.fromkeys(("BLOCK", "CHUNK", "ALIGNMENT"), "constexpr"),
         constexprs={"BLOCK": block, "CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
@@ -87,7 +107,7 @@ def compiled(name, capability):
 @linux
 @pytest.mark.slow(reason="kernels are compiled to machine code")
 @pytest.mark.parametrize("capability", (80, 90))
-@pytest.mark.parametrize("name", only(("quantize_float32", "dequantize_bfloat16"), PROGRAMS))
+@pytest.mark.parametrize("name", only(("quantize_int8_float32", "sum_of_2_int4"), PROGRAMS))
 def test_it_is_machine_code_that_moves_16_bytes_at_a_time(name, capability, tmp_path):
     from tests.codegen.test_triton_offline import accesses, expected, per_thread_of, resource_usage
 
@@ -105,9 +125,9 @@ def test_it_is_machine_code_that_moves_16_bytes_at_a_time(name, capability, tmp_
 @pytest.mark.parametrize("capability", (80, 90))
 def test_a_quotient_is_rounded_as_torchs_and_nothing_is_joined(capability):
     """Whatever takes the last bit from one rank's kernel would part the ranks' parameters."""
-    ptx = compiled("quantize_float32", capability).asm["ptx"]
+    ptx = compiled("quantize_int8_float32", capability).asm["ptx"]
     assert "div.rn.f32" in ptx and "div.full" not in ptx and "div.approx" not in ptx
-    for name in ("quantize_float32", "dequantize_bfloat16"):
+    for name in ("quantize_int8_float32", "quantize_int4_float32", "dequantize_int8_bfloat16"):
         assert "fma." not in compiled(name, capability).asm["ptx"]
         assert ".ftz" not in compiled(name, capability).asm["ptx"]
 
@@ -124,9 +144,17 @@ def run():
 
 @linux
 @pytest.mark.parametrize("numel, parts", [(1, 1), (255, 2), (256, 1), (257, 3), (2051, 2)])
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_it_gives_the_bits_of_plain_torch(dtype, numel, parts, run):
-    run(interpreted.check_wires, dtype, numel, parts)
+def test_interpreted_it_gives_the_bits_of_plain_torch(dtype, code, numel, parts, run):
+    run(interpreted.check_wires, dtype, code, numel, parts)
+
+
+@linux
+@pytest.mark.parametrize("numel, parts", [(1, 1), (257, 3), (515, 2 * PARTS_AT_ONCE + 1)])
+@pytest.mark.parametrize("code", (*CODES, NARROW))
+def test_interpreted_sums_and_errors_have_the_bits_of_plain_torch(code, numel, parts, run):
+    run(interpreted.check_sums_and_errors, code, numel, parts)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -141,31 +169,52 @@ def numbers(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.slow(reason="Inductor compiles")
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", only((torch.float32,), DTYPES), ids=str)
-def test_compiled_it_gives_the_bits_of_plain_torch(dtype):
+def test_compiled_it_gives_the_bits_of_plain_torch(dtype, code):
     kernels = WireKernels()
     for numel, parts in ((FEWEST_COMPILED, 1), (FEWEST_COMPILED + 1, 2), (3 * 2**18 + 77, 3)):
         flat = numbers(numel * parts, dtype)
-        wire = kernels.quantize(flat, "int8", parts)
-        assert torch.equal(wire, blocks.quantize(flat, "int8", parts))
-        found = kernels.dequantize(wire, "int8", parts, numel, dtype)
-        wanted = blocks.dequantize(wire, "int8", parts, numel, dtype)
+        wire = kernels.quantize(flat, code, parts)
+        assert torch.equal(wire, blocks.quantize(flat, code, parts))
+        found = kernels.dequantize(wire, code, parts, numel, dtype)
+        wanted = blocks.dequantize(wire, code, parts, numel, dtype)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     assert all(kernel is not None for kernel in kernels._known.values()) and kernels._known
 
 
-def test_other_codes_and_small_buffers_run_operator_by_operator():
-    kernels, flat = WireKernels(), torch.randn(FEWEST_COMPILED)
-    for code, values in (("int4", flat), ("int8", flat[:100])):
-        wire = kernels.quantize(values, code)
-        assert torch.equal(wire, blocks.quantize(values, code))
-        kernels.dequantize(wire, code, 1, values.numel(), torch.float32)
-    assert not kernels._known
+@pytest.mark.slow(reason="Inductor compiles")
+@pytest.mark.parametrize("code", only(("int4",), (*CODES, NARROW)))
+def test_compiled_sums_and_errors_have_the_bits_of_plain_torch(code):
+    kernels, parts = WireKernels(), 3
+    for numel in (FEWEST_COMPILED, FEWEST_COMPILED + 77):
+        flat = numbers(numel * parts, torch.float32)
+        wire = flat.bfloat16() if code == NARROW else blocks.quantize(flat, code, parts)
+        for dtype in (torch.float32, torch.bfloat16):
+            found = kernels.dequantize_sum(wire, code, parts, numel, parts, dtype)
+            wanted = sums.dequantize_sum(wire, code, parts, numel, parts, dtype)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        for scale in (None, torch.tensor(3.0)):
+            found = kernels.rounding_error(flat, wire, code, parts, scale)
+            assert torch.equal(found, errors.rounding_error(flat, wire, code, parts, scale))
+    assert all(kernel is not None for kernel in kernels._known.values()) and kernels._known
+
+
+def test_small_buffers_and_what_is_not_compiled_run_operator_by_operator():
+    for kernels, numel in ((WireKernels(), 100), (WireKernels(False), FEWEST_COMPILED)):
+        values = torch.randn(numel)
+        for code in CODES:
+            wire = kernels.quantize(values, code)
+            assert torch.equal(wire, blocks.quantize(values, code))
+            kernels.dequantize(wire, code, 1, numel, torch.float32)
+            kernels.dequantize_sum(wire, code, 1, numel, 2, torch.float32)
+            kernels.rounding_error(values, wire, code, 1)
+        assert not kernels._known
 
 
 def test_kernels_are_kept_by_name_for_who_reads_them(monkeypatch):
     kept = {}
-    kernels = WireKernels(lambda name, text: kept.setdefault(name, text))
+    kernels = WireKernels(keep=lambda name, text: kept.setdefault(name, text))
     monkeypatch.setattr("zerofx.codegen.wires.kernels._run", lambda kernel, segments: None)
     kernels.quantize(torch.ones(FEWEST_COMPILED), "int8")
     (name,) = kept

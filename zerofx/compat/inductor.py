@@ -183,11 +183,11 @@ def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
 class CompiledForAnyLength:
     """A graph over tensors of one shape, and of its length, compiled by Inductor for all shapes.
 
-    Tensors are 0-dim, or flat and of one length; or of two dimensions, and flat ones then have as
-    many elements as those have rows.  Lengths of 0 and 1 are no other program.  The first call
-    with other dtypes or devices compiles, in a thread of its own and by ``compile_fx`` for the
-    reasons above; through ``torch.compile`` a length of 1 is compiled apart, and every call checks
-    guards.  On a CPU, what is compiled runs without Python's lock.
+    Tensors are 0-dim, or flat and of one length; or of two dimensions, some of them half as wide as
+    others, and flat ones then have as many elements as those have rows.  Lengths of 0 and 1 are no
+    other program.  The first call with other dtypes or devices compiles, in a thread of its own and
+    by ``compile_fx`` for the reasons above; through ``torch.compile`` a length of 1 is compiled
+    apart, and every call checks guards.  On a CPU, what is compiled runs without Python's lock.
     """
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
@@ -213,7 +213,8 @@ class CompiledForAnyLength:
         # What AOTAutograd finds in its cache meets no inner compiler, which has a cache too.
         uncached = torch._functorch.config.patch(enable_autograd_cache=False)
         with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
-            examples = [_of_any_length(tensor, in_rows, fakes) for tensor in inputs]
+            widest = max((tensor.shape[1] for tensor in inputs if tensor.dim() == 2), default=1)
+            examples = [_of_any_length(tensor, in_rows, widest, fakes) for tensor in inputs]
             patches = WITHOUT_CUDAGRAPHS
             return compile_fx(self._gm, examples, _compile_sums_last, config_patches=patches)
 
@@ -276,9 +277,13 @@ class _WithoutLock:
         return None
 
 
-def _of_any_length(tensor: torch.Tensor, in_rows: bool, fakes: FakeTensorMode) -> torch.Tensor:
+def _of_any_length(
+    tensor: torch.Tensor, in_rows: bool, widest: int, fakes: FakeTensorMode
+) -> torch.Tensor:
     """Stands for tensors like this one, of lengths that are nothing else's and worth threads."""
-    sizes = (2**12 + 3, 2**8 + 3)[: tensor.dim()] if in_rows else (2**20 + 3,)[: tensor.dim()]
+    sizes = (2**12 + 3, 2**8 + 4)[: tensor.dim()] if in_rows else (2**20 + 3,)[: tensor.dim()]
+    if tensor.dim() == 2 and tensor.shape[1] < widest:  # two columns of others share one of these
+        sizes = (sizes[0], sizes[1] // 2)
     example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
     return fakes.from_tensor(example, symbolic_context=context)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.kernels import Keep
-from zerofx.codegen.wires import blocks, errors, sums
+from zerofx.codegen.wires import errors
 from zerofx.codegen.wires.kernels import WireKernels
 from zerofx.ir import ops
 from zerofx.ir.mesh import DATA
@@ -35,7 +35,7 @@ class Wires:
         keep: Keep | None = None,
     ) -> None:
         self.table, self.communicator = table, communicator
-        self._kernels = WireKernels(keep) if is_compiled else blocks
+        self._kernels = WireKernels(is_compiled, keep)
         corrected = [node for node in graph.nodes if node.target is ops.correct]
         self._axes = {ops.argument(node, "axis") for node in corrected}
         self._bounds: Sequence[ParameterState] = ()
@@ -65,9 +65,7 @@ class Wires:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         divisor = self.communicator.world_size if reduction == "mean" else 1
-        return sums.dequantize_sum(
-            received, code, parts, numel, divisor, dtype, self._kernels.dequantize
-        )
+        return self._kernels.dequantize_sum(received, code, parts, numel, divisor, dtype)
 
     def fill_up(self, flat: torch.Tensor, parameters: Sequence[int], numel: int) -> torch.Tensor:
         return filled_up(flat.detach(), [self.table[index] for index in parameters], numel)
@@ -93,7 +91,7 @@ class Wires:
         parts: int,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return errors.rounding_error(exact, wire, code, parts, scale, self._kernels.dequantize)
+        return self._kernels.rounding_error(exact, wire, code, parts, scale)
 
     def keep_error(
         self,
