@@ -118,6 +118,22 @@ def test_on_the_same_mesh_each_rank_has_its_own(along):
         assert not saved.left(parameter)
 
 
+@pytest.mark.parametrize("along", (("node",), ("gpu", "node")))
+def test_on_the_same_mesh_with_other_buckets_ranks_share_what_they_had_lost(along):
+    """Another ``bucket_bytes`` has a rank reduce other elements between nodes."""
+    errors, mean = saved_on(NODES, along)
+    found = torch.zeros(NUMEL)
+    for mesh in meshes(NODES):
+        parameter, saved = nn.Parameter(torch.zeros(NUMEL)), SavedErrors()
+        saved.replace(parameter, errors)
+        for axis in along:
+            extent = extent_of(info_of(mesh, offset=10), numel_over(mesh, axis))
+            for part in saved.take(parameter, mesh, axis, axis == "node", extent):
+                found[extent.start : extent.stop] += part / mesh.world_size
+        assert not saved.left(parameter)
+    torch.testing.assert_close(found, mean, rtol=0, atol=1e-5)
+
+
 def test_a_parameter_is_where_its_bucket_has_it():
     (first, second, *_) = meshes(NODES)
     assert extent_of(info_of(first), SHARD) == Extent(4, 0, 56)

@@ -91,23 +91,26 @@ class SavedErrors:
     ) -> Iterator[torch.Tensor]:
         """Yield what this rank is to add over an axis, in this extent, and forget it.
 
-        On the mesh that it was saved on, that is what this rank had there.  On another, ranks that
-        reduce the same elements each have an equal share of what all together had lost: the sum of
-        what they bring to the mean stays.  One axis ``takes_all``.
+        On the mesh that it was saved on, that is what this rank had there.  On another, or if
+        buckets are others and the rank reduces other elements now, ranks that reduce the same
+        elements each have an equal share of what all together had lost: the sum of what they bring
+        to the mean stays.  On another mesh one axis ``takes_all``.
         """
         saved = self.left(parameter)
-        start, stop = extent.start, extent.stop
-        if all(_is_same(one.mesh, mesh) for one in saved):
-            for one in saved:
-                is_mine = (one.axis, one.mesh.rank) == (axis, mesh.rank)
-                if is_mine and (one.start, one.stop) == (start, stop):
-                    yield one.read(start, stop)
-            self.replace(parameter, [one for one in saved if one.axis != axis])
-        elif takes_all:
+        is_same = all(_is_same(one.mesh, mesh) for one in saved)
+        if not is_same and not takes_all:
+            return
+        taken = [one for one in saved if not is_same or one.axis == axis]
+        place = (mesh.rank, extent.start, extent.stop)
+        mine = [one for one in taken if (one.mesh.rank, one.start, one.stop) == place]
+        if is_same and mine:
+            for one in mine:
+                yield one.read(extent.start, extent.stop)
+        else:
             sharers = mesh.size(axis) if axis == mesh.outer else mesh.world_size
-            for one in saved:
-                yield one.share_in(start, stop) * (mesh.world_size / sharers)
-            self.replace(parameter, [])
+            for one in taken:
+                yield one.share_in(extent.start, extent.stop) * (mesh.world_size / sharers)
+        self.replace(parameter, [one for one in saved if is_same and one.axis != axis])
 
 
 def _is_same(one: Mesh, other: Mesh) -> bool:
