@@ -11,7 +11,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder, updated_by
-from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.loss_scale import is_set_by_step, loss_scales_of
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
@@ -42,16 +42,16 @@ class Feedback:
         zerofx.keep_error(rest, [], [0, 1])
 
     Errors are of unscaled gradients: what a ``GradScaler`` has scaled is corrected by as much, and
-    they are kept when it is known whether the step is skipped.  Parameters that are reduced again
-    before their update are corrected by what has been lost since.
+    they are kept when it is known whether the step is skipped.  A gradient is scaled by what it is
+    computed of: that may be another scale behind an update, or none.  Parameters that are reduced
+    again before their update are corrected by what has been lost since.
     Source: error feedback, Seide et al. 2014; Karimireddy et al. 2019.
     """
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, builder: Builder) -> None:
         self.graph, self.builder, self.table = gm.graph, builder, ctx.table
         self.mesh, self.options = ctx.mesh, ctx.options
-        scales = [n for n in placeholders(gm.graph) if input_role(n).is_loss_scale and n.users]
-        self.scales = scales
+        self._is_set = is_set_by_step(gm.graph)
         self.counts: Counter[str] = Counter()
         self._open: list[_Open] = []
         self._found_inf: dict[tuple[int, ...], Any] = {}
@@ -61,19 +61,18 @@ class Feedback:
         inside, outside = self.options.feeds_back
         return outside if self.mesh.outer and axis == self.mesh.outer else inside
 
-    def why_not(self, indices: Sequence[int], together: Iterable[Sequence[int]]) -> str:
+    def why_not(
+        self, flat: fx.Node, indices: Sequence[int], together: Iterable[Sequence[int]]
+    ) -> str:
         """Return why these cannot be corrected; ``together`` are all that are reduced together."""
-        if len(self.scales) > 1:
+        if len(loss_scales_of(flat)) > 1:
             return "several loss scales"
+        if self._is_set and loss_scales_of(flat):
+            return "a loss scale that the step sets"
         mine = set(indices)
         if any(mine & set(other) and mine != set(other) for other in together):
             return "reduced in several ways"
         return ""
-
-    @property
-    def scale(self) -> dict[str, fx.Node]:
-        """The keyword for the loss scale, if there is one."""
-        return {"scale": self.scales[0]} if self.scales else {}
 
     def correct(
         self, call: Any, flat: fx.Node, indices: Sequence[int], numel: int, axis: str
@@ -85,7 +84,8 @@ class Feedback:
             previous = None
         rest = {} if previous is None else {"rest": previous.rest}
         over = self.mesh.over(axis)
-        origin = {**over, **self.scale, **rest, "role": Role.GRADIENT_WIRE}
+        scale = {"scale": found[0]} if (found := loss_scales_of(flat)) else {}
+        origin = {**over, **scale, **rest, "role": Role.GRADIENT_WIRE}
         return call(ops.correct, flat, list(indices), numel, **origin)
 
     def lost(
@@ -99,7 +99,7 @@ class Feedback:
         axis: str,
     ) -> None:
         """Insert what a wire loses, to be kept."""
-        rest = self._rounding_error(call, corrected, wire, code, parts)
+        rest = _rounding_error(call, corrected, corrected, wire, code, parts)
         found = self._find(axis, tuple(indices))
         if found is None:
             self._open.append(_Open(axis, tuple(indices), rest))
@@ -112,13 +112,8 @@ class Feedback:
         """Insert what is lost of a sum that all ranks are sent, to be kept by who has summed it."""
         found = self._find(axis, tuple(indices))
         assert found is not None, "it was corrected"
-        found.sums.append(self._rounding_error(call, total, wire, code, 1))
-
-    def _rounding_error(
-        self, call: Any, exact: fx.Node, wire: fx.Node, code: str, parts: int
-    ) -> fx.Node:
-        role = {"role": Role.ROUNDING_ERROR}
-        return call(ops.rounding_error, exact, wire, code, parts, **self.scale, **role)
+        corrected = found.rest.args[0]
+        found.sums.append(_rounding_error(call, corrected, total, wire, code, 1))
 
     def _find(self, axis: str, indices: tuple[int, ...]) -> _Open | None:
         among = (one for one in self._open if (one.axis, one.indices) == (axis, indices))
@@ -151,6 +146,15 @@ class Feedback:
                 return ops.argument(node, "found_inf")
             node = node.next
         return None
+
+
+def _rounding_error(
+    call: Any, corrected: fx.Node, exact: fx.Node, wire: fx.Node, code: str, parts: int
+) -> fx.Node:
+    """Insert what a wire loses of these values, which are scaled as ``corrected`` is."""
+    scale = ops.argument(corrected, "scale")
+    origin = {"role": Role.ROUNDING_ERROR, **({} if scale is None else {"scale": scale})}
+    return call(ops.rounding_error, exact, wire, code, parts, **origin)
 
 
 def _update_between(

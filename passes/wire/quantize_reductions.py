@@ -164,7 +164,7 @@ class _Quantiser:
         numel = -(-length // ranks)
         origin = {"role": Role.REDUCE_GRADIENT, **_origin(hop)}
         axis, feedback = ops.argument(hop, "axis"), self.feedback
-        corrects = self._corrects(axis, indices)
+        corrects = self._corrects(axis, flat, indices)
         with self.builder.before(hop, **origin) as call:
             parts, named = flat, indices
             if corrects:
@@ -194,11 +194,11 @@ class _Quantiser:
         self.builder.graph.erase_node(wait)
         self.builder.graph.erase_node(hop)
 
-    def _corrects(self, axis: str, indices: Sequence[int]) -> bool:
+    def _corrects(self, axis: str, flat: fx.Node, indices: Sequence[int]) -> bool:
         """Return whether what these lose over an axis is kept; count why not if it should be."""
         if not self.feedback.is_on(axis):
             return False
-        why = self.feedback.why_not(indices, self.together)
+        why = self.feedback.why_not(flat, indices, self.together)
         if why:
             self.feedback.counts[WITHOUT + why] += 1
         return not why

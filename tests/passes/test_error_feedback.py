@@ -16,6 +16,7 @@ from tests.kit.programs import (
     clone,
     execute,
     nodes_of,
+    parameter_named,
     rewritten,
     rewritten_by_rank,
     run_passes,
@@ -99,18 +100,25 @@ def test_what_is_lost_is_found_while_the_wire_travels():
 
 
 @functools.cache
-def one_matrix(world_size=2, axes=(), outer_stage=0, num_steps=1, scale=None):
-    """A gradient that is the batch's, whatever the parameter is; maybe scaled."""
+def one_matrix(
+    world_size=2, axes=(), outer_stage=0, num_steps=1, scale=None, interval=2000, sets=None
+):
+    """A gradient that is the batch's, whatever the parameter is; maybe scaled.
+
+    The scale doubles behind ``interval`` updates; or else the step ``sets`` it.
+    """
     torch.manual_seed(0)
     w = nn.Parameter(torch.zeros(40, 40))
     optimizer = torch.optim.SGD([w], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=scale or 1.0, enabled=scale is not None, growth_interval=interval
+    )
 
     def step(x):
         for _ in range(num_steps):
             scaler.scale((x * w).sum()).backward()
             scaler.step(optimizer)
-            scaler.update()
+            scaler.update(sets)
             optimizer.zero_grad()
 
     return capture(
@@ -203,13 +211,14 @@ def test_the_loss_scale_is_known():
     assert keep < update
 
 
+@pytest.mark.parametrize("interval", (2000, 1))
 @pytest.mark.parametrize("axes", ((), NODES))
-def test_errors_are_in_units_of_gradients_that_are_not_scaled(kept, axes):
-    """By a power of two all is the same, bitwise."""
+def test_errors_are_in_units_of_gradients_that_are_not_scaled(kept, axes, interval):
+    """By a power of two all is the same, bitwise; also if the scale grows within the step."""
     found = []
-    for scale in (1.0, 1024.0):
+    for scale, grows_in in ((1.0, 2000), (1024.0, interval)):
         kept.clear()
-        captured = one_matrix(4, axes, num_steps=2, scale=scale)
+        captured = one_matrix(4, axes, num_steps=2, scale=scale, interval=grows_in)
         program = rewritten_by_rank(captured, stage=2, **on("int4"))
         inputs = programs.rank_inputs(captured)
         generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
@@ -249,6 +258,46 @@ def test_without_a_scaler_what_is_no_number_is_not_kept(kept):
     execute(program, inputs)
     for errors in kept.values():
         assert all(error.isfinite().all() for error in errors.values())
+
+
+@functools.cache
+def two_matrices():
+    """One with a loss scale, and before and behind it one without, computed with the other's."""
+    w, v = nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.zeros(40, 40))
+    scaled, plain = torch.optim.SGD([w], lr=1.0), torch.optim.SGD([v], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x):
+        scaler.scale((x * w).sum()).backward()
+        scaler.step(scaled)
+        scaler.update()
+        scaled.zero_grad()
+        (x * v * w.detach()).sum().backward()
+        plain.step()
+        plain.zero_grad()
+
+    return capture(step, torch.randn(40, 40), world_size=2)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_gradient_that_no_scaler_has_scaled_is_corrected_as_it_is(stage):
+    program = rewritten(two_matrices(), stage=stage, **on("int4", process_group=None))
+    scales = {
+        tuple(ops.argument(node, "parameters")): ops.argument(node, "scale")
+        for node in nodes_of(program, ops.correct)
+    }
+    of_w, of_v = (parameter_named(program, name).index for name in "wv")
+    assert scales[of_w,].op == "placeholder" and scales[of_v,] is None
+    for node in nodes_of(program, ops.rounding_error):
+        assert ops.argument(node, "scale") is ops.argument(node.args[0], "scale")
+
+
+def test_a_scale_that_the_step_sets_is_counted():
+    captured = clone(one_matrix(scale=8.0, sets=4.0))
+    options = {"reduce_wire": "int8", "error_feedback": 1}
+    counts = run_passes(captured, stage=2, **options)["quantize_reductions"].counts
+    assert counts["without feedback: a loss scale that the step sets"] == 1
+    assert not nodes_of(captured, ops.correct)
 
 
 # Options

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.interface import input_role, placeholders
+from zerofx.ir.loss_scale import loss_scales_of
 from zerofx.ir.reduction_hops import code_of, hops_into
 from zerofx.ir.roles import parameter_of
 from zerofx.verify.broken import broken
@@ -18,7 +18,6 @@ def verify_feedback(graph: fx.Graph) -> None:
 
     Raises: GraphError.
     """
-    scales = [node for node in placeholders(graph) if input_role(node).is_loss_scale and node.users]
     for node in graph.nodes:
         if node.target is ops.correct:
             _is_of_its_gradients(node)
@@ -29,9 +28,15 @@ def verify_feedback(graph: fx.Graph) -> None:
         elif node.target is ops.keep_error:
             _keeps_what_was_lost(node)
         if node.target in (ops.correct, ops.rounding_error):
-            scale = ops.argument(node, "scale")
-            if [scale] != (scales or [None]):
-                raise broken(node, "is not by the scale that gradients have been multiplied by.")
+            _is_by_its_scale(node)
+
+
+def _is_by_its_scale(node: fx.Node) -> None:
+    exact = node.args[0]
+    if node.target is ops.rounding_error and exact.target is ops.correct:
+        exact = exact.args[0]
+    if [ops.argument(node, "scale")] != (loss_scales_of(exact) or [None]):
+        raise broken(node, "is not by the scale that gradients have been multiplied by.")
 
 
 def _is_of_its_gradients(corrected: fx.Node) -> None:
