@@ -10,10 +10,13 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliases
 from zerofx.ir.graph import Builder, erase_unused
+from zerofx.ir.interface import written_input
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.wire_graph import becomes_parameters, is_parameter
 from zerofx.ir.wires import is_quantizable
 from zerofx.passes.base import Conflict, Counts, PassContext
+from zerofx.passes.zero.elementwise import is_elementwise
 
 CONFLICTS = (
     Conflict(
@@ -50,8 +53,8 @@ def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     them, and kept for the others.  On a mesh whose axes are both cut, wires go both ways.
 
     What travels as before is counted, with why: integers have no codes;
-    what a step has computed of shards is no parameter; and what becomes a parameter's new value, or
-    the caller's, has to be exact.
+    what a step has computed of shards is no parameter; and what becomes a parameter's new value,
+    the caller's, or element by element a tensor of the caller's, has to be exact.
     Source: ZeRO++, Wang et al. 2023, section 3.1 (qwZ).
     """
     code = ctx.options.gather_dtype
@@ -96,7 +99,28 @@ def _why_not(wait: fx.Node, parts: Sequence[fx.Node], written: set[fx.Node]) -> 
         return "a parameter's new value is computed of it"
     if any(reader.op == "output" for alias in aliases(wait) for reader in alias.users):
         return "the caller's"
+    if _is_averaged(wait):
+        return "a tensor of the caller's is written with it"
     return ""
+
+
+def _is_averaged(wait: fx.Node) -> bool:
+    """Return whether an input is written element by element with it, as averages of weights are.
+
+    Statistics of a forward pass are no such: they are computed of activations.
+    """
+
+    def computed(node: fx.Node) -> list[fx.Node]:
+        pairs = [(alias, user) for alias in aliases(node) for user in alias.users]
+        return [user for alias, user in pairs if is_elementwise(user) and _fits(user, alias)]
+
+    return any(written_input(user) for node in reached([wait], computed) for user in node.users)
+
+
+def _fits(one: fx.Node, other: fx.Node) -> bool:
+    """Return whether two tensors have the same shape, of known sizes as parameters have."""
+    sizes = one.meta["val"].shape
+    return all(type(size) is int for size in sizes) and sizes == other.meta["val"].shape
 
 
 def _quantize(

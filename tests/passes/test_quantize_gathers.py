@@ -330,6 +330,33 @@ def test_what_the_caller_is_given_itself_is_exact():
     assert counts == {"travel as before: the caller's": 1, "wires": 3, "quantised gathers": 3}
 
 
+def test_averages_of_weights_are_of_exact_ones():
+    """In buffers of the user's, which a checkpoint has; what comes of activations is no such."""
+    torch.manual_seed(0)
+    model = nn.Linear(9, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    averages = [p.detach().clone() for p in model.parameters()]
+    model.register_buffer("last", torch.zeros(4, 9))
+
+    def step(x):
+        y = model(x).relu() + model.bias
+        model.last.copy_(y.detach())
+        loss = y.pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                average.lerp_(parameter, 0.5)
+
+    captured = capture(step, torch.randn(4, 9), world_size=2)
+    assert left(captured) == {"a tensor of the caller's is written with it": 1}
+    program = rewritten(captured, bucket=True, **INT8)
+    exact = [n for n in nodes_of(program, ops.all_gather_start) if n.args[0].target is ops.pack]
+    assert len(exact) == 1 and exact[0] > max(nodes_of(program, ops.update))
+    assert len(nodes_of(program, ops.dequantize)) == 1
+
+
 # Bytes
 
 
