@@ -1,13 +1,16 @@
 """``stop_after``: a step as it is behind one pass, without those that come later."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.kit.programs import clone, mlp_step
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import built, plain, program_of, run, zero
-from zerofx.compiler.choices import choose, stopped
+from zerofx.compiler.choices import attempts, choose, stopped
+from zerofx.ir.mesh import Mesh
 from zerofx.options import STOPS
 from zerofx.passes.pipeline import PIPELINE, rewrites
 
@@ -46,6 +49,19 @@ def test_what_later_passes_would_offload_stays():
     automatic = {"offload": "auto", "memory_budget": 1000}
     assert of("prefetch", **automatic).offload == ("auto",)
     assert of("place_offload", **automatic).offload == ()
+
+
+def test_parameters_that_have_a_second_shard_stay_on_the_device():
+    mesh = Mesh((("node", 2), ("gpu", 2)), outer_stage=3)
+    axes = SimpleNamespace(mesh_dim_names=("node", "gpu"))
+    given = {"offload": "auto", "memory_budget": 10_000, "process_group": axes}
+    table = clone(mlp_step(), 4).table
+    shards = sum(info.largest_shard_numel * info.dtype.itemsize for info in table)
+    plain = attempts(choose(given, {}), table, mesh)
+    second = attempts(choose({**given, "secondary_shard": "gpu"}, {}), table, mesh)
+    assert [options.offload for options in second] == [options.offload for options in plain[:2]]
+    assert [options.memory_budget for options in plain] == [10_000 - shards] * 2 + [10_000]
+    assert [options.memory_budget for options in second] == [10_000 - 3 * shards] * 2
 
 
 def test_later_optional_passes_are_off_and_earlier_ones_as_they_were():

@@ -9,6 +9,7 @@ from typing import Any
 from zerofx.capture.step import CapturedStep
 from zerofx.errors import BudgetError
 from zerofx.ir.graph import copied_module
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, resolve
 from zerofx.passes.base import PassContext
@@ -74,22 +75,26 @@ def stopped(options: Options) -> Options:
     return replace(options, **changed)
 
 
-def attempts(options: Options, table: ParameterTable) -> list[Options]:
+def attempts(options: Options, table: ParameterTable, mesh: Mesh) -> list[Options]:
     """Return the options to try in turn, for the ``memory_budget`` of all that is on the device.
 
     What moves fewest bytes for those that it frees comes first: states, once a step there and back
     with what their update needs, and only as many as do not fit; then activations too, as few as
-    it takes; at stage 3 parameters at last, which come for each of their gathers.
+    it takes; at stage 3 parameters at last, which come for each of their gathers, unless second
+    shards of them are kept on the device.
     """
     assert options.memory_budget is not None
     kept = sum(
         info.nbytes if options.stage < 3 else info.kept.largest_shard_numel * info.dtype.itemsize
         for info in table
     )
+    if options.secondary_shard and mesh.outer:
+        kept += kept * mesh.size(mesh.outer)
     besides = max(options.memory_budget - kept, 1)
     leaving = ("optimizer",), ("optimizer", "activations")
     found = [replace(options, offload=targets, memory_budget=besides) for targets in leaving]
-    if options.stage == 3 and options.outer_stage not in (1, 2):
+    stays = options.secondary_shard or options.outer_stage in (1, 2)
+    if options.stage == 3 and not stays:
         found.append(replace(options, offload=("optimizer", "params", "activations")))
     return found
 

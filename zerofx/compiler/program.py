@@ -124,7 +124,7 @@ class Program:
 
         if "auto" not in options.offload:
             return context(options)
-        tried = attempts(options, step.table)
+        tried = attempts(options, step.table, communicator.mesh)
         if function.attempt is None:
             mine = first_that_fits(step, [context(attempt) for attempt in tried])
             lines = (f"offload auto within {options.memory_budget} bytes",)
