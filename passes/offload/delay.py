@@ -32,6 +32,12 @@ DELAYED_CONFLICTS = (
         " under way. Choose stage 3, or drop delayed_update",
     ),
     _conflict(
+        lambda options: options.outer_stage in (1, 2),
+        "delayed_update needs parameters that are cut over both axes of the mesh or over the"
+        " inner one alone, with what updates them: its outer axis has stage {outer_stage}. Give it"
+        " stage 3 or 0, or drop delayed_update",
+    ),
+    _conflict(
         lambda options: options.offload_tier != "cpu" or "params" in options.offload,
         "delayed_update needs optimizer states in host memory and parameters on the device:"
         " drop offload_tier='nvme' and offload='params', or delayed_update",

@@ -33,7 +33,8 @@ CONFLICTS = (
     ),
     Conflict(
         lambda options: (
-            options.secondary_shard and (options.stage, options.outer_stage or 3) != (3, 3)
+            options.secondary_shard
+            and (options.stage, options.outer_stage) not in ((3, None), (3, 3))
         ),
         "secondary_shard={secondary_shard!r} needs parameters that are sharded over both axes:"
         " stage 3. With a smaller stage on the outer axis a rank's shard is that of its node"

@@ -22,6 +22,7 @@ from tests.kit.traffic import traffic_of
 from zerofx.__main__ import main
 from zerofx.backend import zero
 from zerofx.cost.traffic import wire_bytes
+from zerofx.errors import BudgetError
 from zerofx.runtime.comm.agreement import AgreementError
 
 AXES = ("node", "gpu")
@@ -510,6 +511,9 @@ def refuse_meshes():
     refuse("must name the inner axis, the last, of a mesh of two axes", second)
     outside = {**given(mesh, {"gpu": 3, "node": 1}), "secondary_shard": "gpu"}
     refuse("needs parameters that are sharded over both axes: stage 3", outside)
+    refuse("over both axes: stage 3", {**outside, "stage": {"gpu": 3, "node": 0}})
+    delayed = {**given(mesh, {"gpu": 3, "node": 2}), "offload": "optimizer", "delayed_update": True}
+    refuse("delayed_update needs .* its outer axis has stage 2", delayed)
     refuse("names rack, and the mesh .* has the axes node, gpu", given(mesh, {"rack": 0, "gpu": 3}))
     refuse("leaves out node", given(mesh, {"gpu": 3}))
     refuse("process_group is none", {"stage": {"gpu": 3, "node": 0}})
@@ -517,6 +521,8 @@ def refuse_meshes():
     refuse("not one with names", given(unnamed, {"gpu": 3, "node": 0}))
     tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     refuse(r"pass these, e.g. mesh\['dp'\]", given(tensor_parallel, 3))
+    joint = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a,b", "c"))
+    refuse("names with a comma are those of several axes", given(joint, 3))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     refuse("mesh of 3 dimensions", given(three, 3))
     swapped = dist.device_mesh.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=AXES)
@@ -550,3 +556,14 @@ def bind_twice():
 @pytest.mark.nightly
 def test_a_model_on_a_mesh_is_not_one_on_all_ranks(ranks):
     ranks(4).run(bind_twice)
+
+
+def exceed_budget():
+    options = on_mesh((2, 2), (3, 3), offload="auto", memory_budget=10, **SECOND)
+    with pytest.raises(BudgetError, match="this step allocates"):
+        Trainer("clipped", options)(batches_of(0, 4)[dist.get_rank()])
+
+
+@pytest.mark.nightly
+def test_a_budget_that_second_shards_do_not_fit_in_is_refused(ranks):
+    ranks(4).run(exceed_budget)

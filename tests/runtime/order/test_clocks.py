@@ -133,6 +133,7 @@ def used(notes, communicator, worker, shard):
     for _ in range(3):
         communicator.wait(communicator.all_gather_start(shard, 1)).sum()
         communicator.wait(communicator.all_reduce_start(shard * 2, "sum"))
+        communicator.wait(communicator.there(shard)).sum()
     worker.start(lambda: shard.sum()).result()
     thread = threading.Thread(target=lambda: notes.thread)
     thread.start()

@@ -179,7 +179,7 @@ class Communicator:
 
     def there(self, result: torch.Tensor) -> torch.Tensor:
         """Start what is complete already: all ranks have this result from before."""
-        return self._start("all_gather", 0, lambda: Started(result))
+        return self._start("all_gather", 0, partial(Started, result))
 
     def all_to_all_start(self, parts: torch.Tensor) -> torch.Tensor:
         """Start sending each rank its equal part of a flat buffer, in rank order.
@@ -367,6 +367,11 @@ def _check_covers_world(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"process_group is a device mesh of {mesh.ndim} dimensions {axes}, and the ranks that "
             "each have a batch of their own are along one or two: pass these, e.g. mesh['dp']"
+        )
+    if any("," in name for name in names):
+        raise ValueError(
+            f"process_group is a device mesh with the axes {axes}: names with a comma are those of "
+            "several axes together. Give mesh_dim_names without one"
         )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != list(range(dist.get_world_size())):
