@@ -481,7 +481,8 @@ def _stages_on(mesh: Any, stages: Mapping[str, int]) -> dict[str, Any]:
     if outer[0] > inner:
         raise ValueError(
             f"{given}: what is sharded over the outer axis ({axes[0]}) is sharded over the inner "
-            f"one ({axes[-1]}) too. Give {axes[0]} a stage of at most {inner}"
+            f"one ({axes[-1]}) too. With stage {inner} there, {axes[0]} may have "
+            f"{' or '.join(map(str, range(inner + 1)))}"
         )
     return {"stage": inner, "outer_stage": outer[0]}
 

@@ -278,6 +278,13 @@ def test_a_stage_of_an_axis_that_is_none_is_refused(stages, words):
         resolve(options, {"ZEROFX_STAGE": stages} if is_text else {})
 
 
+@pytest.mark.parametrize("inner, legal", [(0, "0"), (1, "0 or 1"), (2, "0 or 1 or 2")])
+def test_a_larger_stage_on_the_outer_axis_is_refused_with_the_legal_ones(inner, legal):
+    options = {"process_group": NamedMesh(), "stage": {"gpu": inner, "node": inner + 1}}
+    message = words_of(ValueError, options)
+    assert message.endswith(f"With stage {inner} there, node may have {legal}")
+
+
 @pytest.mark.parametrize("environ", [False, True])
 @pytest.mark.parametrize(
     "name, value, allowed",

@@ -504,7 +504,7 @@ def refuse_meshes():
         return {"process_group": mesh, "stage": stage, "lowering": "eager"}
 
     mesh = mesh_of(2, 2)
-    refuse("of at most 1", given(mesh, {"gpu": 1, "node": 3}))
+    refuse("node may have 0 or 1", given(mesh, {"gpu": 1, "node": 3}))
     offloaded = {**given(mesh, {"gpu": 3, "node": 1}), "offload": "params"}
     refuse("its outer axis has stage 1. Give it stage 3 or 0", offloaded)
     second = {**given(mesh, 3), "secondary_shard": "node"}
