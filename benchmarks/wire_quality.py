@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from models import Sizes, loss_of
 from ranks import on_ranks
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from corpus import read_bytes, source_files, split_files, text_batches  # noqa: E402
@@ -46,6 +48,9 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 HELD_OUT_BATCHES = 64
+WARMUP = 0.05
+"""The share of steps in which the learning rate grows.  It ends at 0: at a constant rate the last
+steps alone move the loss by more than the forms differ by."""
 
 
 def train(
@@ -60,6 +65,7 @@ def train(
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = LambdaLR(optimizer, lambda number: schedule((number + 0.5) / steps))
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=AXES)
     options = {"process_group": mesh, "stage": 3, **FORMS[form]}
 
@@ -76,6 +82,7 @@ def train(
     batches = text_batches(training, **cut, seed=seed)
     for _ in range(steps):
         last = compiled(next(batches))
+        scheduler.step()
     alone = sizes.build()
     alone.load_state_dict(model.state_dict())
     losses = torch.zeros((), dtype=torch.float64)
@@ -85,6 +92,11 @@ def train(
             losses += loss_of(alone, next(unseen)).double()
     dist.all_reduce(losses)
     return {"held_out": float(losses) / HELD_OUT_BATCHES, "last": float(last)}
+
+
+def schedule(done: float) -> float:
+    """The share of the learning rate when so much of the training is done: up, and down to 0."""
+    return min(done / WARMUP, 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def main() -> int:
