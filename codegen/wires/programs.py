@@ -118,7 +118,7 @@ def error_program(code: str, is_scaled: bool) -> Program:
         *wire,
         Stream("error", "value", torch.float32, store=lost),
     )
-    title = f"What codes in {code} have lost of values"
+    title = f"Finds what codes in {code} have lost of values"
     return _program("rounding_error", "Find the errors of", title, streams, make, numbers)
 
 

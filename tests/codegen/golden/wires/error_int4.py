@@ -1,4 +1,4 @@
-"""What codes in int4 have lost of values, in one pass over memory.
+"""Finds what codes in int4 have lost of values, in one pass over memory.
 
 Made by zerofx.codegen.  An element moves 8.51562 bytes:
 

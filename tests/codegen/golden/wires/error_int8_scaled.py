@@ -1,4 +1,4 @@
-"""What codes in int8 have lost of values, in one pass over memory.
+"""Finds what codes in int8 have lost of values, in one pass over memory.
 
 Made by zerofx.codegen.  An element moves 9.01562 bytes:
 
