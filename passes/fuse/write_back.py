@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases, mutated_inputs, readers, writers
+from zerofx.ir.aliases import aliases, mutated_inputs, readers, shards_in, writers
 from zerofx.ir.graph import erase_unused, is_owned
 from zerofx.ir.interface import STANDS_FOR, input_role
 from zerofx.ir.parameters import ParameterTable
@@ -65,7 +65,7 @@ def _writes_of(wait: fx.Node, table: ParameterTable) -> list[fx.Node] | None:
     if start.target is not ops.all_gather_start or list(start.users) != [wait]:
         return None
     packed = ops.gathered_from(wait)
-    shards = packed.args[0] if packed.target is ops.pack else [packed]
+    shards = shards_in(packed).values()
     parameters = [shard.args[3] for shard in shards if shard.target is ops.update]
     if len(parameters) < len(shards) or not _is_whole_bucket(parameters, packed, table):
         return None

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases
+from zerofx.ir.aliases import aliases, shards_in
 from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import written_input
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
-from zerofx.ir.wire_graph import becomes_parameters, is_parameter
+from zerofx.ir.wire_graph import becomes_parameters, exact_behind, is_parameter
 from zerofx.ir.wires import is_quantizable
 from zerofx.passes.base import Conflict, Counts, PassContext
 from zerofx.passes.zero.elementwise import is_elementwise
@@ -66,26 +66,21 @@ def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     for wait in list(gm.graph.nodes):
         if wait.target is not ops.wait or role(wait) != Role.GATHER:
             continue
-        shard = exact_shard(wait)
-        parts = list(shard.args[0]) if shard.target is ops.pack else [shard]
+        shard = exact_behind(wait)
+        held = shards_in(shard)
+        parts = tuple(held.values())
         why = _why_not(wait, parts, written)
         if why:
             counts[LEFT + why] += 1
             continue
-        if tuple(parts) not in wires:
-            wires[tuple(parts)] = _quantize(builder, wait, shard, parts, code)
+        if parts not in wires:
+            first = ops.hops_of(wait)[-1]
+            with builder.before(first, role=Role.QUANTIZED, **_origin(wait)) as call:
+                wires[parts] = call(ops.quantize, shard, code, 1, list(held))
             counts["wires"] += 1
-        _gather_wire(builder, wait, wires[tuple(parts)], code)
+        _gather_wire(builder, wait, wires[parts], code)
         counts["quantised gathers"] += 1
     return counts
-
-
-def exact_shard(wait: fx.Node) -> fx.Node:
-    """The shard that a gather puts together, before a cast to the dtype that uses it."""
-    shard = ops.gathered_from(wait)
-    if shard.target is ops.quantize:  # another gather of the same second shard has come before
-        shard = shard.args[0]
-    return shard.args[0] if role(shard) == Role.GATHER_CAST else shard
 
 
 def _why_not(wait: fx.Node, parts: Sequence[fx.Node], written: set[fx.Node]) -> str:
@@ -123,19 +118,9 @@ def _fits(one: fx.Node, other: fx.Node) -> bool:
     return all(type(size) is int for size in sizes) and sizes == other.meta["val"].shape
 
 
-def _quantize(
-    builder: Builder, wait: fx.Node, shard: fx.Node, parts: Sequence[fx.Node], code: str
-) -> fx.Node:
-    """Insert the wire of what a gather's ranks each have, in front of its first hop."""
-    first = ops.hops_of(wait)[-1]
-    indices = list(shard.args[1]) if shard.target is ops.pack else [parameter_of(wait)]
-    with builder.before(first, role=Role.QUANTIZED, **_origin(wait)) as call:
-        return call(ops.quantize, shard, code, 1, indices)
-
-
 def _gather_wire(builder: Builder, wait: fx.Node, wire: fx.Node, code: str) -> None:
     """Let a gather put together this wire, and let who read what it gave read values of it."""
-    shard = exact_shard(wait)
+    shard = exact_behind(wait)
     numel, dtype = shard.meta["val"].shape[0], wait.meta["val"].dtype
     num_parts = wait.meta["val"].shape[0] // numel if numel else 1
     hops = ops.hops_of(wait)

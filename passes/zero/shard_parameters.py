@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.aliases import shards_in
 from zerofx.ir.interface import input_role, placeholders, written_input
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.reach import reached
@@ -128,9 +129,7 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """The whole values viewed in one gathered buffer, and the shard of each."""
     packed = ops.gathered_from(wait)
-    shards = {-1: packed}
-    if packed.target is ops.pack:
-        shards = dict(zip(packed.args[1], packed.args[0], strict=True))
+    shards = shards_in(packed)
 
     def parts_of(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if role(user) == Role.WHOLE]

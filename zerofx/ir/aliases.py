@@ -153,6 +153,13 @@ def shard_of(node: fx.Node) -> int:
     return parameter_of(node)
 
 
+def shards_in(packed: fx.Node) -> dict[int, fx.Node]:
+    """The shards that a bucket's shard is packed of, by parameter; itself if it packs none."""
+    if packed.target is ops.pack:
+        return dict(zip(packed.args[1], packed.args[0], strict=True))
+    return {shard_of(packed): packed}
+
+
 def writers(node: fx.Node) -> set[fx.Node]:
     """Every node that writes to ``node``'s memory."""
     return {reader for reader, alias in uses(node) if alias in mutated_inputs(reader)}

@@ -9,6 +9,7 @@ from zerofx.ir.aliases import memory_of, mutated_inputs
 from zerofx.ir.graph import updated_by
 from zerofx.ir.interface import input_role
 from zerofx.ir.reach import reached
+from zerofx.ir.roles import Role, role
 
 
 def is_parameter(shard: fx.Node) -> bool:
@@ -47,8 +48,16 @@ def whole_of(wait: fx.Node) -> fx.Node:
     return next((user for user in wait.users if user.target is ops.dequantize), wait)
 
 
+def exact_shard(sent: fx.Node) -> fx.Node:
+    """The shard that is sent as this: it may be a wire of it, or a cast to the dtype that uses it.
+
+    Another gather of the same second shard may have made a wire of it already.
+    """
+    shard = sent.args[0] if sent.target is ops.quantize else sent
+    return shard.args[0] if role(shard) == Role.GATHER_CAST else shard
+
+
 def exact_behind(gathered: fx.Node) -> fx.Node:
     """The shard that a gather's wait, or the values of its wire, are put together from."""
     wait = gathered.args[0] if gathered.target is ops.dequantize else gathered
-    shard = ops.gathered_from(wait)
-    return shard.args[0] if shard.target is ops.quantize else shard
+    return exact_shard(ops.gathered_from(wait))

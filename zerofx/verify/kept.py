@@ -6,11 +6,12 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import shard_of
+from zerofx.ir.aliases import shard_of, shards_in
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, parameter_of, role
+from zerofx.ir.wire_graph import exact_shard
 from zerofx.verify.broken import broken
 
 aten = torch.ops.aten
@@ -45,10 +46,8 @@ def verify_kept(graph: fx.Graph, table: ParameterTable) -> None:
 
 def _is_filled_with_newest(refill: fx.Node, axis: str) -> None:
     """Check that a second shard is of the newest values of the parameters that it names."""
-    packed, indices = refill.args[:2]
-    if packed.target is ops.quantize or role(packed) == Role.GATHER_CAST:
-        packed = packed.args[0]
-    shards = packed.args[0] if packed.target is ops.pack else [packed]
+    sent, indices = refill.args[:2]
+    shards = shards_in(exact_shard(sent)).values()
     if [shard_of(shard) for shard in shards] != list(indices):
         raise broken(refill, "does not hold the shards of the parameters that it names.")
     if ops.argument(refill, "axis") != axis:
@@ -78,10 +77,7 @@ def _is_joined(write: fx.Node, info: ParameterInfo, axis: str) -> None:
     starts = ops.hops_of(source) if source.target is ops.wait else []
     if [ops.argument(start, "axis") for start in starts] != [axis]:
         raise broken(write, f"is not of values that are gathered along {axis}, and them alone.")
-    packed = starts[0].args[0]
-    held = {shard_of(packed): packed}
-    if packed.target is ops.pack:
-        held = dict(zip(packed.args[1], packed.args[0], strict=True))
+    held = shards_in(starts[0].args[0])
     if shard_of(write.args[0]) != info.index or info.index not in held:
         raise broken(write, f"is not of values of {info.name!r}.")
     if role(held[info.index]) == Role.TAKE_SHARD:

@@ -250,8 +250,6 @@ def _buckets_hold_what_they_say(graph: fx.Graph, table: ParameterTable) -> None:
                     raise broken(node, what)
         elif role(node) == Role.WHOLE and node.args[0].target in (ops.wait, ops.dequantize):
             packed = exact_behind(node.args[0])
-            if role(packed) == Role.GATHER_CAST:
-                packed = packed.args[0]
             if packed.target is ops.pack:
                 _reads_its_own_range(node, packed, table[parameter_of(node)])
 
