@@ -58,11 +58,10 @@ def _wires_of(corrected: fx.Node) -> list[fx.Node]:
     return [reader for reader in corrected.users if code_of(reader)]
 
 
-def _axis_of(corrected: fx.Node) -> str:
-    """The axis over which the wire of a corrected gradient is sent."""
+def _start_of(corrected: fx.Node) -> fx.Node:
+    """What sends the wire of a corrected gradient."""
     (wire,) = _wires_of(corrected)
-    start = next(reader for reader in wire.users if ops.is_collective(reader))
-    return ops.argument(start, "axis")
+    return next(filter(ops.is_collective, wire.users))
 
 
 def _loses_once(corrected: fx.Node) -> None:
@@ -75,21 +74,19 @@ def _loses_once(corrected: fx.Node) -> None:
             f"is sent by {len(wires)} wires, {len(lost)} of whose errors are found: each must be "
             "one, and nothing else reads it.",
         )
-    axis = ops.argument(corrected, "axis")
-    if _axis_of(corrected) != axis:
-        raise broken(
-            corrected, f"adds errors over {axis} to what is sent over {_axis_of(corrected)}."
-        )
+    axis, sent_over = (ops.argument(of, "axis") for of in (corrected, _start_of(corrected)))
+    if sent_over != axis:
+        raise broken(corrected, f"adds errors over {axis} to what is sent over {sent_over}.")
 
 
 def _is_of_a_wire(lost: fx.Node) -> None:
     """Check that an error is that of a wire, of what it was made of and as it was made."""
     exact, wire, code, parts = lost.args[:4]
-    made = 1 if wire.target is not ops.quantize else ops.argument(wire, "parts")
-    if wire.target is not ops.quantize and code_of(wire):
-        made = parts  # a cast has no parts
     if not code_of(wire) or wire.args[0] is not exact:
         raise broken(lost, f"is not of what {wire.name} was made of.")
+    made = parts  # a cast has none
+    if wire.target is ops.quantize:
+        made = ops.argument(wire, "parts")
     if (code, parts) != (code_of(wire), made):
         raise broken(lost, f"reads {wire.name} as {code} in {parts} parts.")
     if exact.target not in (ops.correct, ops.dequantize_sum):
@@ -126,7 +123,7 @@ def _same_errors(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _keeps_what_was_lost(keep: fx.Node) -> None:
-    rest, sums, _, *_ = keep.args
+    rest, sums = keep.args[:2]
     axis = ops.argument(keep, "axis")
     if rest.target is not ops.rounding_error or rest.args[0].target is not ops.correct:
         raise broken(keep, f"keeps {rest.name}, which no wire of corrected gradients has lost.")
@@ -150,13 +147,6 @@ def _first(rest: fx.Node) -> Sequence[fx.Node]:
 
 def _sum_that_comes_back(corrected: fx.Node) -> fx.Node | None:
     """The sum that this rank sends back to others, of what they have sent it."""
-    (wire,) = _wires_of(corrected)
-    start = next(reader for reader in wire.users if ops.is_collective(reader))
-    total = next(iter(ops.wait_of(start).users))
-    return (
-        total if any(code_of(reader) and _is_gathered(reader) for reader in total.users) else None
-    )
-
-
-def _is_gathered(wire: fx.Node) -> bool:
-    return any(ops.rules(reader).gathers for reader in wire.users)
+    total = next(iter(ops.wait_of(_start_of(corrected)).users))
+    readers = [reader for wire in total.users if code_of(wire) for reader in wire.users]
+    return total if any(ops.rules(reader).gathers for reader in readers) else None

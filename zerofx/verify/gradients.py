@@ -82,20 +82,14 @@ def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
     hops = hops_into(reduced)
     if not hops:
         return False
-    if _is_second_hop(hops):
-        begin, length = info.position_in_shard, info.shard_numel
-        is_its = (dim, start, stop) == (0, begin, begin + length)
-        return is_its and _averages_sums(hops[0], info)
-    flat = hops[-1].source
-    begin, length = info.position_in_shard, info.shard_numel
+    flat, begin, length = hops[-1].source, info.position_in_shard, info.shard_numel
     if flat.target is ops.all_reduce_bucket_start:
         begin, length = info.place.offset, info.numel
-    return (
-        flat.target in LAYS_OUT
-        and _is_mean(hops)
-        and info.index in flat.args[1]
-        and (dim, start, stop) == (0, begin, begin + length)
-    )
+    if (dim, start, stop) != (0, begin, begin + length):
+        return False
+    if _is_second_hop(hops):
+        return _averages_sums(hops[0], info)
+    return flat.target in LAYS_OUT and _is_mean(hops) and info.index in flat.args[1]
 
 
 def _is_mean(hops: Sequence[Hop]) -> bool:

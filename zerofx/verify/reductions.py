@@ -10,6 +10,7 @@ from zerofx.ir.reduction_hops import code_of
 from zerofx.ir.roles import Role, role
 from zerofx.ir.wires import NARROW, wire_length
 from zerofx.verify.broken import broken
+from zerofx.verify.wires import check_read_as_made
 
 
 def verify_reductions(graph: fx.Graph, table: ParameterTable) -> None:
@@ -61,16 +62,7 @@ def _is_summed(start: fx.Node) -> None:
     (total,) = wait.users
     wire, ranks = start.args[:2]
     length = _flat(wire).meta["val"].shape[0]
-    _fits(total, (code_of(wire), ranks, length // ranks))
-
-
-def _fits(reader: fx.Node, sent: tuple[str, int, int]) -> None:
-    """Check that wires are read as they were made."""
-    read = tuple(reader.args[1:4])
-    if read != sent:
-        text = "{} in {} parts of {}"
-        of = f"{reader.args[0].name} as {text.format(*read)}"
-        raise broken(reader, f"reads {of}, and it is {text.format(*sent)}.")
+    check_read_as_made(total, (code_of(wire), ranks, length // ranks))
 
 
 def _is_of_what_was_sent(total: fx.Node) -> None:
@@ -103,7 +95,7 @@ def _gathers_sums(start: fx.Node, world_size: int) -> None:
         if code_of(wire) != NARROW:
             if values.target is not ops.dequantize:
                 raise broken(values, f"reads {wait.name}, which is a wire of {total.name}.")
-            _fits(values, (code_of(wire), ranks, total.meta["val"].shape[0]))
+            check_read_as_made(values, (code_of(wire), ranks, total.meta["val"].shape[0]))
 
 
 def _flat(wire: fx.Node) -> fx.Node:

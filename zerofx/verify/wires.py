@@ -61,26 +61,30 @@ def _is_read_as_wire(wire: fx.Node) -> None:
     for holder in reached([wire], passed_on):
         for reader in holder.users:
             if reader.target is ops.dequantize:
-                _fits(reader, wire)
+                _is_read_in_parts(reader, wire)
             elif not (ops.is_collective(reader) or ops.is_wait(reader)):
                 if reader.target is not ops.free:
                     raise broken(reader, f"reads {holder.name}, which is a wire of {wire.name}.")
 
 
-def _fits(values: fx.Node, wire: fx.Node) -> None:
+def _is_read_in_parts(values: fx.Node, wire: fx.Node) -> None:
     """Check that a wire is dequantised as it was quantised, part by part."""
     flat, code = wire.args[:2]
     parts = ops.argument(wire, "parts")
     length = values.args[0].meta["val"].shape[0]
     num_wires = length // wire.meta["val"].shape[0] if length else 1
     numel = flat.meta["val"].shape[0] // parts
-    made, read = (code, parts * num_wires, numel), tuple(values.args[1:4])
-    if numel and made != read:
+    if numel:
+        check_read_as_made(values, (code, parts * num_wires, numel))
+
+
+def check_read_as_made(reader: fx.Node, made: tuple[str, int, int]) -> None:
+    """Check that wires are read in the code, the parts and the elements of each that they have."""
+    read = tuple(reader.args[1:4])
+    if read != made:
         text = "{} in {} parts of {}"
-        raise broken(
-            values,
-            f"reads {values.args[0].name} as {text.format(*read)}, and it is {text.format(*made)}.",
-        )
+        of = f"{reader.args[0].name} as {text.format(*read)}"
+        raise broken(reader, f"reads {of}, and it is {text.format(*made)}.")
 
 
 def _is_of_a_wire(values: fx.Node) -> None:
