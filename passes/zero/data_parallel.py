@@ -48,12 +48,15 @@ def data_parallel(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     if ctx.options.accumulate != "sharded":
         counts["sums averaged once"] = _average_sums_once(gm.graph)
     if unreduced and unreduced == mesh.outer:
-        pairs = _sum_inside(gm, ctx)
+        pairs = _reduce_marked(gm, ctx, "sum", mesh.over(mesh.inner))
         take_in_unreduced(gm.graph, unreduced)
         counts["sums averaged once"] += _average_sums_once(gm.graph)
     if unreduced:
         counts["left unreduced"] = leave_unreduced(gm, ctx, unreduced)
-    pairs += _average(gm, ctx, mesh.over(unreduced or mesh.everywhere))
+    pairs += _reduce_marked(gm, ctx, "mean", mesh.over(unreduced or mesh.everywhere))
+    for marker in gm.graph.find_nodes(op="call_function", target=ops.gradient):
+        marker.replace_all_uses_with(marker.args[0])
+        gm.graph.erase_node(marker)
     for start, _ in pairs:
         hoist_reduction(start)
     if ctx.options.stage == 0 and ctx.options.lowering == "inductor":
@@ -99,46 +102,28 @@ def _unreduced_between_calls(graph: fx.Graph, ctx: PassContext) -> str:
     return mesh.outer if mesh.outer_stage == 1 and ctx.options.stage >= 2 and crosses else ""
 
 
-def _average(
-    gm: fx.GraphModule, ctx: PassContext, over: Mapping[str, str]
+def _reduce_marked(
+    gm: fx.GraphModule, ctx: PassContext, reduction: str, over: Mapping[str, str]
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Average what is marked as a gradient, in the place of its mark; return (start, wait)."""
+    """Reduce what is marked as a gradient, and mark that in its place; return (start, wait)."""
     builder, pairs = Builder(gm, "data_parallel", ctx.table), []
-    for node in [node for node in gm.graph.nodes if node.target is ops.gradient]:
-        averaged, pair = _reduced(builder, ctx, node, "mean", over)
-        node.replace_all_uses_with(averaged)
-        gm.graph.erase_node(node)
-        pairs.append(pair)
+    for marker in gm.graph.find_nodes(op="call_function", target=ops.gradient):
+        gradient, parameter = marker.args
+        mark_gradient(gradient, parameter)
+        dtype = gradient.meta["val"].dtype
+        reduce_dtype = ctx.options.reduce_dtype or dtype
+        with builder.before(marker, parameter=parameter) as call:
+            cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
+            reduce = partial(call, role=Role.REDUCE_GRADIENT)
+            if reduce_dtype != dtype:
+                gradient = cast(gradient, dtype=reduce_dtype)
+            start = reduce(ops.all_reduce_start, gradient, reduction, **over)
+            wait = reduced = reduce(ops.wait, start)
+            if reduce_dtype != dtype:
+                reduced = cast(wait, dtype=dtype)
+        marker.args = (reduced, parameter)
+        pairs.append((start, wait))
     return pairs
-
-
-def _sum_inside(gm: fx.GraphModule, ctx: PassContext) -> list[tuple[fx.Node, fx.Node]]:
-    """Sum what is marked as a gradient over the inner axis, and mark that; return (start, wait)."""
-    builder, pairs = Builder(gm, "data_parallel", ctx.table), []
-    for node in [node for node in gm.graph.nodes if node.target is ops.gradient]:
-        total, pair = _reduced(builder, ctx, node, "sum", ctx.mesh.over(ctx.mesh.inner))
-        node.args = (total, node.args[1])
-        pairs.append(pair)
-    return pairs
-
-
-def _reduced(
-    builder: Builder, ctx: PassContext, marker: fx.Node, reduction: str, over: Mapping[str, str]
-) -> tuple[fx.Node, tuple[fx.Node, fx.Node]]:
-    """Reduce a gradient in front of its mark; return the result, and the start and the wait."""
-    gradient, parameter = marker.args
-    mark_gradient(gradient, parameter)
-    dtype = gradient.meta["val"].dtype
-    reduce_dtype = ctx.options.reduce_dtype or dtype
-    with builder.before(marker, parameter=parameter) as call:
-        cast = partial(call, aten._to_copy.default, role=Role.REDUCE_CAST)
-        if reduce_dtype != dtype:
-            gradient = cast(gradient, dtype=reduce_dtype)
-        start = call(ops.all_reduce_start, gradient, reduction, **over, role=Role.REDUCE_GRADIENT)
-        wait = reduced = call(ops.wait, start, role=Role.REDUCE_GRADIENT)
-        if reduce_dtype != dtype:
-            reduced = cast(wait, dtype=dtype)
-    return reduced, (start, wait)
 
 
 def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
