@@ -10,6 +10,7 @@ from zerofx.ir.aliases import aliased_inputs, writers
 from zerofx.ir.graph import erase_unused
 from zerofx.ir.interface import set_gradient_work
 from zerofx.ir.offload import operands_of_updates
+from zerofx.ir.reach import reached
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.fuse.form_regions import is_compute
@@ -102,17 +103,14 @@ def may_be_overwritten(operand: fx.Node, reader: fx.Node) -> bool:
 
     In a world of one, what has been gathered or reduced is what it was made of.
     """
-    pending, seen = [operand], {operand}
-    while pending:
-        node = pending.pop()
-        if node.op == "placeholder":
-            role = node.meta.get("zerofx_input")
-            if role is not None and role.kind in ("parameter", "buffer"):
-                return True
-        if any(writer < reader for writer in writers(node)):
-            return True
+
+    def moved_from(node: fx.Node) -> list[fx.Node]:
         moves = ops.is_collective(node) or node.target is ops.take_shard
-        sources = node.all_input_nodes if moves else aliased_inputs(node)
-        pending += [source for source in sources if source not in seen]
-        seen.update(sources)
-    return False
+        return node.all_input_nodes if moves else aliased_inputs(node)
+
+    def is_written(node: fx.Node) -> bool:
+        role = node.meta.get("zerofx_input")
+        is_callers = role is not None and role.kind in ("parameter", "buffer")
+        return is_callers or any(writer < reader for writer in writers(node))
+
+    return any(map(is_written, reached([operand], moved_from)))

@@ -13,6 +13,7 @@ from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.graph import Builder, is_backward
 from zerofx.ir.interface import input_role, note_decisions, placeholders
 from zerofx.ir.parameters import ParameterInfo, ParameterTable, Place, shard_numel
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, parameter_of, role
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import stagger_waits
@@ -159,15 +160,13 @@ def _by_layer(graph: fx.Graph, ctx: PassContext) -> dict[int, Place]:
 
 
 def _is_read_in_backward(parameter: fx.Node) -> bool:
-    pending = [parameter]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if is_backward(user):
-                return True
-            if user.target in CASTS or node in aliased_inputs(user):
-                pending.append(user)
-    return False
+    def same_values(node: fx.Node) -> list[fx.Node]:
+        users = node.users
+        return [user for user in users if user.target in CASTS or node in aliased_inputs(user)]
+
+    return any(
+        is_backward(user) for node in reached([parameter], same_values) for user in node.users
+    )
 
 
 def _of_one_lifetime(
