@@ -12,7 +12,6 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder, updated_by
 from zerofx.ir.loss_scale import is_set_by_step, loss_scales_of
-from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
 
@@ -49,12 +48,11 @@ class Feedback:
     """
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, builder: Builder) -> None:
-        self.graph, self.builder, self.table = gm.graph, builder, ctx.table
+        self.builder = builder
         self.mesh, self.options = ctx.mesh, ctx.options
         self._is_set = is_set_by_step(gm.graph)
         self.counts: Counter[str] = Counter()
         self._open: list[_Open] = []
-        self._found_inf: dict[tuple[int, ...], Any] = {}
 
     def is_on(self, axis: str) -> bool:
         """Return whether what is lost over an axis is to be kept."""
@@ -79,7 +77,7 @@ class Feedback:
     ) -> fx.Node:
         """Insert what a wire is made of in place of the gradients of these parameters."""
         previous = self._find(axis, tuple(indices))
-        if previous is not None and _update_between(previous.rest, flat, self.table, indices):
+        if previous is not None and _update_between(previous.rest, flat, indices):
             self._keep(previous)
             previous = None
         rest = {} if previous is None else {"rest": previous.rest}
@@ -157,9 +155,7 @@ def _rounding_error(
     return call(ops.rounding_error, exact, wire, code, parts, **origin)
 
 
-def _update_between(
-    rest: fx.Node, flat: fx.Node, table: ParameterTable, indices: Sequence[int]
-) -> bool:
+def _update_between(rest: fx.Node, flat: fx.Node, indices: Sequence[int]) -> bool:
     """Return whether parameters are updated between two reductions of their gradients."""
     node = rest
     while node is not flat and node.op != "output":
