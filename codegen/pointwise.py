@@ -28,11 +28,12 @@ from zerofx.codegen.operations import (
 from zerofx.codegen.program import Kind, Program, Result, Stream, without_dead_values
 from zerofx.codegen.rewrite.elementwise import UpdateError, is_tensor, operation_line, source_line
 from zerofx.codegen.rewrite.gradient_work import GradientWork, sum_of_squares
-from zerofx.codegen.rewrite.rounding import BLOCK, LOW, round_to
+from zerofx.codegen.rewrite.rounding import LOW, round_to
 from zerofx.codegen.trace.functions import add_call, example, note_of, trace_call
 from zerofx.codegen.trace.nested import Slot, named_leaves
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.aliases import mutated_inputs
+from zerofx.ir.wires import BLOCK
 
 aten = torch.ops.aten
 

@@ -10,11 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zerofx.ir.wires import BLOCK
+
 LOW = (torch.bfloat16, torch.float16)
 """The dtypes that kernels compute in float32."""
-
-BLOCK = 256
-"""Elements that share a scale."""
 
 CODES = 127
 """The largest code: values are kept as one sign bit and this many levels."""
@@ -115,10 +114,6 @@ def encode_blocks(value: Tensor, scale: Tensor, bits: Tensor) -> Tensor:
 def _fourth_power(x: Tensor) -> Tensor:
     square = x * x
     return square * square
-
-
-def num_blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
 
 
 def in_blocks(numel: int, at_once: int | None = None) -> list[tuple[slice, slice]]:

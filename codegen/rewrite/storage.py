@@ -20,7 +20,6 @@ from zerofx.codegen.rewrite.rounding import (
     decode_blocks,
     encode_blocks,
     in_blocks,
-    num_blocks,
     random_bits,
     round_stochastically,
     scale_of,
@@ -28,6 +27,7 @@ from zerofx.codegen.rewrite.rounding import (
 from zerofx.codegen.trace.functions import add_call, example
 from zerofx.codegen.trace.nested import Slot
 from zerofx.codegen.trace.trace import Update
+from zerofx.ir.wires import num_blocks
 
 aten = torch.ops.aten
 

@@ -31,8 +31,8 @@ import torch
 from zerofx.codegen.numbers import unique
 from zerofx.codegen.operations import Value
 from zerofx.codegen.program import ELEMENTS_PER_PARTIAL, Program, Stream
-from zerofx.codegen.rewrite.rounding import BLOCK as SHARED
 from zerofx.codegen.triton.expressions import DTYPES, FUNCTIONS, Expressions
+from zerofx.ir.wires import BLOCK as SHARED
 
 CHUNK = 8192
 """Elements per entry of ``segment_of_chunk``: the largest block there may be."""

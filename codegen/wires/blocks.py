@@ -7,12 +7,12 @@ the same parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerofx.codegen.rewrite.rounding import in_blocks
 from zerofx.ir.wires import (
     BLOCK,
     CODES,
@@ -25,15 +25,6 @@ from zerofx.ir.wires import (
 
 BLOCKS_AT_ONCE = 2**15
 """Blocks that are computed with at once, in all parts: 32 MiB of float32."""
-
-
-def encode(values: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the codes of blocks, and the scales.
-
-    Shapes: [..., BLOCK] -> uint8 [..., bytes of a block], float32 [...].
-    """
-    codes, scale = codes_of(values, code)
-    return in_bytes(codes, code), scale
 
 
 def codes_of(values: Tensor, code: str) -> tuple[Tensor, Tensor]:
@@ -71,7 +62,7 @@ def unpacked(packed: Tensor) -> Tensor:
 
 
 def decode(laid_out: Tensor, scale: Tensor, code: str, dtype: torch.dtype) -> Tensor:
-    """Return the values of blocks.  Shapes: as ``encode``, the other way."""
+    """Return the values of blocks.  Shapes: uint8 [..., bytes of a block], [...] -> [..., n]."""
     codes = from_bytes(laid_out, code)
     return (codes.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)
 
@@ -90,14 +81,14 @@ def quantize(flat: Tensor, code: str, parts: int = 1) -> Tensor:
     fill_up(wire, code, parts, numel)
     coded, scales = fields_of(wire, code, parts, numel)
     rows = flat.view(parts, numel)
-    for begin, end in _ranges(parts, numel):
-        values = rows[:, begin * BLOCK : end * BLOCK]
-        missing = (end - begin) * BLOCK - values.shape[1]
+    for elements, its in in_blocks(numel, max(BLOCKS_AT_ONCE // parts, 1)):
+        values = rows[:, elements]
+        missing = -values.shape[1] % BLOCK
         if missing:
             values = F.pad(values, (0, missing))
-        its_codes, its_scales = encode(values.reshape(parts, end - begin, BLOCK), code)
-        coded[:, begin:end].copy_(its_codes)
-        scales[:, begin:end].copy_(its_scales)
+        its_codes, its_scales = codes_of(values.reshape(parts, -1, BLOCK), code)
+        coded[:, its].copy_(in_bytes(its_codes, code))
+        scales[:, its].copy_(its_scales)
     return wire
 
 
@@ -113,9 +104,9 @@ def dequantize(wire: Tensor, code: str, parts: int, numel: int, dtype: torch.dty
         return flat
     coded, scales = fields_of(wire, code, parts, numel)
     rows = flat.view(parts, numel)
-    for begin, end in _ranges(parts, numel):
-        values = decode(coded[:, begin:end], scales[:, begin:end], code, dtype).flatten(1)
-        into = rows[:, begin * BLOCK : end * BLOCK]
+    for elements, its in in_blocks(numel, max(BLOCKS_AT_ONCE // parts, 1)):
+        values = decode(coded[:, its], scales[:, its], code, dtype).flatten(1)
+        into = rows[:, elements]
         into.copy_(values[:, : into.shape[1]])
     return flat
 
@@ -138,16 +129,3 @@ def fill_up(wire: Tensor, code: str, parts: int, numel: int) -> None:
     begin, end = numel // BLOCK * nbytes, num_blocks(numel) * nbytes
     rows[:, begin:end].zero_()
     rows[:, num_blocks(numel) * (nbytes + SCALE_BYTES) :].zero_()
-
-
-def _ranges(parts: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of each part that are computed with at once.
-
-    The last is by itself if it is not full: to fill it up takes a copy of those with it.
-    """
-    full, blocks = numel // BLOCK, num_blocks(numel)
-    at_once = max(BLOCKS_AT_ONCE // parts, 1)
-    for begin in range(0, full, at_once):
-        yield begin, min(begin + at_once, full)
-    if full < blocks:
-        yield full, blocks

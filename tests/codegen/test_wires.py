@@ -12,7 +12,6 @@ from zerofx.ir.wires import (
     CODES,
     SMALLEST_SCALE,
     gaps,
-    largest_error,
     num_blocks,
     quantized_bytes,
 )
@@ -33,6 +32,17 @@ def numbers(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 def there_and_back(flat, code="int8", parts=1, dtype=torch.float32):
     return dequantize(quantize(flat, code, parts), code, parts, flat.numel() // parts, dtype)
+
+
+def largest_error(largest: float, code: str) -> float:
+    """Return the most that an element of a finite block changes by, in float32.
+
+    ``largest`` is the block's largest magnitude.  To half a code comes the rounding of the scale,
+    of the quotient and of the product, each in the last bit of a float32.
+    """
+    if largest * CODES[code].reciprocal <= SMALLEST_SCALE:
+        return largest
+    return largest * (1 / (2 * CODES[code].largest) + 2**-22)
 
 
 def assert_within_bounds(flat, back, code):

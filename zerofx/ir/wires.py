@@ -29,7 +29,10 @@ import torch
 from zerofx.ir.parameters import ParameterInfo
 
 BLOCK = 256
-"""Elements that share a scale, whose 4 bytes are 1.6% of the codes' in ``int8``."""
+"""Elements that share a scale, whose 4 bytes are 1.6% of the codes' in ``int8``.
+
+Moments that are kept in eight bits have the same: kernels take both.
+"""
 
 SCALE_BYTES = 4
 
@@ -117,14 +120,3 @@ def gaps(infos: Sequence[ParameterInfo], numel: int) -> list[tuple[int, int]]:
             found.append((end, min(start, numel)))
         end = max(end, min(stop, numel))
     return [*found, (end, numel)] if end < numel else found
-
-
-def largest_error(largest: float, code: str) -> float:
-    """Return the most that an element of a finite block changes by, in float32.
-
-    ``largest`` is the block's largest magnitude.  To half a code comes the rounding of the scale,
-    of the quotient and of the product, each in the last bit of a float32.
-    """
-    if largest * CODES[code].reciprocal <= SMALLEST_SCALE:
-        return largest
-    return largest * (1 / (2 * CODES[code].largest) + 2**-22)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from zerofx import compat
-from zerofx.codegen.rewrite.rounding import num_blocks
 from zerofx.codegen.rewrite.storage import NATIVE, is_scale
 from zerofx.codegen.trace.arguments import Arguments, kind_of_number
 from zerofx.codegen.trace.trace import Update, is_usual
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.wires import num_blocks
 from zerofx.runtime.memory.flat import (
     Seen,
     adjoin,

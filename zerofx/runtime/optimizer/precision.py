@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.rewrite.rounding import num_blocks, random_bits, step_key
+from zerofx.codegen.rewrite.rounding import random_bits, step_key
 from zerofx.codegen.rewrite.storage import (
     MASTER,
     NATIVE,
@@ -24,6 +24,7 @@ from zerofx.codegen.rewrite.storage import (
 )
 from zerofx.codegen.trace.trace import Update
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.wires import num_blocks
 from zerofx.runtime.optimizer.piece import Traced
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from zerofx.codegen.kernels import Kernel, runs_triton
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
-from zerofx.codegen.rewrite.rounding import BLOCK
 from zerofx.codegen.trace.arguments import read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.wires import BLOCK
 from zerofx.runtime.memory.flat import adjoin, in_storage_order, layout
 from zerofx.runtime.optimizer.piece import (
     GroupOfStep,
