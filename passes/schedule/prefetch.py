@@ -11,7 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliases, readers
 from zerofx.ir.interface import note_decisions, written_input
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
-from zerofx.ir.wire_graph import whole_of
+from zerofx.ir.wire_graph import frees_of
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.start_times import (
     bytes_of,
@@ -141,8 +141,7 @@ def _bytes_ahead(waits: list[fx.Node]) -> dict[str, tuple[str, str]]:
             stays = not anchor < chain[-1]
             starts[wait.name] = "" if stays else anchor.name, f"with at most {most} bytes ahead"
         at = wait.args[0] if stays else anchor
-        freed = readers(whole_of(wait))
-        frees[serves] = [reader for reader in freed if reader.target is ops.free]
+        frees[serves] = frees_of(wait)
     return starts
 
 

@@ -11,13 +11,12 @@ from torch import fx
 from zerofx.cost.program import seconds
 from zerofx.cost.timeline import predict, transfer_s
 from zerofx.ir import ops
-from zerofx.ir.aliases import readers
 from zerofx.ir.graph import program_order
 from zerofx.ir.offload import copies_to_device
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, bucket_of, parameter_of, provenance, role
 from zerofx.ir.sizes import value_bytes
-from zerofx.ir.wire_graph import whole_of
+from zerofx.ir.wire_graph import frees_of
 from zerofx.passes.base import PassContext
 from zerofx.passes.memory.decisions import bytes_alive
 
@@ -152,8 +151,7 @@ def _earliest(
     serves = parameter_of(wait), bucket_of(wait)
     for other in waits[: waits.index(wait)]:
         if (parameter_of(other), bucket_of(other)) == serves:
-            freed = readers(whole_of(other))
-            needed += [reader for reader in freed if reader.target is ops.free]
+            needed += frees_of(other)
     # Never across another collective: the ranks' batches, and with them the times and the bytes
     # looked at here, may differ, and the order of collectives must not.
     others = [n for n in position if _communicates(n) and position[n] < position[wait]]

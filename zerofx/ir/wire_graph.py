@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import memory_of, mutated_inputs
+from zerofx.ir.aliases import memory_of, mutated_inputs, readers
 from zerofx.ir.graph import updated_by
 from zerofx.ir.interface import input_role
 from zerofx.ir.reach import reached
@@ -43,9 +43,10 @@ def quantized_as(wire: fx.Node) -> fx.Node | None:
     return wire if wire.target is ops.quantize else None
 
 
-def whole_of(wait: fx.Node) -> fx.Node:
-    """What a gather gives to who reads it: its result, or if that is a wire, the values of it."""
-    return next((user for user in wait.users if user.target is ops.dequantize), wait)
+def frees_of(wait: fx.Node) -> list[fx.Node]:
+    """The frees of what a gather gives to who reads it: its result, or the values of its wire."""
+    whole = next((user for user in wait.users if user.target is ops.dequantize), wait)
+    return [reader for reader in readers(whole) if reader.target is ops.free]
 
 
 def exact_shard(sent: fx.Node) -> fx.Node:
