@@ -74,11 +74,10 @@ class Communicator:
                 "call the step only on ranks of the group, or leave process_group out"
             )
         key = (id(group),)
-        if key not in cls._known:
-            communicator = cls(group)
-            cls._known[key] = communicator
-            return communicator
-        return cls._known[key]
+        communicator = cls._known.get(key)
+        if communicator is None:
+            communicator = cls._known[key] = cls(group)
+        return communicator
 
     @classmethod
     def _of_mesh(cls, mesh: DeviceMesh, outer_stage: int) -> Communicator:
@@ -86,11 +85,11 @@ class Communicator:
         assert names is not None, "stages go by the names of axes"
         groups = {name: mesh.get_group(name) for name in names}
         key = (*map(id, groups.values()), outer_stage)
-        if key not in cls._known:
+        communicator = cls._known.get(key)
+        if communicator is None:
             communicator = MeshCommunicator(dist.group.WORLD, groups, outer_stage)
             cls._known[key] = communicator
-            return communicator
-        return cls._known[key]
+        return communicator
 
     def __init__(
         self, group: dist.ProcessGroup | None, part_of: Communicator | None = None
