@@ -21,12 +21,14 @@ from zerofx.checkpoint import (  # noqa: E402
 from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.inspecting import explain, named_ranges, profile  # noqa: E402
+from zerofx.planning.plan import Plan, plan  # noqa: E402
 from zerofx.runtime.access import full_params, unshard  # noqa: E402
 
 __all__ = [
     "CheckpointError",
     "GraphError",
     "MismatchError",
+    "Plan",
     "Saving",
     "StepError",
     "__version__",
@@ -39,6 +41,7 @@ __all__ = [
     "load_safetensors",
     "materialize",
     "named_ranges",
+    "plan",
     "profile",
     "resume",
     "save",

@@ -16,7 +16,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -31,6 +32,7 @@ from zerofx.compiler.program import Program
 from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options, environment, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
@@ -79,8 +81,6 @@ OUTGROWN = (
     "begin with the largest, or give a larger memory_budget, or none."
 )
 
-_function_numbers = itertools.count()
-
 
 class CompiledFunction:
     """One ``torch.compile(step, backend="zero")``: its options, its ranks, its programs."""
@@ -89,7 +89,7 @@ class CompiledFunction:
         refuse_mode(arguments.get("mode"))
         self.backend = backend
         # Ranks call torch.compile alike, even if one of them then fails to compile.
-        self.number = next(_function_numbers)
+        self.number = next(backend.numbers)
         self.user_options = arguments.get("options")
         # What the user wrote is checked where it is written.
         choose(self.user_options, {}, is_complete=False)
@@ -141,6 +141,8 @@ class CompiledFunction:
     @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
+        if self.backend.stop is not None:
+            return self._capture_alone(gm, inputs, self.backend.stop)
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         device = max(devices, key=is_accelerator, default=torch.device("cpu"))
         self._first_compilation(device)
@@ -161,6 +163,13 @@ class CompiledFunction:
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _capture_alone(self, gm: fx.GraphModule, inputs: list[Any], stop: Stop) -> Callable:
+        """Capture a step without other ranks, for ``stop``, which ends the call."""
+        options = choose(self.user_options)
+        self.name = compat.dynamo.code_being_compiled().co_name
+        refuse_reads_of_states(gm, inputs, options.stage)
+        return StepCapture(gm, inputs, Mesh()).lower(partial(stop, self))
 
     def _figures(self, device: torch.device) -> Hardware:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
@@ -256,12 +265,18 @@ def _axes_with_ranks(mesh: Any) -> list[str]:
     return [axis for at, axis in enumerate(mesh.mesh_dim_names) if mesh.size(at) > 1]
 
 
+Stop = Callable[[CompiledFunction, CapturedStep], NoReturn]
+"""What ends the call of a function whose step has been captured."""
+
+
 class ZeroBackend:
-    """The object that ``backend="zero"`` names."""
+    """The object that ``backend="zero"`` names; with a ``stop``, one that captures alone."""
 
     __name__ = "zero"
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.stop = stop
+        self.numbers = itertools.count()
         compat.tracing.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()

@@ -7,7 +7,8 @@ so that passes never guess which tensor is a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zerofx import compat
 from zerofx.capture.checks import argument, check_step, is_backward_call, readable
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import updates
+from zerofx.ir.graph import copied_module, updates
 from zerofx.ir.interface import InputRole, recorded, set_input_role
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
@@ -38,6 +39,14 @@ class CapturedStep:
     def optimizers(self) -> tuple[int, ...]:
         """Handles of the optimizers whose steps the program runs."""
         return tuple(dict.fromkeys(optimizer for optimizer, _ in updates(self.gm.graph)))
+
+    def on(self, mesh: Mesh) -> CapturedStep:
+        """The same step for other ranks: what is captured does not depend on them."""
+        gm = copied_module(self.gm)
+        recorded(gm.graph).mesh = mesh if mesh.outer else None
+        cut = partial(replace, world_size=mesh.num_shards, rank=mesh.shard, parts=mesh.parts)
+        table = ParameterTable(tuple(cut(info, assigned=None) for info in self.table))
+        return replace(self, gm=gm, table=table)
 
 
 class StepCapture:

@@ -10,10 +10,10 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.rewrite.whole_tensors import whole_update_flops
 from zerofx.hardware import Hardware
 from zerofx.ir.graph import updates
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
-from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.states import bytes_of_states
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Location
@@ -22,7 +22,7 @@ from zerofx.runtime.storage.bucket import Location
 def context_of(
     step: CapturedStep,
     options: Options,
-    communicator: Communicator,
+    mesh: Mesh,
     figures: Hardware,
     kept_gathered: Mapping[tuple[str, ...], KeptGathered],
 ) -> PassContext:
@@ -33,7 +33,7 @@ def context_of(
     return PassContext(
         options,
         step.table,
-        communicator.mesh,
+        mesh,
         step.num_backwards,
         bound=frozenset(known),
         kept_gathered=kept_gathered,

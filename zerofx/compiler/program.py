@@ -120,7 +120,7 @@ class Program:
 
         def context(options: Options) -> PassContext:
             figures, kept = function.figures, function.kept_gathered
-            return context_of(step, options, communicator, figures, kept)
+            return context_of(step, options, communicator.mesh, figures, kept)
 
         if "auto" not in options.offload:
             return context(options)

@@ -1,0 +1,109 @@
+"""The program of a captured step on given ranks, and what it keeps, sends and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerofx.capture.step import CapturedStep
+from zerofx.compiler.choices import attempts, first_that_fits
+from zerofx.compiler.facts import bytes_kept, context_of
+from zerofx.compiler.rewrite import Rewritten, rewrite
+from zerofx.cost.timeline import Timeline, predict
+from zerofx.cost.traffic import wire_bytes
+from zerofx.hardware import Hardware
+from zerofx.ir.mesh import Mesh
+from zerofx.options import Options
+from zerofx.report.memory import Piece, alive, pieces_of
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one rank keeps, sends and waits for in a step of a program that nobody runs.
+
+    ``state_bytes`` is what optimizers keep per element, by (optimizer, parameter).
+    """
+
+    rewritten: Rewritten
+    state_bytes: Mapping[tuple[int, int], float]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rewritten.ctx.mesh
+
+    @property
+    def options(self) -> Options:
+        return self.rewritten.ctx.options
+
+    @property
+    def schedule(self) -> tuple[str, ...]:
+        """The lines that ranks agree on: collectives, and what decides on them."""
+        return self.rewritten.schedule
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        ctx = self.rewritten.ctx
+        return pieces_of(
+            self.rewritten.gm.graph,
+            ctx.table,
+            ctx.world_size,
+            sockets=not ctx.options.peer_memory,
+            state_bytes=self.state_bytes,
+        )
+
+    @property
+    def _num_nodes(self) -> int:
+        return len(self.rewritten.gm.graph.nodes)
+
+    @cached_property
+    def kept(self) -> Mapping[str, int]:
+        """Bytes on the device between steps, by kind."""
+        columns = alive(self._pieces, self._num_nodes)
+        first = {kind: column[0] for kind, column in columns.items() if kind != "inputs"}
+        return {kind: nbytes for kind, nbytes in first.items() if nbytes}
+
+    @cached_property
+    def peak(self) -> Mapping[str, int]:
+        """Bytes on the device by kind, at the moment when they are most together."""
+        columns = alive(self._pieces, self._num_nodes)
+        at = max(range(self._num_nodes), key=lambda at: sum(of[at] for of in columns.values()))
+        return {kind: column[at] for kind, column in columns.items() if column[at]}
+
+    @cached_property
+    def on_host(self) -> int:
+        """The most bytes in host memory at once."""
+        columns = alive(self._pieces, self._num_nodes, "host").values()
+        return max((sum(at) for at in zip(*columns, strict=True)), default=0)
+
+    @cached_property
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that the rank sends in a step along each axis, and between all ranks at once."""
+        mesh = self.mesh
+        along = {axis: wire_bytes(self.rewritten.gm, mesh.world_size, axis) for axis in mesh.names}
+        return {axis: sent.total for axis, sent in along.items()}
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step's predicted seconds by the figures that it was planned with."""
+        ctx = self.rewritten.ctx
+        return predict(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The seconds that no schedule beats, and those of one that hides nothing."""
+        return self.timeline.bound_s, self.timeline.compute_s + self.timeline.transfer_s
+
+
+def forecast(step: CapturedStep, options: Options, mesh: Mesh, figures: Hardware) -> Forecast:
+    """Make the program that a mesh's rank would run of a captured step.
+
+    Raises: BudgetError if it does not fit ``memory_budget``; what passes refuse.
+    """
+    tried = attempts(options, step.on(mesh).table, mesh) if "auto" in options.offload else [options]
+    contexts = [context_of(step.on(mesh), each, mesh, figures, {}) for each in tried]
+    number = first_that_fits(step.on(mesh), contexts) if len(contexts) > 1 else 0
+    own = step.on(mesh)
+    ctx = context_of(own, tried[number], mesh, figures, {})
+    rewritten, _ = rewrite(own, ctx, None)
+    return Forecast(rewritten, bytes_kept(own, ctx.options))
