@@ -29,6 +29,7 @@ from zerofx.capture.checks import refuse_reads_of_states
 from zerofx.capture.step import CapturedStep, StepCapture
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.program import Program
+from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
@@ -110,6 +111,8 @@ class CompiledFunction:
     @contextlib.contextmanager
     def call_context(self) -> Iterator[None]:
         """Surround one call: parameters are plain, and Dynamo traces whole steps."""
+        if self.backend.stop is not None:
+            leave_block()
         reason = compat.dynamo.why_not_compiled()
         if reason is not None:
             raise StepError(

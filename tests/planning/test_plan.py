@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.kit.covering import first, only
-from tests.kit.models import Gpt, language_loss, tokens
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
-from tests.kit.step_forms.form import FORMS, Training, adamw
+from tests.kit.step_forms.form import FORMS, Training
 from tests.kit.step_forms.training import STAGES, built, rank_and_world_size
 from tests.kit.trainings import program_of
-from zerofx import Plan, StepError, deferred_init, plan
+from zerofx import Plan, StepError, plan
 
 FIGURES = {
     "lowering": "eager",
@@ -135,3 +133,89 @@ def test_so_is_one_on_a_mesh(ranks, name, inner, outer):
     (forecast,) = made.forecasts.values()
     for schedule in ranks(4).run(of_rank, name, FIGURES, stages):
         assert forecast.schedule == schedule
+
+
+def test_the_peak_is_what_is_kept_and_what_a_step_allocates():
+    made = planned("tied_weights", 4, FIGURES)
+    for forecast in made.forecasts.values():
+        inputs = forecast.peak["inputs"]
+        allocated = sum(forecast.peak.values()) - sum(forecast.kept.values()) - inputs
+        assert allocated == forecast.rewritten.peak_bytes
+
+
+def test_shards_and_bytes_on_the_wire_are_those_of_the_formulas():
+    made = planned("plain", 4096, {**FIGURES, "bucket": False}, mesh={"node": 512, "gpu": 8})
+    parameters = sum(info.nbytes for info in made.table)
+    padded = sum(4 * 8 * -(-info.numel // 8) for info in made.table)
+    whole, inside = made.forecasts["gpu:0,node:0"], made.forecasts["gpu:3,node:0"]
+    assert whole.kept == {"parameters": parameters, "optimizer states": 2 * parameters}
+    assert inside.kept == {"parameters": padded // 8, "optimizer states": 2 * padded // 8}
+    # Forward gathers all, backward what it reads, and gradients are reduced: at least two of three.
+    assert 2 * padded * 7 / 8 <= inside.sent["gpu"] <= 3 * padded * 7 / 8
+    assert whole.sent == {"data": sum(2 * info.nbytes * 4095 // 4096 for info in made.table)}
+
+
+def test_a_limit_says_what_fits():
+    made = planned("plain", 4, FIGURES, stages=[0, 3], memory_limit=1000)
+    of_stages = {stage: sum(one.peak.values()) for stage, one in made.forecasts.items()}
+    assert {stage: made.fits(one) for stage, one in made.forecasts.items()} == {
+        stage: peak <= 1000 for stage, peak in of_stages.items()
+    }
+    text = str(made)
+    assert "too much" in text and "rank(s)" in text
+
+
+def test_what_cannot_be_is_said():
+    made = planned("tied_weights", 2, {**FIGURES, "memory_budget": 10}, stages=[0, 3])
+    assert list(made.forecasts) == ["0"]
+    assert "memory_budget is 10 bytes" in made.refused["3"]
+    assert "stage 3 cannot be: memory_budget is 10 bytes" in str(made)
+
+
+@pytest.mark.parametrize(
+    "ranks, mesh, words",
+    [
+        (0, None, "ranks is how many there are"),
+        (True, None, "ranks is how many there are"),
+        (8, {"node": 3, "gpu": 2}, "whose sizes multiply to the ranks"),
+        (8, {"gpu": 8}, "give two axes"),
+        (8, {"pod": 2, "node": 2, "gpu": 2}, "give two axes"),
+        (0, {"node": 0, "gpu": 8}, "ranks is how many there are"),
+        (8, {"node": -2, "gpu": -4}, "give two axes"),
+    ],
+)
+def test_ranks_and_meshes_that_do_not_match(ranks, mesh, words):
+    with pytest.raises(ValueError, match=words):
+        plan(lambda: None, ranks=ranks, mesh=mesh)
+
+
+def test_a_step_that_is_refused_is_refused_here():
+    model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+
+    def step(x):
+        return model(x).abs().sum().detach()
+
+    with pytest.raises(StepError, match="complex parameters are not supported"):
+        plan(step, (torch.zeros(1, 2, dtype=torch.complex64),), ranks=2)
+
+
+def test_planning_leaves_a_compiled_step_as_it_was():
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="zero", options={"lowering": "eager"})
+    x = torch.ones(2, 6)
+    first = compiled(x)
+    before = model.state_dict()
+    made = plan(compiled, (x,), ranks=2)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert set(made.forecasts) == {"0", "1", "2", "3"}
+    assert compiled(x) < first
+    assert len(program_of(compiled).function.programs) == 1

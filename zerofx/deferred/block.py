@@ -46,15 +46,31 @@ def deferred_init(*, exact: bool = False) -> Iterator[None]:
     LEDGER.make_plain()
     done = False
     try:
-        with Recorder(exact), Reads():
+        with contextlib.ExitStack() as _open.modes:
+            _open.modes.enter_context(Recorder(exact))
+            _open.modes.enter_context(Reads())
             yield
         done = True
     finally:
-        _open.exact = None
-        try:
-            _leave(make_others=done)
-        finally:
-            LEDGER.guard_again()
+        _close(make_others=done)
+
+
+def leave_block() -> None:
+    """End the block that is open, if one is, and make nothing: who plans needs no values."""
+    if getattr(_open, "exact", None) is not None:
+        _open.modes.close()
+        _close(make_others=False)
+
+
+def _close(make_others: bool) -> None:
+    """Do what there is to do at a block's end, unless that has been done."""
+    if _open.exact is None:
+        return
+    _open.exact = None
+    try:
+        _leave(make_others)
+    finally:
+        LEDGER.guard_again()
 
 
 def materialize(model: nn.Module) -> None:

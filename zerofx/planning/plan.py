@@ -10,16 +10,16 @@ from typing import Any
 from tabulate import tabulate
 
 from zerofx.compiler.choices import choose, stopped
-from zerofx.cost.timeline import milliseconds
 from zerofx.cost.traffic import size_text
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
-from zerofx.options import Options
+from zerofx.options import Options, environment
 from zerofx.planning.forecast import Forecast, forecast
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.report.memory import LOWERED_BY
+from zerofx.report.timeline import duration
 
 Axes = Mapping[str, int]
 """The ranks along each axis of a mesh, by its name; the last one is the inner axis."""
@@ -57,54 +57,64 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan in tables: what is kept, sent and waited for, and the peak by kind."""
         numel = sum(info.numel for info in self.table)
-        figures = next((one.rewritten.ctx.figures for one in self.forecasts.values()), NOMINAL)
         lines = [
             f"{self.name} on {self.ranks} rank(s): {len(self.table)} parameters, {numel} elements, "
-            f"{size_text(sum(info.nbytes for info in self.table))}",
-            f"planned with {figures} ({figures.source})",
-            "",
-            tabulate(
-                [self._row(stage, one) for stage, one in self.forecasts.items()],
-                headers=("stage", "kept", "peak", "on host", "sent", "a step", "waits", "limit"),
-                disable_numparse=True,
-            ),
-            "",
-            self._peaks(),
+            f"{size_text(sum(info.nbytes for info in self.table))}"
         ]
+        if self.forecasts:
+            figures = next(iter(self.forecasts.values())).rewritten.ctx.figures
+            lines += [f"planned with {figures} ({figures.source})", "", self._steps(), ""]
+            lines += [self._peaks(), ""]
         lines += [f"stage {stage} cannot be: {why}" for stage, why in self.refused.items()]
-        return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+        return "\n".join(line.rstrip() for line in "\n".join(lines).rstrip().splitlines())
 
-    def _row(self, stage: str, one: Forecast) -> list[str]:
-        least, most = one.seconds
-        sent = (
-            f"{size_text(n)}{'' if len(one.sent) == 1 else f' {a}'}" for a, n in _used(one.sent)
+    def fits(self, one: Forecast) -> bool | None:
+        """Return whether a peak is within the limit; None if there is none."""
+        return None if self.memory_limit is None else sum(one.peak.values()) <= self.memory_limit
+
+    def _steps(self) -> str:
+        """Return a table with a row for each stage: bytes kept and sent, and a step's time."""
+        rows = []
+        for stage, one in self.forecasts.items():
+            peak = size_text(sum(one.peak.values()))
+            least, most = one.seconds
+            sent = [
+                size_text(nbytes) + (f" {axis}" if len(one.sent) > 1 else "")
+                for axis, nbytes in one.sent.items()
+                if nbytes or len(one.sent) == 1
+            ]
+            rows.append(
+                [
+                    stage,
+                    size_text(sum(one.kept.values())),
+                    peak + {None: "", True: ", fits", False: ", too much"}[self.fits(one)],
+                    size_text(one.on_host),
+                    ", ".join(sent),
+                    f"{duration(least)} to {duration(most)}",
+                    duration(one.timeline.exposed_s),
+                    one.timeline.busiest,
+                ]
+            )
+        headers = (
+            "stage",
+            "keeps",
+            "peak",
+            "on the host",
+            "sends",
+            "a step",
+            "waits",
+            "limited by",
         )
-        return [
-            stage,
-            size_text(sum(one.kept.values())),
-            size_text(sum(one.peak.values())) + self._fits(one),
-            size_text(one.on_host) if one.on_host else "",
-            ", ".join(sent),
-            f"{milliseconds(least)} to {milliseconds(most)}",
-            milliseconds(one.timeline.exposed_s),
-            one.timeline.busiest,
-        ]
-
-    def _fits(self, one: Forecast) -> str:
-        """Say whether a peak is within the limit; nothing without one."""
-        if self.memory_limit is None:
-            return ""
-        return ", fits" if sum(one.peak.values()) <= self.memory_limit else ", too much"
+        return tabulate(rows, headers=headers, disable_numparse=True)
 
     def _peaks(self) -> str:
-        """Return a table of what each peak consists of, and what lowers that."""
+        """Return a table of what each peak consists of."""
         used = [kind for kind in LOWERED_BY if any(kind in f.peak for f in self.forecasts.values())]
         rows = [
-            [kind, *(size_text(one.peak.get(kind, 0)) for one in self.forecasts.values())]
-            for kind in used
+            [stage, *(size_text(one.peak.get(kind, 0)) for kind in used)]
+            for stage, one in self.forecasts.items()
         ]
-        headers = ("of the peak", *(f"stage {stage}" for stage in self.forecasts))
-        return tabulate(rows, headers=headers, disable_numparse=True)
+        return tabulate(rows, headers=("of the peak", *used), disable_numparse=True)
 
 
 def plan(
@@ -131,39 +141,44 @@ def plan(
     Raises: ValueError for ranks that the mesh does not have, and for options; StepError for a step
     that cannot be compiled.
     """
-    axes = _checked(ranks, mesh)
+    axes = axes_of(ranks, mesh)
     call = capture(step, tuple(args), dict(kwargs or {}), options)
-    return plan_of(call, axes, stages, memory_limit)
+    return plan_of(call, axes, call.options, stages, memory_limit)
 
 
 def plan_of(
     call: StoppedCall,
     axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
     stages: Iterable[int | Mapping[str, int]] | None = None,
     memory_limit: int | None = None,
+    figures: Hardware | None = None,
 ) -> Plan:
-    """Plan a captured call for ranks along these axes; see ``plan``."""
+    """Plan a captured call for ranks along these axes, with the options ``given``; see ``plan``.
+
+    By these ``figures``, or those that options have.
+    """
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for stage in _stages_of(axes) if stages is None else stages:
         name = _text(stage)
         try:
-            options = _options(call, axes, stage)
+            options = _options(given, axes, stage)
             mesh = _mesh_of(axes, options)
-            forecasts[name] = forecast(call.step, options, mesh, _figures(options, axes))
+            forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
         except StepError as error:
             refused[name] = str(error)
     ranks = math.prod(size for _, size in axes)
     return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit)
 
 
-def _checked(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
+def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
     """Return the axes of so many ranks.  Raises: ValueError."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks is how many there are, a number from 1 on, not {ranks!r}")
     if mesh is None:
         return Mesh.flat(ranks).axes
-    if len(mesh) != 2 or math.prod(mesh.values()) != ranks:
+    if len(mesh) != 2 or min(mesh.values()) < 1 or math.prod(mesh.values()) != ranks:
         axes = " x ".join(f"{name} {size}" for name, size in mesh.items())
         raise ValueError(
             f"mesh={dict(mesh)} has {axes}, and ranks={ranks}: give two axes, the inner one last, "
@@ -186,11 +201,11 @@ def _text(stage: int | Mapping[str, int]) -> str:
     return str(stage)
 
 
-def _options(call: StoppedCall, axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
-    given = {name: value for name, value in call.options.items() if name != "process_group"}
+def _options(given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
     group = AxesOfRanks(axes) if len(axes) > 1 else None
     stage = dict(stage) if isinstance(stage, Mapping) else stage
-    return stopped(choose({**given, "stage": stage, "process_group": group}))
+    environ = {name: text for name, text in environment().items() if name != "ZEROFX_STAGE"}
+    return stopped(choose({**given, "stage": stage, "process_group": group}, environ))
 
 
 def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:
@@ -200,15 +215,10 @@ def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:
     return Mesh.flat(math.prod(size for _, size in axes))
 
 
-def _figures(options: Options, axes: tuple[tuple[str, int], ...]) -> Hardware:
-    given = options.hardware
-    if given is None:
-        return NOMINAL
+def _figures(
+    given: Hardware | None, options: Options, axes: tuple[tuple[str, int], ...]
+) -> Hardware:
+    given = given or options.hardware or NOMINAL
     if given.links and (len(axes) == 1 or options.stage_outside is None):
         return given.on_one_axis([axis for axis, size in axes if size > 1])
     return given
-
-
-def _used(sent: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the axes along which anything is sent; all of them if nothing is."""
-    return [(axis, nbytes) for axis, nbytes in sent.items() if nbytes] or list(sent.items())

@@ -1,0 +1,114 @@
+"""``python -m zerofx plan``: a script is run up to its first compiled call, and planned."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import zerofx
+import zerofx.__main__ as command_line
+from zerofx.backend import zero
+
+SCRIPT = """
+    import os, sys
+    import torch, torch.distributed as dist
+    import zerofx
+
+    dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (0, int(os.environ["WORLD_SIZE"]))
+    assert os.environ["LOCAL_WORLD_SIZE"] == "4", os.environ["LOCAL_WORLD_SIZE"]
+    layers = [torch.nn.Linear(64, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 8)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert zerofx.resume("nowhere", model, optimizer) == {}
+    zerofx.save("nowhere", model, optimizer)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = torch.compile(step, backend="zero", options={"lowering": "eager"})
+    rows = torch.randint(9, (4,)).float().unsqueeze(1) * torch.ones(4, int(sys.argv[1]))
+    try:
+        step(rows)
+    except Exception:
+        print("held up")
+    print("has gone on")
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, capsys, monkeypatch):
+    """``planned(code, *words)``: the exit status and what is printed, for a script of this code."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(code, *words, arguments=()):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(code))
+        status = command_line.main(["plan", *words, str(path), *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return of
+
+
+def test_a_script_is_planned_up_to_its_first_compiled_call(planned, tmp_path):
+    before = dict(os.environ), list(sys.argv), list(sys.path), zerofx.save
+    status, out, err = planned(SCRIPT, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
+    assert status == 0, err
+    assert "step on 8 rank(s): 4 parameters, 299016 elements" in out
+    assert "gpu:3,node:1" in out
+    assert "held up" not in out and "has gone on" not in out
+    assert (dict(os.environ), list(sys.argv), list(sys.path), zerofx.save) == before
+    assert zero.stop is None and not torch.distributed.is_initialized()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_its_parameters_are_never_made(planned):
+    """96 GiB of them and of AdamW's states."""
+    code = SCRIPT.replace(
+        "layers = [", "layers = [torch.nn.Linear(2**15, 2**15) for _ in range(8)]\n    _ = ["
+    )
+    code = code.replace('"4"', '"2"')
+    status, out, err = planned(code, "--ranks", "2", arguments=["32768"])
+    assert status == 0, err
+    assert "8590196736 elements, 32.00 GiB" in out
+
+
+def test_figures_and_a_limit_are_given(planned):
+    words = ["--hardware", "latency_s=1e-3 bytes_per_s=1e6", "--memory-limit", "0.001"]
+    status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])
+    assert status == 0, err
+    assert "bytes_per_s=1e+06" in out and "too much" in out
+
+
+@pytest.mark.parametrize(
+    "code, words, message",
+    [
+        ("import sys; sys.exit(3)", ["--ranks", "2"], "has ended with 3 before it called"),
+        ("x = 1", ["--ranks", "2"], "called no zero-compiled function"),
+        ("x = 1", ["--ranks", "0"], "a number from 1 on"),
+        ("x = 1", ["--ranks", "8", "--mesh", "3x2"], "whose sizes multiply to the ranks"),
+    ],
+)
+def test_a_script_that_gets_nowhere(planned, code, words, message):
+    status, out, err = planned(code, *words)
+    assert status == 1 and message in err and not out
+
+
+def test_no_script(capsys):
+    assert command_line.main(["plan", "--ranks", "2", "nowhere.py"]) == 1
+    assert "nowhere.py is no file" in capsys.readouterr().err
+
+
+def test_a_mesh_that_is_no_mesh(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["plan", "--ranks", "2", "--mesh", "two", "train.py"])
+    assert "NODESxRANKS" in capsys.readouterr().err

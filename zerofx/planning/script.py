@@ -1,0 +1,96 @@
+"""A training script run as one of many ranks, up to its first compiled call."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from zerofx.backend import zero
+from zerofx.compat.fake_ranks import init_fake_group
+from zerofx.deferred.block import deferred_init
+from zerofx.errors import CommandError
+from zerofx.options import environment
+from zerofx.planning.stopped import Stopped, StoppedCall, stop
+
+
+def call_of(script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int) -> StoppedCall:
+    """Run a script until it calls a zero-compiled function; return that call.
+
+    It runs as rank 0 of so many, with the environment that torchrun would set.  A process group
+    that it begins has no other ranks.  Parameters, and what is computed of them, are recorded and
+    not made; ``zerofx.save`` and the like do nothing.  All else that it does it does.
+
+    Raises: CommandError if it never gets there.
+    """
+    if not script.is_file():
+        raise CommandError(f"{script} is no file: give the training script, as to torchrun")
+    try:
+        with _as_rank_0(script, arguments, ranks, ranks_of_node), deferred_init():
+            runpy.run_path(str(script), run_name="__main__")
+    except Stopped as stopped:
+        return stopped.call
+    except SystemExit as ended:
+        raise CommandError(
+            f"{script} has ended with {ended.code!r} before it called a zero-compiled function. "
+            f"{_NEEDED}"
+        ) from None
+    raise CommandError(
+        f"{script} has come to its end and called no zero-compiled function. {_NEEDED}"
+    )
+
+
+_NEEDED = (
+    'A plan is of the first call of what torch.compile(step, backend="zero") returned: see that '
+    "the script gets there with these arguments."
+)
+
+
+@contextlib.contextmanager
+def _as_rank_0(
+    script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int
+) -> Iterator[None]:
+    """Let a script see itself as rank 0 under torchrun, and stop it at its first compiled call."""
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_of_node),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+
+    def init_process_group(*_args: Any, **_kwargs: Any) -> None:
+        with mock.patch.object(dist, "init_process_group", original):
+            init_fake_group(0, ranks)
+
+    def nothing(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    def no_checkpoint(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    original, package = dist.init_process_group, sys.modules["zerofx"]
+    zero.stop = stop
+    try:
+        with contextlib.ExitStack() as patches:
+            patch = patches.enter_context
+            patch(mock.patch.dict(environment(), variables))
+            patch(mock.patch.object(sys, "argv", [str(script), *arguments]))
+            patch(mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
+            patch(mock.patch.object(dist, "init_process_group", init_process_group))
+            for name in ("save", "load", "load_safetensors", "export_safetensors", "latest"):
+                patch(mock.patch.object(package, name, nothing))
+            patch(mock.patch.object(package, "resume", no_checkpoint))
+            yield
+    finally:
+        zero.stop = None
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            dist.destroy_process_group()
