@@ -82,6 +82,24 @@ def test_its_parameters_are_never_made(planned):
     assert "8590196736 elements, 32.00 GiB" in out
 
 
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("except Exception:", "except BaseException:"),
+        ("except Exception:", "finally:\n    raise OSError('at the end')"),
+        ("except Exception:", "finally:\n    sys.exit(1)"),
+        ("model = ", "with zerofx.deferred_init(exact=True):\n    model = "),
+        ("optimizer = ", "zerofx.materialize(model)\noptimizer = "),
+    ],
+)
+def test_what_else_the_script_does_changes_nothing(planned, before, after):
+    code = textwrap.dedent(SCRIPT)
+    assert code.count(before) == 1
+    code = code.replace(before, after)
+    status, out, err = planned(code, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
+    assert status == 0 and "gpu:3,node:1" in out
+
+
 def test_figures_and_a_limit_are_given(planned):
     words = ["--hardware", "latency_s=1e-3 bytes_per_s=1e6", "--memory-limit", "0.001"]
     status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])

@@ -11,7 +11,7 @@ from zerofx.codegen.rewrite.whole_tensors import whole_update_flops
 from zerofx.hardware import Hardware
 from zerofx.ir.graph import updates
 from zerofx.ir.mesh import Mesh
-from zerofx.ir.parameters import KeptGathered
+from zerofx.ir.parameters import KeptGathered, Place
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
 from zerofx.runtime.optimizer.states import bytes_of_states
@@ -25,9 +25,9 @@ def context_of(
     mesh: Mesh,
     figures: Hardware,
     kept_gathered: Mapping[tuple[str, ...], KeptGathered],
+    known: Mapping[int, Place | None],
 ) -> PassContext:
-    """Collect what is known of a step before its passes; parameters take the places they have."""
-    known = REGISTRY.places(step.tensors)
+    """Collect what is known of a step before its passes; ``known`` places are parameters' own."""
     step.table.assign({index: place for index, place in known.items() if place is not None})
     on_host, in_files = parameters_elsewhere(step, options)
     return PassContext(

@@ -120,7 +120,8 @@ class Program:
 
         def context(options: Options) -> PassContext:
             figures, kept = function.figures, function.kept_gathered
-            return context_of(step, options, communicator.mesh, figures, kept)
+            known = REGISTRY.places(step.tensors)
+            return context_of(step, options, communicator.mesh, figures, kept, known)
 
         if "auto" not in options.offload:
             return context(options)

@@ -15,6 +15,7 @@ from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.options import Options
+from zerofx.passes.base import PassContext
 from zerofx.report.memory import Piece, alive, pieces_of
 
 
@@ -100,10 +101,14 @@ def forecast(step: CapturedStep, options: Options, mesh: Mesh, figures: Hardware
 
     Raises: BudgetError if it does not fit ``memory_budget``; what passes refuse.
     """
-    tried = attempts(options, step.on(mesh).table, mesh) if "auto" in options.offload else [options]
-    contexts = [context_of(step.on(mesh), each, mesh, figures, {}) for each in tried]
-    number = first_that_fits(step.on(mesh), contexts) if len(contexts) > 1 else 0
     own = step.on(mesh)
-    ctx = context_of(own, tried[number], mesh, figures, {})
-    rewritten, _ = rewrite(own, ctx, None)
-    return Forecast(rewritten, bytes_kept(own, ctx.options))
+
+    def context(options: Options) -> PassContext:
+        return context_of(own, options, mesh, figures, kept_gathered={}, known={})
+
+    if "auto" in options.offload:
+        tried = attempts(options, own.table, mesh)
+        options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
+        own = step.on(mesh)
+    rewritten, _ = rewrite(own, context(options), None)
+    return Forecast(rewritten, bytes_kept(own, options))

@@ -7,12 +7,13 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch.distributed as dist
 
-from zerofx.backend import zero
+from zerofx.backend import CompiledFunction, Stop, zero
+from zerofx.capture.step import CapturedStep
 from zerofx.compat.fake_ranks import init_fake_group
 from zerofx.deferred.block import deferred_init
 from zerofx.errors import CommandError
@@ -31,19 +32,29 @@ def call_of(script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: i
     """
     if not script.is_file():
         raise CommandError(f"{script} is no file: give the training script, as to torchrun")
+    found: list[StoppedCall] = []
+
+    def note(function: CompiledFunction, step: CapturedStep) -> NoReturn:
+        try:
+            stop(function, step)
+        except Stopped as stopped:
+            found.append(stopped.call)
+            raise
+
+    words = f"{script} has come to its end and called no zero-compiled function."
     try:
-        with _as_rank_0(script, arguments, ranks, ranks_of_node), deferred_init():
+        with _as_rank_0(script, arguments, ranks, ranks_of_node, note), deferred_init():
             runpy.run_path(str(script), run_name="__main__")
-    except Stopped as stopped:
-        return stopped.call
+    except KeyboardInterrupt:
+        raise
     except SystemExit as ended:
-        raise CommandError(
-            f"{script} has ended with {ended.code!r} before it called a zero-compiled function. "
-            f"{_NEEDED}"
-        ) from None
-    raise CommandError(
-        f"{script} has come to its end and called no zero-compiled function. {_NEEDED}"
-    )
+        words = f"{script} has ended with {ended.code!r} before it called a zero-compiled function."
+    except BaseException:
+        if not found:  # else it is of what the script does at its end
+            raise
+    if not found:
+        raise CommandError(f"{words} {_NEEDED}")
+    return found[0]
 
 
 _NEEDED = (
@@ -52,9 +63,12 @@ _NEEDED = (
 )
 
 
+_NOT_DONE = ("save", "load", "load_safetensors", "export_safetensors", "latest", "materialize")
+
+
 @contextlib.contextmanager
 def _as_rank_0(
-    script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int
+    script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int, on_step: Stop
 ) -> Iterator[None]:
     """Let a script see itself as rank 0 under torchrun, and stop it at its first compiled call."""
     variables = {
@@ -77,8 +91,12 @@ def _as_rank_0(
     def no_checkpoint(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
         return {}
 
+    @contextlib.contextmanager
+    def same_block(**_kwargs: Any) -> Iterator[None]:
+        yield
+
     original, package = dist.init_process_group, sys.modules["zerofx"]
-    zero.stop = stop
+    zero.stop = on_step
     try:
         with contextlib.ExitStack() as patches:
             patch = patches.enter_context
@@ -86,9 +104,10 @@ def _as_rank_0(
             patch(mock.patch.object(sys, "argv", [str(script), *arguments]))
             patch(mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
             patch(mock.patch.object(dist, "init_process_group", init_process_group))
-            for name in ("save", "load", "load_safetensors", "export_safetensors", "latest"):
+            for name in _NOT_DONE:
                 patch(mock.patch.object(package, name, nothing))
             patch(mock.patch.object(package, "resume", no_checkpoint))
+            patch(mock.patch.object(package, "deferred_init", same_block))
             yield
     finally:
         zero.stop = None
