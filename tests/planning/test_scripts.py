@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import torch
 import zerofx
 import zerofx.__main__ as command_line
 from zerofx.backend import zero
+from zerofx.cost.traffic import size_text
 
 SCRIPT = """
     import os, sys
@@ -105,6 +107,39 @@ def test_figures_and_a_limit_are_given(planned):
     status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])
     assert status == 0, err
     assert "bytes_per_s=1e+06" in out and "too much" in out
+
+
+def test_files_are_compared(planned, tmp_path, capsys):
+    for ranks, name in (("4", "four.json"), ("8", "eight.json")):
+        words = ["--ranks", ranks, "--json", str(tmp_path / name)]
+        code = SCRIPT.replace('["LOCAL_WORLD_SIZE"] == "4"', f'["LOCAL_WORLD_SIZE"] == "{ranks}"')
+        assert planned(code, *words, arguments=["64"])[0] == 0
+    four = json.loads((tmp_path / "four.json").read_text())
+    assert four["ranks"] == 4 and set(four["stages"]) == set("0123")
+    files = [str(tmp_path / "four.json"), str(tmp_path / "eight.json")]
+    assert command_line.main(["plan", "--compare", *files]) == 0
+    out = capsys.readouterr().out
+    assert "second: step on 8 rank(s)" in out
+    row = next(line for line in out.splitlines() if line.startswith("3 "))
+    assert size_text(sum(four["stages"]["3"]["keeps"].values())) + " -> " in row
+    assert command_line.main(["plan", "--compare", files[0], files[0]]) == 0
+    assert "->" not in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("[]")
+    assert command_line.main(["plan", "--compare", files[0], str(tmp_path / "other.json")]) == 1
+    assert "is no plan" in capsys.readouterr().err
+
+
+def test_several_numbers_of_ranks(planned):
+    code = SCRIPT.replace('os.environ["LOCAL_WORLD_SIZE"] == "4"', "True")
+    status, out, err = planned(code, "--sweep", "ranks=2,4", "--mesh", "1x2", arguments=["64"])
+    assert status == 0, err
+    assert "on 2, 4 rank(s)" in out and "4        gpu:3,node:3" in out
+
+
+def test_what_is_missing_is_said(planned, capsys):
+    assert planned(SCRIPT)[0] == 1
+    assert command_line.main(["plan", "--ranks", "2"]) == 1
+    assert "needs a training script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

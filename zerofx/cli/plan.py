@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from zerofx import hardware
 from zerofx.errors import CommandError
 from zerofx.planning.plan import axes_of, plan_of
 from zerofx.planning.script import call_of
+from zerofx.planning.tables import compared, text_of
 
 
 def add_to(subparsers: Any) -> None:
@@ -21,9 +23,15 @@ def add_to(subparsers: Any) -> None:
         description="Run a training script up to its first compiled call, without memory for its "
         "model and without other ranks, and print what each stage would keep, send and wait for.",
     )
-    parser.add_argument("--ranks", type=int, required=True, help="how many there will be")
+    parser.add_argument("--ranks", type=int, help="how many there will be")
     parser.add_argument(
-        "--mesh", type=_sizes, metavar="NODESxRANKS", help="plan stages of two axes: 512x8"
+        "--sweep", type=_numbers, metavar="ranks=N,N", help="plan for several numbers of ranks"
+    )
+    parser.add_argument(
+        "--mesh",
+        type=_sizes,
+        metavar="NODESxRANKS",
+        help="plan stages of two axes, 512x8; with --sweep the ranks of a node count",
     )
     parser.add_argument(
         "--hardware", metavar="FIGURES", help="what the option hardware takes (docs/options.md)"
@@ -31,26 +39,72 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="say which stages fit a device's memory"
     )
-    parser.add_argument("script", type=Path, help="the training script, unchanged")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar="FILE",
+        help="print two such files beside each other, and run nothing",
+    )
+    parser.add_argument("script", type=Path, nargs="?", help="the training script, unchanged")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
     parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the plan of a script's first compiled call."""
+    """Print the plan of a script's first compiled call, or compare two that there are."""
+    if chosen.compare:
+        print(compared(*map(_read, chosen.compare)))
+        return 0
+    if chosen.script is None or (chosen.ranks is None) == (chosen.sweep is None):
+        raise CommandError(
+            "plan needs a training script, and --ranks N or --sweep ranks=N,N before it: "
+            "python -m zerofx plan --ranks 64 train.py"
+        )
+    plans = [_plan(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
+    if chosen.json:
+        chosen.json.write_text(json.dumps(plans[0] if chosen.ranks else plans, indent=1) + "\n")
+    print(text_of(plans))
+    return 0
+
+
+def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
+    """Run the script as one of so many ranks, and plan its step for them."""
+    mesh = chosen.mesh
+    if mesh is not None and chosen.sweep:
+        mesh = {**mesh, "node": ranks // mesh["gpu"]}
     try:
-        axes = axes_of(chosen.ranks, chosen.mesh)
+        axes = axes_of(ranks, mesh)
         figures = hardware.of(chosen.hardware) if chosen.hardware else None
     except ValueError as error:
         raise CommandError(str(error)) from None
-    ranks_of_node = axes[-1][1] if len(axes) > 1 else min(chosen.ranks, 8)
-    call = call_of(chosen.script, chosen.arguments, chosen.ranks, ranks_of_node)
+    ranks_of_node = axes[-1][1] if len(axes) > 1 else min(ranks, 8)
+    call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
-    print(plan_of(call, axes, call.options, memory_limit=limit, figures=figures))
-    return 0
+    return plan_of(call, axes, call.options, memory_limit=limit, figures=figures).facts
 
 
 def _sizes(text: str) -> Mapping[str, int]:
     """Read ``512x8`` as the axes of nodes and of the ranks in each."""
     nodes, _, ranks = text.partition("x")
     return {"node": int(nodes), "gpu": int(ranks)}
+
+
+def _numbers(text: str) -> list[int]:
+    """Read ``ranks=8,64``."""
+    name, _, numbers = text.partition("=")
+    if name != "ranks":
+        raise ValueError(text)
+    return [int(number) for number in numbers.split(",")]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return the plan in a file."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CommandError(f"{path} is no plan: {error}") from None
+    if not isinstance(facts, dict) or "stages" not in facts:
+        raise CommandError(f"{path} is no plan of one number of ranks: write it with plan --json")
+    return facts

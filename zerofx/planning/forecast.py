@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
@@ -94,6 +95,19 @@ class Forecast:
     def seconds(self) -> tuple[float, float]:
         """The seconds that no schedule beats, and those of one that hides nothing."""
         return self.timeline.bound_s, self.timeline.compute_s + self.timeline.transfer_s
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "keeps": dict(self.kept),
+            "peak": dict(self.peak),
+            "on_host": self.on_host,
+            "sends": dict(self.sent),
+            "step_s": list(self.seconds),
+            "waits_s": self.timeline.exposed_s,
+            "limited_by": self.timeline.busiest,
+        }
 
 
 def forecast(step: CapturedStep, options: Options, mesh: Mesh, figures: Hardware) -> Forecast:

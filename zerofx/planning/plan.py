@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
 from zerofx.compiler.choices import choose, stopped
-from zerofx.cost.traffic import size_text
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
@@ -18,8 +15,7 @@ from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, environment
 from zerofx.planning.forecast import Forecast, forecast
 from zerofx.planning.stopped import StoppedCall, capture
-from zerofx.report.memory import LOWERED_BY
-from zerofx.report.timeline import duration
+from zerofx.planning.tables import text_of
 
 Axes = Mapping[str, int]
 """The ranks along each axis of a mesh, by its name; the last one is the inner axis."""
@@ -55,66 +51,24 @@ class Plan:
     memory_limit: int | None = None
 
     def __str__(self) -> str:
-        """Return the plan in tables: what is kept, sent and waited for, and the peak by kind."""
-        numel = sum(info.numel for info in self.table)
-        lines = [
-            f"{self.name} on {self.ranks} rank(s): {len(self.table)} parameters, {numel} elements, "
-            f"{size_text(sum(info.nbytes for info in self.table))}"
-        ]
-        if self.forecasts:
-            figures = next(iter(self.forecasts.values())).rewritten.ctx.figures
-            lines += [f"planned with {figures} ({figures.source})", "", self._steps(), ""]
-            lines += [self._peaks(), ""]
-        lines += [f"stage {stage} cannot be: {why}" for stage, why in self.refused.items()]
-        return "\n".join(line.rstrip() for line in "\n".join(lines).rstrip().splitlines())
+        return text_of([self.facts])
 
-    def fits(self, one: Forecast) -> bool | None:
-        """Return whether a peak is within the limit; None if there is none."""
-        return None if self.memory_limit is None else sum(one.peak.values()) <= self.memory_limit
-
-    def _steps(self) -> str:
-        """Return a table with a row for each stage: bytes kept and sent, and a step's time."""
-        rows = []
-        for stage, one in self.forecasts.items():
-            peak = size_text(sum(one.peak.values()))
-            least, most = one.seconds
-            sent = [
-                size_text(nbytes) + (f" {axis}" if len(one.sent) > 1 else "")
-                for axis, nbytes in one.sent.items()
-                if nbytes or len(one.sent) == 1
-            ]
-            rows.append(
-                [
-                    stage,
-                    size_text(sum(one.kept.values())),
-                    peak + {None: "", True: ", fits", False: ", too much"}[self.fits(one)],
-                    size_text(one.on_host),
-                    ", ".join(sent),
-                    f"{duration(least)} to {duration(most)}",
-                    duration(one.timeline.exposed_s),
-                    one.timeline.busiest,
-                ]
-            )
-        headers = (
-            "stage",
-            "keeps",
-            "peak",
-            "on the host",
-            "sends",
-            "a step",
-            "waits",
-            "limited by",
-        )
-        return tabulate(rows, headers=headers, disable_numparse=True)
-
-    def _peaks(self) -> str:
-        """Return a table of what each peak consists of."""
-        used = [kind for kind in LOWERED_BY if any(kind in f.peak for f in self.forecasts.values())]
-        rows = [
-            [stage, *(size_text(one.peak.get(kind, 0)) for kind in used)]
-            for stage, one in self.forecasts.items()
-        ]
-        return tabulate(rows, headers=("of the peak", *used), disable_numparse=True)
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The plan as plain data, which JSON can hold.  Units: bytes, seconds."""
+        used = {str(one.rewritten.ctx.figures) for one in self.forecasts.values()}
+        source = {one.rewritten.ctx.figures.source for one in self.forecasts.values()}
+        return {
+            "function": self.name,
+            "ranks": self.ranks,
+            "parameters": len(self.table),
+            "elements": sum(info.numel for info in self.table),
+            "bytes": sum(info.nbytes for info in self.table),
+            "figures": f"{'; '.join(sorted(used))} ({', '.join(sorted(source))})",
+            "memory_limit": self.memory_limit,
+            "stages": {stage: one.facts for stage, one in self.forecasts.items()},
+            "refused": dict(self.refused),
+        }
 
 
 def plan(

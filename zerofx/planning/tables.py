@@ -1,0 +1,98 @@
+"""Plans as plain data, which files hold, and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from zerofx.cost.traffic import size_text
+from zerofx.report.memory import LOWERED_BY
+from zerofx.report.timeline import duration
+
+Facts = Mapping[str, Any]
+"""A plan's facts: names to numbers, texts, and mappings of them.  Units: bytes, seconds."""
+
+
+def text_of(plans: Sequence[Facts]) -> str:
+    """Return plans of one step in tables: bytes kept and sent, a step's time, peaks by kind."""
+    (first, *_), many = plans, len(plans) > 1
+    ranks = ", ".join(str(plan["ranks"]) for plan in plans)
+    lines = [
+        f"{first['function']} on {ranks} rank(s): {first['parameters']} parameters, "
+        f"{first['elements']} elements, {size_text(first['bytes'])}",
+        f"planned with {first['figures']}",
+    ]
+    stages = [(plan, stage) for plan in plans for stage in plan["stages"]]
+    if stages:
+        lead = [[plan["ranks"], stage] if many else [stage] for plan, stage in stages]
+        names = ["ranks", "stage"] if many else ["stage"]
+        steps = [_step(plan["stages"][stage], plan["memory_limit"]) for plan, stage in stages]
+        lines += ["", _table([*names, *_STEP], lead, steps)]
+        peaks = [plan["stages"][stage]["peak"] for plan, stage in stages]
+        kinds = [kind for kind in LOWERED_BY if any(kind in peak for peak in peaks)]
+        parts = [[size_text(peak.get(kind, 0)) for kind in kinds] for peak in peaks]
+        lines += ["", "Of the peak:", "", _table([*names, *kinds], lead, parts)]
+    of = {plan["ranks"]: f" on {plan['ranks']} rank(s)" if many else "" for plan in plans}
+    refused = [
+        f"stage {stage}{of[plan['ranks']]} cannot be: {why}"
+        for plan in plans
+        for stage, why in plan["refused"].items()
+    ]
+    lines += ["", *refused] if refused else []
+    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+
+
+def compared(one: Facts, other: Facts) -> str:
+    """Return what differs between two plans, by stage: the second one's beside the first one's."""
+    rows = []
+    for stage in one["stages"]:
+        if stage in other["stages"]:
+            before, after = (
+                _step(plan["stages"][stage], plan["memory_limit"]) for plan in (one, other)
+            )
+            pairs = zip(before, after, strict=True)
+            rows.append([stage, *(a if a == b else f"{a} -> {b}" for a, b in pairs)])
+    alone = {
+        f"stage {stage} is in the {which} alone"
+        for plan, against, which in ((one, other, "first"), (other, one, "second"))
+        for stage in plan["stages"]
+        if stage not in against["stages"]
+    }
+    titles = [
+        f"{which}: {plan['function']} on {plan['ranks']} rank(s), {size_text(plan['bytes'])} of "
+        f"parameters, planned with {plan['figures']}"
+        for which, plan in (("first", one), ("second", other))
+    ]
+    table = [_table(["stage", *_STEP], [row[:1] for row in rows], [row[1:] for row in rows])]
+    return "\n".join([*titles, *(["", *table] if rows else []), *sorted(alone)])
+
+
+_STEP = ("keeps", "peak", "on the host", "sends", "a step", "waits", "limited by")
+
+
+def _step(of: Facts, limit: int | None) -> list[str]:
+    """Return the cells of one stage."""
+    peak, sends = sum(of["peak"].values()), of["sends"]
+    fits = "" if limit is None else ", fits" if peak <= limit else ", too much"
+    sent = [
+        size_text(nbytes) + (f" {axis}" if len(sends) > 1 else "")
+        for axis, nbytes in sends.items()
+        if nbytes or len(sends) == 1
+    ]
+    least, most = of["step_s"]
+    return [
+        size_text(sum(of["keeps"].values())),
+        size_text(peak) + fits,
+        size_text(of["on_host"]),
+        ", ".join(sent),
+        f"{duration(least)} to {duration(most)}",
+        duration(of["waits_s"]),
+        of["limited_by"],
+    ]
+
+
+def _table(headers: Sequence[str], lead: Sequence[list], rest: Sequence[list[str]]) -> str:
+    rows = [[*first, *row] for first, row in zip(lead, rest, strict=True)]
+    return tabulate(rows, headers=headers, disable_numparse=True)
