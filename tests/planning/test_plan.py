@@ -155,6 +155,24 @@ def test_shards_and_bytes_on_the_wire_are_those_of_the_formulas():
     assert whole.sent == {"data": sum(2 * info.nbytes * 4095 // 4096 for info in made.table)}
 
 
+def test_second_shards_and_errors_of_wires_are_kept():
+    model = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    options = {"secondary_shard": "gpu", "reduce_wire": {"node": "int4"}, **FIGURES}
+    arguments = {"mesh": AXES, "stages": [{"gpu": 3, "node": 3}], "options": options}
+    (forecast,) = plan(step, (torch.ones(2, 64),), ranks=4, **arguments).forecasts.values()
+    shard, second, lost = 4096, 2 * 4096, 2 * 4096  # bytes of a quarter, and twice of a half
+    assert forecast.kept == {"parameters": shard + second, "errors of wires": lost}
+
+
 def test_a_limit_says_what_fits():
     limit = 2000
     made = planned("plain", 4, FIGURES, stages=[0, 3], memory_limit=limit)

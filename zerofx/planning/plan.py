@@ -96,7 +96,8 @@ def plan(
     that cannot be compiled.
     """
     axes = axes_of(ranks, mesh)
-    call = capture(step, tuple(args), dict(kwargs or {}), options)
+    given = {**(options or {}), "process_group": _group_of(axes)}
+    call = capture(step, tuple(args), dict(kwargs or {}), given)
     return plan_of(call, axes, call.options, stages, memory_limit)
 
 
@@ -156,10 +157,13 @@ def _text(stage: int | Mapping[str, int]) -> str:
 
 
 def _options(given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
-    group = AxesOfRanks(axes) if len(axes) > 1 else None
     stage = dict(stage) if isinstance(stage, Mapping) else stage
     environ = {name: text for name, text in environment().items() if name != "ZEROFX_STAGE"}
-    return stopped(choose({**given, "stage": stage, "process_group": group}, environ))
+    return stopped(choose({**given, "stage": stage, "process_group": _group_of(axes)}, environ))
+
+
+def _group_of(axes: tuple[tuple[str, int], ...]) -> AxesOfRanks | None:
+    return AxesOfRanks(axes) if len(axes) > 1 else None
 
 
 def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:

@@ -11,14 +11,13 @@ from tabulate import tabulate
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.cost.timeline import Timeline, Transfer, milliseconds, predict
 from zerofx.cost.traffic import gathered_peak, moved_bytes, size_text, wire_bytes
-from zerofx.ir import ops
 from zerofx.ir.effects import why_uncaptured
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
 from zerofx.ir.sizes import hinted_bytes, is_symbolic, value_bytes
 from zerofx.passes.manager import TURNED_OFF
-from zerofx.report.memory import alive, pieces_of
+from zerofx.report.memory import alive, errors, pieces_of, refills
 from zerofx.runtime.optimizer.states import bytes_of_states
 from zerofx.runtime.storage.bucket import words_for
 
@@ -305,13 +304,9 @@ def _gradient_bytes(program: Program) -> int:
 
 def _errors(program: Program) -> list[tuple[str, str]]:
     """Return a row for what is kept of what wires of gradients lose, if it is."""
-    tensors = {}
-    for node in program.gm.graph.nodes:
-        if node.target is ops.correct:
-            bucket = program.table[node.args[1][0]].place.bucket
-            tensors[bucket, ops.argument(node, "axis")] = value_bytes(node)
-    size = size_text(sum(tensors.values()))
-    return [("kept per rank of what wires lose", size)] if tensors else []
+    found = errors(program.gm.graph.nodes, program.table)
+    size = size_text(sum(map(value_bytes, found)))
+    return [("kept per rank of what wires lose", size)] if found else []
 
 
 def kept_bytes(program: Program) -> int:
@@ -319,8 +314,7 @@ def kept_bytes(program: Program) -> int:
     if program.options.stage < 3:
         return sum(info.nbytes for info in program.table)
     shards = sum(info.kept.shard_numel * info.dtype.itemsize for info in program.table)
-    refills = program.gm.graph.find_nodes(op="call_function", target=ops.refill_start)
-    shards += sum({tuple(node.args[1]): hinted_bytes(node) for node in refills}.values())
+    shards += sum(map(hinted_bytes, refills(program.gm.graph.nodes)))
     return shards - on_host_bytes(program)
 
 

@@ -27,6 +27,7 @@ LOWERED_BY = {
     "parameters": "stage 3 keeps a shard of them, and offload=params keeps that in host memory",
     "optimizer states": "stage 1 keeps a shard of them, and offload=optimizer keeps that in host "
     "memory",
+    "errors of wires": "error_feedback keeps a float32 for each element that an axis reduces",
     "inputs": "a smaller batch lowers them",
     "gathered parameters": "a memory_budget or smaller bucket_bytes gathers less at once",
     "gradients": "stage 2 keeps a shard of them, and update_in_backward frees each one early",
@@ -74,7 +75,7 @@ def pieces_of(
     nodes = list(graph.nodes)
     allocated = _allocated(nodes, *allocations(graph, world_size, sockets=sockets))
     states = _states(nodes, table, state_bytes or {})
-    return [*_inputs(nodes), *states, *allocated, *_staging(nodes)]
+    return [*_inputs(nodes), *_kept(nodes, table), *states, *allocated, *_staging(nodes)]
 
 
 def alive(pieces: Iterable[Piece], count: int, place: str = "device") -> dict[str, list[int]]:
@@ -199,6 +200,29 @@ def _inputs(nodes: Sequence[fx.Node]) -> Iterator[Piece]:
             place = "host" if given.on_host else "device"
             kind, end = kinds.get(given.kind, "inputs"), len(nodes) - 1
             yield Piece(node, place, kind, 0, end, hinted_bytes(node), node.meta["val"])
+
+
+def _kept(nodes: Sequence[fx.Node], table: ParameterTable) -> Iterator[Piece]:
+    """Yield what is no input, and in memory between steps: second shards, what wires have lost."""
+    for kind, found in (("parameters", refills(nodes)), ("errors of wires", errors(nodes, table))):
+        for node in found:
+            value = node.meta["val"]
+            yield Piece(node, "device", kind, 0, len(nodes) - 1, hinted_bytes(node), value)
+
+
+def refills(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return a node for each second shard: the last that fills it."""
+    of = {tuple(node.args[1]): node for node in nodes if node.target is ops.refill_start}
+    return [*of.values()]
+
+
+def errors(nodes: Iterable[fx.Node], table: ParameterTable) -> list[fx.Node]:
+    """Return a node for each error that is kept: the last whose result is as large."""
+    of = {}
+    for node in nodes:
+        if node.target is ops.correct:
+            of[table[node.args[1][0]].place.bucket, ops.argument(node, "axis")] = node
+    return [*of.values()]
 
 
 def _states(
