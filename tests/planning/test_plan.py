@@ -192,6 +192,9 @@ def test_what_cannot_be_is_said():
     assert list(made.forecasts) == ["0"]
     assert "memory_budget is 10 bytes" in made.refused["3"]
     assert "stage 3 cannot be: memory_budget is 10 bytes" in str(made)
+    made = planned("plain", 2, {**FIGURES, "gather_dtype": "int8"})
+    assert list(made.forecasts) == ["3"] and set(made.refused) == set("012")
+    assert "stage 3" in made.refused["1"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.compiler.choices import choose, stopped
-from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
@@ -121,7 +120,7 @@ def plan_of(
             options = _options(given, axes, stage)
             mesh = _mesh_of(axes, options)
             forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
-        except StepError as error:
+        except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
     ranks = math.prod(size for _, size in axes)
     return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit)
