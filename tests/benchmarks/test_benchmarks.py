@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,8 +91,11 @@ def test_two_links_are_compared_for_every_pair_of_stages_that_there_is(load):
 @pytest.mark.nightly
 def test_a_slow_outer_link_favours_what_is_predicted():
     sizes = "--width 64 --layers 1 --rounds 3 --ratios 10 --bytes-per-s 4e6".split()
+    # It gives each form the figures that it has measured, and the tests' own would win.
+    environ = {name: text for name, text in os.environ.items() if name != "ZEROFX_HARDWARE"}
     ran = subprocess.run(
         [sys.executable, BENCHMARKS / "two_links.py", *sizes, "--forms", "0", "gpu 3, node 0"],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=500,
