@@ -99,6 +99,7 @@ class CompiledFunction:
         self.programs: list[Program] = []  # those in use, and what was dropped since the last
         self.num_programs = 0
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
+        self.why_not_sharded = ""  # of a step that is captured alone, for any stage
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
@@ -169,9 +170,13 @@ class CompiledFunction:
 
     def _capture_alone(self, gm: fx.GraphModule, inputs: list[Any], stop: Stop) -> Callable:
         """Capture a step without other ranks, for ``stop``, which ends the call."""
-        options = choose(self.user_options)
+        choose(self.user_options)
         self.name = compat.dynamo.code_being_compiled().co_name
-        refuse_reads_of_states(gm, inputs, options.stage)
+        refuse_reads_of_states(gm, inputs, stage=0)
+        try:
+            refuse_reads_of_states(gm, inputs, stage=1)
+        except StepError as error:
+            self.why_not_sharded = str(error)
         return StepCapture(gm, inputs, Mesh()).lower(partial(stop, self))
 
     def _figures(self, device: torch.device) -> Hardware:
@@ -269,7 +274,7 @@ def _axes_with_ranks(mesh: Any) -> list[str]:
 
 
 Stop = Callable[[CompiledFunction, CapturedStep], NoReturn]
-"""What ends the call of a function whose step has been captured."""
+"""Ends the call of a function, whose step has been captured, by an exception."""
 
 
 class ZeroBackend:

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.kit.covering import first, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
-from tests.kit.step_forms.form import FORMS, Training
+from tests.kit.step_forms.form import FORMS, Training, step_with
 from tests.kit.step_forms.training import STAGES, built, rank_and_world_size
 from tests.kit.trainings import program_of
-from zerofx import Plan, StepError, plan
+from zerofx import Plan, StepError, deferred_init, plan
+from zerofx.deferred.block import is_block_open
 
 FIGURES = {
     "lowering": "eager",
@@ -158,17 +159,10 @@ def test_shards_and_bytes_on_the_wire_are_those_of_the_formulas():
 def test_second_shards_and_errors_of_wires_are_kept():
     model = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     options = {"secondary_shard": "gpu", "reduce_wire": {"node": "int4"}, **FIGURES}
     arguments = {"mesh": AXES, "stages": [{"gpu": 3, "node": 3}], "options": options}
-    (forecast,) = plan(step, (torch.ones(2, 64),), ranks=4, **arguments).forecasts.values()
+    given = model, optimizer, torch.ones(2, 64), torch.zeros(2, 64)
+    (forecast,) = plan(step_with(), given, ranks=4, **arguments).forecasts.values()
     shard, second, lost = 4096, 2 * 4096, 2 * 4096  # bytes of a quarter, and twice of a half
     assert forecast.kept == {"parameters": shard + second, "errors of wires": lost}
 
@@ -226,23 +220,43 @@ def test_a_step_that_is_refused_is_refused_here():
 
 def test_planning_leaves_a_compiled_step_as_it_was():
     model = torch.nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    compiled = torch.compile(step, backend="zero", options={"lowering": "eager"})
-    x = torch.ones(2, 6)
-    new = plan(compiled, (x,), ranks=2)
-    first = compiled(x)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 6), torch.zeros(2, 3)
+    compiled = torch.compile(step_with(), backend="zero", options={"lowering": "eager"})
+    new = plan(compiled, given, ranks=2)
+    first = compiled(*given)
     before = model.state_dict()
-    made = plan(compiled, (x,), ranks=2)
+    made = plan(compiled, given, ranks=2)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     for stage, forecast in made.forecasts.items():
         assert forecast.schedule == new.forecasts[stage].schedule
-    assert compiled(x) < first
+    assert compiled(*given) < first
     assert len(program_of(compiled).function.programs) == 1
+
+
+def test_a_step_that_reads_states_is_refused_where_they_are_shards():
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = model, optimizer, torch.ones(2, 6), torch.zeros(2, 3)
+    step_with()(*given)  # so that there are some
+
+    def reading(model, optimizer, *batch):
+        return step_with()(model, optimizer, *batch), optimizer.state[model.weight][
+            "momentum_buffer"
+        ].sum()
+
+    made = plan(reading, given, ranks=2)
+    assert list(made.forecasts) == ["0"] and set(made.refused) == set("123")
+    assert "optimizer.state" in made.refused["3"]
+
+
+def test_a_block_is_left_first():
+    with deferred_init():
+        model = torch.nn.Linear(6, 3)
+        given = model, torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(StepError, match="Call it after the block"):
+            plan(step_with(), (*given, torch.ones(2, 6), torch.zeros(2, 3)), ranks=2)
+        assert is_block_open()
+    batch = torch.ones(2, 6), torch.zeros(2, 3)
+    assert len(plan(step_with(), (*given, *batch), ranks=2).forecasts) == 4
+    with pytest.raises(RuntimeError, match="materialize"):
+        model.weight.sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import textwrap
 
@@ -27,7 +28,8 @@ SCRIPT = """
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())
     assert zerofx.resume("nowhere", model, optimizer) == {}
-    zerofx.save("nowhere", model, optimizer)
+    zerofx.save("nowhere", model, optimizer).wait()
+    assert zerofx.load("nowhere", model).get("step", 0) == 0
 
     def step(x):
         loss = model(x).square().mean()
@@ -79,8 +81,10 @@ def test_its_parameters_are_never_made(planned):
         "layers = [", "layers = [torch.nn.Linear(2**15, 2**15) for _ in range(8)]\n    _ = ["
     )
     code = code.replace('"4"', '"2"')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status, out, err = planned(code, "--ranks", "2", arguments=["32768"])
     assert status == 0, err
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "1 GiB"
     assert "8590196736 elements, 32.00 GiB" in out
 
 
@@ -161,7 +165,8 @@ def test_no_script(capsys):
     assert "nowhere.py is no file" in capsys.readouterr().err
 
 
-def test_a_mesh_that_is_no_mesh(capsys):
+@pytest.mark.parametrize("mesh", ("two", "2", "2x0", "-1x2", "2x2x2"))
+def test_a_mesh_that_is_no_mesh(mesh, capsys):
     with pytest.raises(SystemExit):
-        command_line.main(["plan", "--ranks", "2", "--mesh", "two", "train.py"])
+        command_line.main(["plan", "--sweep", "ranks=2", f"--mesh={mesh}", "train.py"])
     assert "NODESxRANKS" in capsys.readouterr().err

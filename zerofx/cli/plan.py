@@ -64,7 +64,7 @@ def run(chosen: argparse.Namespace) -> int:
         )
     plans = [_plan(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
     if chosen.json:
-        chosen.json.write_text(json.dumps(plans[0] if chosen.ranks else plans, indent=1) + "\n")
+        chosen.json.write_text(json.dumps(plans if chosen.sweep else plans[0], indent=1))
     print(text_of(plans))
     return 0
 
@@ -88,7 +88,10 @@ def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
 def _sizes(text: str) -> Mapping[str, int]:
     """Read ``512x8`` as the axes of nodes and of the ranks in each."""
     nodes, _, ranks = text.partition("x")
-    return {"node": int(nodes), "gpu": int(ranks)}
+    sizes = {"node": int(nodes), "gpu": int(ranks)}
+    if min(sizes.values()) < 1:
+        raise ValueError(text)  # argparse names the option
+    return sizes
 
 
 def _numbers(text: str) -> list[int]:

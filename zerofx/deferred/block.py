@@ -55,9 +55,14 @@ def deferred_init(*, exact: bool = False) -> Iterator[None]:
         _close(make_others=done)
 
 
+def is_block_open() -> bool:
+    """Return whether this thread is in a block."""
+    return getattr(_open, "exact", None) is not None
+
+
 def leave_block() -> None:
     """End the block that is open, if one is, and make nothing: who plans needs no values."""
-    if getattr(_open, "exact", None) is not None:
+    if is_block_open():
         _open.modes.close()
         _close(make_others=False)
 

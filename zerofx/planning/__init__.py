@@ -1,1 +1,1 @@
-"""What a training will take on ranks that are not there: its programs, made in one process."""
+"""Planning makes the programs of ranks that are not there, and says what they would take."""

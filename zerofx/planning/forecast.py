@@ -22,7 +22,7 @@ from zerofx.report.memory import Piece, alive, pieces_of
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one rank keeps, sends and waits for in a step of a program that nobody runs.
+    """Predicts what one rank keeps, sends and waits for, from a program that nobody runs.
 
     ``state_bytes`` is what optimizers keep per element, by (optimizer, parameter).
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.compiler.choices import choose, stopped
+from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
@@ -22,7 +23,7 @@ Axes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class AxesOfRanks:
-    """What stands for the device mesh of ranks that are not there, in options."""
+    """Stands for the device mesh of ranks that are not there, in options."""
 
     axes: tuple[tuple[str, int], ...]
 
@@ -36,7 +37,7 @@ class AxesOfRanks:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes at several stages, on ranks that need not be there.
+    """Holds what a step takes at several stages, on ranks that need not be there.
 
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
     cannot be.  ``memory_limit`` is what the device has for it, in bytes; None if nobody said.
@@ -118,6 +119,8 @@ def plan_of(
         name = _text(stage)
         try:
             options = _options(given, axes, stage)
+            if options.stage > 0 and call.why_not_sharded:
+                raise StepError(call.why_not_sharded)
             mesh = _mesh_of(axes, options)
             forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
         except ValueError as error:  # of options that need another stage; a StepError is one too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerofx.backend import CompiledFunction, Stop, zero
 from zerofx.capture.step import CapturedStep
+from zerofx.checkpoint.barrier import Saving
 from zerofx.compat.fake_ranks import init_fake_group
 from zerofx.deferred.block import deferred_init
 from zerofx.errors import CommandError
@@ -63,7 +64,30 @@ _NEEDED = (
 )
 
 
-_NOT_DONE = ("save", "load", "load_safetensors", "export_safetensors", "latest", "materialize")
+@contextlib.contextmanager
+def _same_block(**_options: Any) -> Iterator[None]:
+    yield
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+def _no_extra(*_args: Any, **_options: Any) -> dict[str, Any]:
+    return {}
+
+
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "deferred_init": _same_block,
+    "materialize": _nothing,
+    "resume": _no_extra,
+    "load": _no_extra,
+    "load_safetensors": _nothing,
+    "latest": _nothing,
+    "save": lambda path, *_args, **_options: Saving(Path(path)),
+    "export_safetensors": lambda model, path, *_args, **_options: Path(path),
+}
+"""The functions that a script is given in place of those of ``zerofx``: nothing read or written."""
 
 
 @contextlib.contextmanager
@@ -85,16 +109,6 @@ def _as_rank_0(
         with mock.patch.object(dist, "init_process_group", original):
             init_fake_group(0, ranks)
 
-    def nothing(*_args: Any, **_kwargs: Any) -> None:
-        return None
-
-    def no_checkpoint(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    @contextlib.contextmanager
-    def same_block(**_kwargs: Any) -> Iterator[None]:
-        yield
-
     original, package = dist.init_process_group, sys.modules["zerofx"]
     zero.stop = on_step
     try:
@@ -104,10 +118,8 @@ def _as_rank_0(
             patch(mock.patch.object(sys, "argv", [str(script), *arguments]))
             patch(mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
             patch(mock.patch.object(dist, "init_process_group", init_process_group))
-            for name in _NOT_DONE:
-                patch(mock.patch.object(package, name, nothing))
-            patch(mock.patch.object(package, "resume", no_checkpoint))
-            patch(mock.patch.object(package, "deferred_init", same_block))
+            for name, instead in _INSTEAD.items():
+                patch(mock.patch.object(package, name, instead))
             yield
     finally:
         zero.stop = None

@@ -11,18 +11,22 @@ import torch
 from zerofx.backend import CompiledFunction, ZeroBackend
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
+from zerofx.deferred.block import is_block_open
+from zerofx.errors import StepError
 
 
 @dataclass(frozen=True)
 class StoppedCall:
     """A step as it was captured, and the options that its user gave.
 
-    ``optimizers`` keeps them alive for as long as somebody plans.
+    ``why_not_sharded`` says why stages from 1 on refuse it; empty if they do not.  ``optimizers``
+    keeps them alive for as long as somebody plans.
     """
 
     name: str
     step: CapturedStep
     options: Mapping[str, Any]
+    why_not_sharded: str
     optimizers: tuple[Any, ...]
 
 
@@ -40,14 +44,21 @@ def stop(function: CompiledFunction, step: CapturedStep) -> NoReturn:
     Raises: Stopped.
     """
     optimizers = tuple(map(substitutes.optimizer_of, step.optimizers))
-    raise Stopped(StoppedCall(function.name, step, dict(function.user_options or {}), optimizers))
+    options = dict(function.user_options or {})
+    call = StoppedCall(function.name, step, options, function.why_not_sharded, optimizers)
+    raise Stopped(call)
 
 
 def capture(step: Callable, args: tuple, kwargs: Mapping[str, Any], options: Any) -> StoppedCall:
     """Capture ``step(*args, **kwargs)`` as the zero backend does; nothing of it runs.
 
-    Raises: what the backend does for a step that it refuses.
+    Raises: what the backend does for a step that it refuses; StepError within ``deferred_init``.
     """
+    if is_block_open():
+        raise StepError(
+            "zerofx.plan was called inside of deferred_init, where the batch and the step would be "
+            "recorded too. Call it after the block: a deferred model stays one."
+        )
     plain = getattr(step, "_torchdynamo_orig_callable", step)
     try:
         torch.compile(plain, backend=ZeroBackend(stop), options=options)(*args, **kwargs)

@@ -59,7 +59,7 @@ def _wires_of(corrected: fx.Node) -> list[fx.Node]:
 
 
 def _start_of(corrected: fx.Node) -> fx.Node:
-    """What sends the wire of a corrected gradient."""
+    """Return the start that sends the wire of a corrected gradient."""
     (wire,) = _wires_of(corrected)
     return next(filter(ops.is_collective, wire.users))
 
