@@ -13,7 +13,7 @@ from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, environment
-from zerofx.planning.forecast import Forecast, forecast
+from zerofx.compiler.forecast import Forecast, forecast
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
 
