@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.compiler.choices import choose, stopped
+from zerofx.compiler.forecast import Forecast, forecast
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, environment
-from zerofx.compiler.forecast import Forecast, forecast
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
 
