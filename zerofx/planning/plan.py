@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofx.compiler.best import Choice, Search
 from zerofx.compiler.choices import choose, stopped
-from zerofx.compiler.forecast import Forecast, forecast
+from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
-from zerofx.options import Options, environment
+from zerofx.options import Options, environment, named
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
 
@@ -40,7 +41,8 @@ class Plan:
     """Holds what a step takes at several stages, on ranks that need not be there.
 
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
-    cannot be.  ``memory_limit`` is what the device has for it, in bytes; None if nobody said.
+    cannot be.  ``memory_limit`` is what the device has for it, in bytes, and ``choice`` what
+    ``plan="auto"`` would choose within it, or why nothing fits; None if nobody said.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Plan:
     forecasts: Mapping[str, Forecast]
     refused: Mapping[str, str]
     memory_limit: int | None = None
+    choice: Choice | str | None = None
 
     def __str__(self) -> str:
         return text_of([self.facts])
@@ -68,6 +71,7 @@ class Plan:
             "memory_limit": self.memory_limit,
             "stages": {stage: one.facts for stage, one in self.forecasts.items()},
             "refused": dict(self.refused),
+            "choice": self.choice.facts if isinstance(self.choice, Choice) else self.choice,
         }
 
 
@@ -97,6 +101,7 @@ def plan(
     """
     axes = axes_of(ranks, mesh)
     given = {**(options or {}), "process_group": _group_of(axes)}
+    memory_limit = memory_limit or given.get("memory_limit")
     call = capture(step, tuple(args), dict(kwargs or {}), given)
     return plan_of(call, axes, call.options, stages, memory_limit)
 
@@ -121,12 +126,48 @@ def plan_of(
             options = _options(given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
-            mesh = _mesh_of(axes, options)
-            forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
+            forecasts[name] = _ranks(axes, options, figures).forecast(call.step, options)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
-    ranks = math.prod(size for _, size in axes)
-    return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit)
+    number = math.prod(size for _, size in axes)
+    made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
+    if memory_limit is None:
+        return made
+    return replace(made, choice=_choice(call, axes, given, made, memory_limit, figures))
+
+
+def _choice(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    made: Plan,
+    limit: int,
+    figures: Hardware | None,
+) -> Choice | str:
+    """Return what ``plan="auto"`` chooses within a limit; in words why if it chooses nothing."""
+    free = {"stage", "memory_budget", "plan"}
+    if "auto" in given.get("offload", ()):
+        free.add("offload")
+    given = {name: value for name, value in given.items() if name not in free}
+    options = _options(given, axes, 3)
+    search = Search(
+        call.step,
+        options,
+        named(given, environment()) - free,
+        _ranks(axes, options, figures),
+        limit,
+        why_whole=call.why_not_sharded,
+        made=made.forecasts.values(),
+        more=2**30,
+    )
+    try:
+        return search.run()
+    except StepError as error:
+        return str(error)
+
+
+def _ranks(axes: tuple[tuple[str, int], ...], options: Options, figures: Hardware | None) -> Ranks:
+    return Ranks(axes, figures or options.hardware or NOMINAL)
 
 
 def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
@@ -160,25 +201,14 @@ def _text(stage: int | Mapping[str, int]) -> str:
 
 def _options(given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
     stage = dict(stage) if isinstance(stage, Mapping) else stage
-    environ = {name: text for name, text in environment().items() if name != "ZEROFX_STAGE"}
+    environ = {name: text for name, text in environment().items() if name not in _OF_PLANS}
+    given = {name: value for name, value in given.items() if name not in ("plan", "memory_limit")}
     return stopped(choose({**given, "stage": stage, "process_group": _group_of(axes)}, environ))
+
+
+_OF_PLANS = ("ZEROFX_STAGE", "ZEROFX_PLAN", "ZEROFX_MEMORY_LIMIT")
+"""Variables of the environment that choose what a plan is there to show."""
 
 
 def _group_of(axes: tuple[tuple[str, int], ...]) -> AxesOfRanks | None:
     return AxesOfRanks(axes) if len(axes) > 1 else None
-
-
-def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:
-    """Return the mesh as a communicator has it: axes count where they differ."""
-    if len(axes) > 1 and options.stage_outside is not None and axes[0][1] > 1:
-        return Mesh(axes, 0, options.stage_outside)
-    return Mesh.flat(math.prod(size for _, size in axes))
-
-
-def _figures(
-    given: Hardware | None, options: Options, axes: tuple[tuple[str, int], ...]
-) -> Hardware:
-    given = given or options.hardware or NOMINAL
-    if given.links and (len(axes) == 1 or options.stage_outside is None):
-        return given.on_one_axis([axis for axis, size in axes if size > 1])
-    return given
