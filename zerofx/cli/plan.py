@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from zerofx import hardware
+from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
-from zerofx.planning.plan import axes_of, plan_of
+from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
 from zerofx.planning.script import call_of
 from zerofx.planning.tables import compared, text_of
 
@@ -37,7 +38,13 @@ def add_to(subparsers: Any) -> None:
         "--hardware", metavar="FIGURES", help="what the option hardware takes (docs/options.md)"
     )
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GIB", help="say which stages fit a device's memory"
+        "--device", help=f"what each rank has, as if this machine had it: {', '.join(DEVICES)}"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="say which stages fit so much (default: all that --device has)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
     parser.add_argument(
@@ -77,12 +84,14 @@ def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
     try:
         axes = axes_of(ranks, mesh)
         figures = hardware.of(chosen.hardware) if chosen.hardware else None
+        device = device_named(chosen.device) if chosen.device else None
     except ValueError as error:
         raise CommandError(str(error)) from None
-    ranks_of_node = axes[-1][1] if len(axes) > 1 else min(ranks, 8)
-    call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node)
+    call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
-    return plan_of(call, axes, call.options, memory_limit=limit, figures=figures).facts
+    return plan_of(
+        call, axes, call.options, memory_limit=limit, figures=figures, device=device
+    ).facts
 
 
 def _sizes(text: str) -> Mapping[str, int]:

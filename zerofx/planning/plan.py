@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, forecast
+from zerofx.devices import RANKS_OF_NODE, Device, device_named
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, environment
+from zerofx.planning.stand_in import standing_in
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
 
@@ -81,6 +86,7 @@ def plan(
     stages: Iterable[int | Mapping[str, int]] | None = None,
     options: Mapping[str, Any] | None = None,
     memory_limit: int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Say what ``step(*args, **kwargs)`` would take on each of ``ranks``, without them.
 
@@ -89,16 +95,23 @@ def plan(
     ranks along its axes: ``{"node": 512, "gpu": 8}``.  By default all stages are planned, on a mesh
     those of each axis.  A model of ``deferred_init`` needs no memory here either.
 
-    A plan is of rank 0, which holds most, and of the option ``hardware``, or else of figures that
-    are assumed.  The programs are those that the ranks would run, given the same figures.
+    A plan is of rank 0, which holds most, and of the option ``hardware``, or else of figures of the
+    ``device``: ``h100``, ``h200``, ``a100``, ``mi300x``, ``b200`` or ``cpu``; else they are
+    assumed.  The step is planned as if its tensors were on that device, whose memory is the
+    ``memory_limit`` unless one is given.  The programs are those that the ranks would run, given
+    the same figures.
 
     Raises: ValueError for ranks that the mesh does not have, and for options; StepError for a step
     that cannot be compiled.
     """
     axes = axes_of(ranks, mesh)
     given = {**(options or {}), "process_group": _group_of(axes)}
-    call = capture(step, tuple(args), dict(kwargs or {}), given)
-    return plan_of(call, axes, call.options, stages, memory_limit)
+    found = None if device is None else device_named(device)
+    with contextlib.nullcontext() if found is None else standing_in(found):
+        call = capture(step, tuple(args), dict(kwargs or {}), given)
+    if found is not None:
+        call = call.on_device(found.kind)
+    return plan_of(call, axes, call.options, stages, memory_limit, device=found)
 
 
 def plan_of(
@@ -108,11 +121,14 @@ def plan_of(
     stages: Iterable[int | Mapping[str, int]] | None = None,
     memory_limit: int | None = None,
     figures: Hardware | None = None,
+    device: Device | None = None,
 ) -> Plan:
     """Plan a captured call for ranks along these axes, with the options ``given``; see ``plan``.
 
-    By these ``figures``, or those that options have.
+    By these ``figures``, or those that options have, or those of the ``device``.
     """
+    if memory_limit is None and device is not None:
+        memory_limit = device.memory_bytes
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for stage in _stages_of(axes) if stages is None else stages:
@@ -122,7 +138,8 @@ def plan_of(
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
             mesh = _mesh_of(axes, options)
-            forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
+            found = _figures(figures, options, axes, device)
+            forecasts[name] = forecast(call.step, options, mesh, found)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
     ranks = math.prod(size for _, size in axes)
@@ -175,10 +192,25 @@ def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:
     return Mesh.flat(math.prod(size for _, size in axes))
 
 
+def ranks_of_node(axes: tuple[tuple[str, int], ...]) -> int:
+    """Return how many ranks share a machine: those of the inner axis of a mesh, else eight."""
+    (*_, (_, inner)) = axes
+    return inner if len(axes) > 1 else min(inner, RANKS_OF_NODE)
+
+
 def _figures(
-    given: Hardware | None, options: Options, axes: tuple[tuple[str, int], ...]
+    given: Hardware | None,
+    options: Options,
+    axes: tuple[tuple[str, int], ...],
+    device: Device | None,
 ) -> Hardware:
-    given = given or options.hardware or NOMINAL
-    if given.links and (len(axes) == 1 or options.stage_outside is None):
+    is_flat = len(axes) == 1 or options.stage_outside is None
+    given = given or options.hardware
+    if given is None and device is not None:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+        one_axis = Mesh.flat(math.prod(size for _, size in axes)).axes
+        return device.hardware(one_axis if is_flat else axes, has_tf32=has_tf32)
+    given = given or NOMINAL
+    if given.links and is_flat:
         return given.on_one_axis([axis for axis, size in axes if size > 1])
     return given
