@@ -63,7 +63,8 @@ class Hardware(Link):
     ``host_bytes_per_s`` what the host's memory carries, ``file_bytes_per_s`` what a rank's files
     do: nobody measures these three, they are of PCIe 4, of a few memory channels and of one NVMe
     disk.  ``flops_per_s`` is that of matrices, ``float32_flops_per_s`` of those in float32, if they
-    are slower than others.  Units: seconds, bytes, floating point operations.
+    are slower than others.  ``spread`` is the factor within which four of five times of a lane are
+    taken to lie, above or below.  Units: seconds, bytes, floating point operations.
     """
 
     flops_per_s: float = 1e14
@@ -74,6 +75,7 @@ class Hardware(Link):
     source: str = "given"
     float32_flops_per_s: float | None = None
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    spread: float = 2.0
 
     def flops_per_s_in(self, dtype: torch.dtype) -> float:
         """The arithmetic of matrices of a dtype in a second."""
@@ -95,7 +97,7 @@ class Hardware(Link):
         """Return the same for ranks that are not told apart by axes: those along ``axes``."""
         link = asdict(slowest_link([self.links[axis] for axis in axes] or self.links.values()))
         values = {name: getattr(self, name) for name in _OF_RANKS}
-        return Hardware(**link, **values, source=self.source)
+        return Hardware(**link, **values, source=self.source, spread=self.spread)
 
     @property
     def of_ranks(self) -> str:
@@ -121,7 +123,7 @@ def _text(figures: Mapping[str, float]) -> str:
 _OF_RANKS = tuple(
     name
     for each in fields(Hardware)
-    if (name := each.name) not in (*LINK_FIGURES, "links", "source")
+    if (name := each.name) not in (*LINK_FIGURES, "links", "source", "spread")
 )
 """The names of figures that are of ranks, and the same whichever axis they communicate along."""
 

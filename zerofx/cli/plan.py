@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zerofx import hardware
+from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
 from zerofx.planning.models import LENGTH, call_of_model, shipped
-from zerofx.planning.plan import axes_of, plan_of
+from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
 from zerofx.planning.script import call_of
 from zerofx.planning.stopped import StoppedCall
 from zerofx.planning.tables import compared, text_of
@@ -53,7 +54,13 @@ def add_to(subparsers: Any) -> None:
         "--hardware", metavar="FIGURES", help="what the option hardware takes (docs/options.md)"
     )
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GIB", help="say which stages fit a device's memory"
+        "--device", help=f"what each rank has, as if this machine had it: {', '.join(DEVICES)}"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="say which stages fit so much (default: all that --device has)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
     parser.add_argument(
@@ -127,13 +134,18 @@ def _plan(
     """Plan a call for ranks along these axes; without one, run the script as the first of them."""
     try:
         figures = hardware.of(chosen.hardware) if chosen.hardware else None
+        device = device_named(chosen.device) if chosen.device else None
     except ValueError as error:
         raise CommandError(str(error)) from None
-    ranks = math.prod(size for _, size in axes)
-    ranks_of_node = axes[-1][1] if len(axes) > 1 else min(ranks, 8)
-    call = call or call_of(chosen.script, chosen.arguments, ranks, ranks_of_node)
+    if call is None:
+        ranks = math.prod(size for _, size in axes)
+        call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
+    elif device is not None:
+        call = call.on_device(device.kind)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
-    return plan_of(call, axes, call.options, memory_limit=limit, figures=figures).facts
+    return plan_of(
+        call, axes, call.options, memory_limit=limit, figures=figures, device=device
+    ).facts
 
 
 def _sizes(text: str) -> Mapping[str, int]:

@@ -60,6 +60,11 @@ def is_block_open() -> bool:
     return getattr(_open, "exact", None) is not None
 
 
+def add_mode(mode: contextlib.AbstractContextManager) -> None:
+    """Enter one more mode, which the open block leaves at its end, or ``leave_block``."""
+    _open.modes.enter_context(mode)
+
+
 def leave_block() -> None:
     """End the block that is open, if one is, and make nothing: who plans needs no values."""
     if is_block_open():

@@ -52,7 +52,7 @@ class Recorder(compat.scalars.DispatchMode):
 
     def _record(self, call: _Call) -> Any:
         if not call.deferred:
-            if not call.tensors:
+            if not call.tensors and call.returns_tensors:
                 return self._make(call)
             self._keep_constants(call.written)
             return call.run()

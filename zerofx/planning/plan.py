@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from zerofx.compiler.best import Choice, Search
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, Ranks
+from zerofx.devices import RANKS_OF_NODE, Device, device_named
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, environment, named
+from zerofx.planning.stand_in import standing_in
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
 
@@ -85,6 +90,7 @@ def plan(
     stages: Iterable[int | Mapping[str, int]] | None = None,
     options: Mapping[str, Any] | None = None,
     memory_limit: int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Say what ``step(*args, **kwargs)`` would take on each of ``ranks``, without them.
 
@@ -93,8 +99,11 @@ def plan(
     ranks along its axes: ``{"node": 512, "gpu": 8}``.  By default all stages are planned, on a mesh
     those of each axis.  A model of ``deferred_init`` needs no memory here either.
 
-    A plan is of rank 0, which holds most, and of the option ``hardware``, or else of figures that
-    are assumed.  The programs are those that the ranks would run, given the same figures.
+    A plan is of rank 0, which holds most, and of the option ``hardware``, or else of figures of the
+    ``device``: ``h100``, ``h200``, ``a100``, ``mi300x``, ``b200`` or ``cpu``; else they are
+    assumed.  The step is planned as if its tensors were on that device, whose memory is the
+    ``memory_limit`` unless one is given.  The programs are those that the ranks would run, given
+    the same figures.
 
     Raises: ValueError for ranks that the mesh does not have, and for options; StepError for a step
     that cannot be compiled.
@@ -102,8 +111,12 @@ def plan(
     axes = axes_of(ranks, mesh)
     given = {**(options or {}), "process_group": _group_of(axes)}
     memory_limit = memory_limit or given.get("memory_limit")
-    call = capture(step, tuple(args), dict(kwargs or {}), given)
-    return plan_of(call, axes, call.options, stages, memory_limit)
+    found = None if device is None else device_named(device)
+    with contextlib.nullcontext() if found is None else standing_in(found):
+        call = capture(step, tuple(args), dict(kwargs or {}), given)
+    if found is not None:
+        call = call.on_device(found.kind)
+    return plan_of(call, axes, call.options, stages, memory_limit, device=found)
 
 
 def plan_of(
@@ -113,11 +126,14 @@ def plan_of(
     stages: Iterable[int | Mapping[str, int]] | None = None,
     memory_limit: int | None = None,
     figures: Hardware | None = None,
+    device: Device | None = None,
 ) -> Plan:
     """Plan a captured call for ranks along these axes, with the options ``given``; see ``plan``.
 
-    By these ``figures``, or those that options have.
+    By these ``figures``, or those that options have, or those of the ``device``.
     """
+    if memory_limit is None and device is not None:
+        memory_limit = device.memory_bytes
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for stage in _stages_of(axes) if stages is None else stages:
@@ -126,14 +142,15 @@ def plan_of(
             options = _options(given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
-            forecasts[name] = _ranks(axes, options, figures).forecast(call.step, options)
+            ranks = _ranks(axes, options, figures, device)
+            forecasts[name] = ranks.forecast(call.step, options)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
     number = math.prod(size for _, size in axes)
     made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
     if memory_limit is None:
         return made
-    return replace(made, choice=_choice(call, axes, given, made, memory_limit, figures))
+    return replace(made, choice=_choice(call, axes, given, made, memory_limit, figures, device))
 
 
 def _choice(
@@ -143,6 +160,7 @@ def _choice(
     made: Plan,
     limit: int,
     figures: Hardware | None,
+    device: Device | None,
 ) -> Choice | str:
     """Return what ``plan="auto"`` chooses within a limit; in words why if it chooses nothing."""
     free = {"stage", "memory_budget", "plan"}
@@ -154,7 +172,7 @@ def _choice(
         call.step,
         options,
         named(given, environment()) - free,
-        _ranks(axes, options, figures),
+        _ranks(axes, options, figures, device),
         limit,
         why_whole=call.why_not_sharded,
         made=made.forecasts.values(),
@@ -166,8 +184,17 @@ def _choice(
         return str(error)
 
 
-def _ranks(axes: tuple[tuple[str, int], ...], options: Options, figures: Hardware | None) -> Ranks:
-    return Ranks(axes, figures or options.hardware or NOMINAL)
+def _ranks(
+    axes: tuple[tuple[str, int], ...],
+    options: Options,
+    figures: Hardware | None,
+    device: Device | None,
+) -> Ranks:
+    figures = figures or options.hardware
+    if figures is None and device is not None:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+        figures = device.hardware(axes, has_tf32=has_tf32)
+    return Ranks(axes, figures or NOMINAL)
 
 
 def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
@@ -212,3 +239,9 @@ _OF_PLANS = ("ZEROFX_STAGE", "ZEROFX_PLAN", "ZEROFX_MEMORY_LIMIT")
 
 def _group_of(axes: tuple[tuple[str, int], ...]) -> AxesOfRanks | None:
     return AxesOfRanks(axes) if len(axes) > 1 else None
+
+
+def ranks_of_node(axes: tuple[tuple[str, int], ...]) -> int:
+    """Return how many ranks share a machine: those of the inner axis of a mesh, else eight."""
+    (*_, (_, inner)) = axes
+    return inner if len(axes) > 1 else min(inner, RANKS_OF_NODE)

@@ -16,18 +16,27 @@ from zerofx.backend import CompiledFunction, Stop, zero
 from zerofx.capture.step import CapturedStep
 from zerofx.checkpoint.barrier import Saving
 from zerofx.compat.fake_ranks import init_fake_group
-from zerofx.deferred.block import deferred_init
+from zerofx.deferred.block import add_mode, deferred_init
+from zerofx.devices import Device
 from zerofx.errors import CommandError
 from zerofx.options import environment
+from zerofx.planning.stand_in import answering_for, standing_in
 from zerofx.planning.stopped import Stopped, StoppedCall, stop
 
 
-def call_of(script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int) -> StoppedCall:
+def call_of(
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int,
+    ranks_of_node: int,
+    device: Device | None = None,
+) -> StoppedCall:
     """Run a script until it calls a zero-compiled function; return that call.
 
     It runs as rank 0 of so many, with the environment that torchrun would set.  A process group
     that it begins has no other ranks.  Parameters, and what is computed of them, are recorded and
-    not made; ``zerofx.save`` and the like do nothing.  All else that it does it does.
+    not made; ``zerofx.save`` and the like do nothing.  All else that it does it does.  With a
+    ``device`` torch says that the machine has such ones, and the call is as if made on one.
 
     Raises: CommandError if it never gets there.
     """
@@ -44,7 +53,13 @@ def call_of(script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: i
 
     words = f"{script} has come to its end and called no zero-compiled function."
     try:
-        with _as_rank_0(script, arguments, ranks, ranks_of_node, note), deferred_init():
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
+            if device is not None:
+                patches.enter_context(standing_in(device))
+            patches.enter_context(deferred_init())
+            if device is not None:
+                add_mode(answering_for(device, ranks_of_node))
             runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt:
         raise
@@ -55,7 +70,7 @@ def call_of(script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: i
             raise
     if not found:
         raise CommandError(f"{words} {_NEEDED}")
-    return found[0]
+    return found[0] if device is None else found[0].on_device(device.kind)
 
 
 _NEEDED = (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
+from zerofx import compat
 from zerofx.backend import CompiledFunction, ZeroBackend
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.deferred.block import is_block_open
 from zerofx.errors import StepError
+from zerofx.ir.parameters import ParameterTable
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class StoppedCall:
     options: Mapping[str, Any]
     why_not_sharded: str
     optimizers: tuple[Any, ...]
+
+    def on_device(self, kind: str) -> StoppedCall:
+        """Return the call as if it were made on another kind of device: it is moved there."""
+        device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+        compat.other_device.move(self.step.gm, device)
+        table = ParameterTable(tuple(replace(info, device=device) for info in self.step.table))
+        return replace(self, step=replace(self.step, table=table))
 
 
 class Stopped(BaseException):
