@@ -135,7 +135,7 @@ def first_that_fits(step: CapturedStep, contexts: Sequence[PassContext]) -> int:
     """
     for number, ctx in enumerate(contexts):
         try:
-            run_pipeline(copied_module(step.gm), ctx, rewrites(PIPELINE))
+            run_pipeline(copied_module(step.gm), ctx, rewrites(PIPELINE), to_run=False)
             return number
         except BudgetError:
             if ctx is contexts[-1]:

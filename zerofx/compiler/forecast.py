@@ -11,7 +11,7 @@ from typing import Any
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
-from zerofx.compiler.rewrite import Rewritten, rewrite
+from zerofx.compiler.rewrite import Rewritten, rewritten
 from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
@@ -157,5 +157,4 @@ class Ranks:
             tried = attempts(options, own.table, mesh)
             options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
             own = step.on(mesh)
-        rewritten, _ = rewrite(own, context(options), None)
-        return Forecast(rewritten, bytes_kept(own, options))
+        return Forecast(rewritten(own, context(options)), bytes_kept(own, options))
