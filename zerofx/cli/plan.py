@@ -83,10 +83,13 @@ def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
         mesh = {**mesh, "node": ranks // mesh["gpu"]}
     try:
         axes = axes_of(ranks, mesh)
-        figures = hardware.of(chosen.hardware) if chosen.hardware else None
         device = device_named(chosen.device) if chosen.device else None
     except ValueError as error:
         raise CommandError(str(error)) from None
+    try:
+        figures = hardware.of(chosen.hardware) if chosen.hardware else None
+    except ValueError as error:
+        raise CommandError(f"--hardware {chosen.hardware}: {error}") from None
     call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
     return plan_of(

@@ -11,7 +11,7 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, rewrite
-from zerofx.cost.timeline import Timeline, predict
+from zerofx.cost.timeline import StepTime, Timeline, predict, step_time
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
@@ -91,10 +91,14 @@ class Forecast:
         ctx = self.rewritten.ctx
         return predict(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
 
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """The seconds that no schedule beats, and those of one that hides nothing."""
-        return self.timeline.bound_s, self.timeline.compute_s + self.timeline.transfer_s
+    @cached_property
+    def step_time(self) -> StepTime:
+        """The seconds of a step, with an interval of what is unknown of its figures."""
+        ctx = self.rewritten.ctx
+        times = ctx.figures.times_of(ctx.options.lowering)
+        return step_time(
+            self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size, times=times
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -104,7 +108,10 @@ class Forecast:
             "peak": dict(self.peak),
             "on_host": self.on_host,
             "sends": dict(self.sent),
-            "step_s": list(self.seconds),
+            "step_s": [self.step_time.low_s, self.step_time.high_s],
+            "expected_s": self.step_time.expected_s,
+            "confidence": self.step_time.confidence,
+            "bound_s": self.timeline.bound_s,
             "waits_s": self.timeline.exposed_s,
             "limited_by": self.timeline.busiest,
         }

@@ -1,0 +1,206 @@
+"""Compare what plans say that a step takes with what it takes, by one calibration.
+
+    python benchmarks/foresight.py --ranks 2
+    python benchmarks/foresight.py --ranks 4 --keep calibration.json
+
+The ranks calibrate first, as ``python -m zerofx calibrate`` does.  This process then plans every
+configuration (models x batches x stages), by that file and without ranks; and the ranks train them
+in turns, a few steps each.  The steps of a configuration are those of the half of its turns in
+which other programs used least of the machine; its time is their median, on average over ranks.
+
+Prints a row for each, and of all: the median and the 90th percentile of errors, Kendall's tau, the
+share of intervals that contain what was measured, and the median width of intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import Sizes, batches_of, loss_of
+from ranks import on_ranks
+from tabulate import tabulate
+
+import zerofx
+from zerofx.planning.calibrate import as_json, calibrate
+from zerofx.runtime.comm.communication import Communicator
+
+MODELS = (
+    Sizes("gpt", 1024, 192, 3),
+    Sizes("gpt", 512, 320, 2),
+    Sizes("plain llama", 1024, 192, 3),
+)
+BATCHES = ((2, 64), (8, 128))
+STAGES = (0, 1, 2, 3)
+SHORTEST_TURN_S = 0.25
+JIFFY_S = 0.01
+
+
+def configurations() -> Iterator[tuple[Sizes, int, int, int]]:
+    for sizes, (rows, length), stage in itertools.product(MODELS, BATCHES, STAGES):
+        yield sizes, rows, length, stage
+
+
+def training_of(sizes: Sizes, rows: int, length: int, rank: int) -> tuple[Callable, tuple]:
+    """Return a step and its arguments."""
+    torch.manual_seed(0)
+    model = sizes.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(model, optimizer, tokens):
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    tokens = batches_of(sizes, rows, length, rank, torch.device("cpu"))[0]
+    return step, (model, optimizer, tokens)
+
+
+def calibrated(rank: int, num_ranks: int, with_inductor: bool) -> dict:
+    return as_json(
+        calibrate(Communicator.of(None), torch.device("cpu"), with_inductor=with_inductor)
+    )
+
+
+def measured(rank: int, num_ranks: int, path: str, lowering: str, rounds: int) -> list[float]:
+    """Return the seconds of a step of each configuration on this rank."""
+    steps = []
+    for sizes, rows, length, stage in configurations():
+        step, given = training_of(sizes, rows, length, rank)
+        options = {"stage": stage, "lowering": lowering, "hardware": path}
+        compiled = torch.compile(step, backend="zero", options=options, dynamic=False)
+        for _ in range(3):
+            compiled(*given)
+        steps.append((compiled, given))
+        if rank == 0:
+            print(f"compiled {len(steps)}", file=sys.stderr, flush=True)
+    turns: list[list[tuple[float, list[float]]]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for (compiled, given), taken in zip(steps, turns, strict=True):
+            once_s = statistics.median(taken[-1][1]) if taken else 0.1
+            times = torch.tensor(max(2, round(SHORTEST_TURN_S / once_s)))
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            taken.append(turn(partial(compiled, *given), int(times)))
+    found = []
+    for taken in turns:
+        quiet = sorted(taken, key=lambda one: one[0])[: max(1, len(taken) // 2)]
+        found.append(statistics.median(itertools.chain.from_iterable(s for _, s in quiet)))
+    return found
+
+
+def turn(step: Callable, times: int) -> tuple[float, list[float]]:
+    """Run some steps; return how much of a core others used, as all ranks see it, and seconds."""
+    seconds = []
+    dist.barrier()
+    used_s, own_s, started = used(), own(), time.perf_counter()
+    for _ in range(times):
+        dist.barrier()
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    dist.barrier()
+    passed_s, used_s = time.perf_counter() - started, used() - used_s
+    mine = torch.tensor([own() - own_s, used_s / dist.get_world_size()])
+    dist.all_reduce(mine)
+    return float(mine[1] - mine[0]) / passed_s, seconds
+
+
+def used() -> float:
+    """Seconds that this machine's cores have worked, for anybody; 0 where nobody says."""
+    try:
+        with open("/proc/stat") as stat:
+            fields = list(map(int, stat.readline().split()[1:]))
+    except OSError:
+        return 0.0
+    return (sum(fields) - fields[3] - fields[4]) * JIFFY_S
+
+
+def own() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def planned(path: str, num_ranks: int, lowering: str) -> Iterator[tuple[float, float, float]]:
+    """Yield the interval of each configuration and what is expected, in their order."""
+    for sizes, (rows, length) in itertools.product(MODELS, BATCHES):
+        torch.compiler.reset()  # shapes of the last one would be taken to change
+        step, given = training_of(sizes, rows, length, 0)
+        options = {"lowering": lowering, "hardware": path}
+        made = zerofx.plan(step, given, ranks=num_ranks, stages=STAGES, options=options)
+        for stage in STAGES:
+            of = made.forecasts[str(stage)].step_time
+            yield of.low_s, of.expected_s, of.high_s
+
+
+def kendall(one: list[float], other: list[float]) -> float:
+    """Return how much of the order of one list the other has: 1 if all, -1 if the reverse."""
+    pairs = list(itertools.combinations(range(len(one)), 2))
+    agree = [(one[a] - one[b]) * (other[a] - other[b]) > 0 for a, b in pairs]
+    return 2 * sum(agree) / len(pairs) - 1
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep the calibration there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.keep or Path(folder) / "calibration.json"
+        compiles = arguments.lowering == "inductor"
+        started = time.perf_counter()
+        path.write_text(json.dumps(on_ranks(calibrated, arguments.ranks, compiles)[0]))
+        print(f"calibrated in {time.perf_counter() - started:.0f} s", flush=True)
+        given = str(path), arguments.lowering, arguments.rounds
+        of_ranks = on_ranks(measured, arguments.ranks, *given)
+        plans = list(planned(str(path), arguments.ranks, arguments.lowering))
+    steps = [statistics.fmean(ranks) for ranks in zip(*of_ranks, strict=True)]
+    rows = [
+        (
+            f"{sizes.model} {sizes.width} x {sizes.layers}",
+            f"{rows} x {length}",
+            stage,
+            f"{1e3 * step_s:.1f}",
+            f"{1e3 * expected_s:.1f}",
+            f"{1e3 * low_s:.1f} to {1e3 * high_s:.1f}",
+            f"{expected_s / step_s:.2f}",
+        )
+        for (sizes, rows, length, stage), step_s, (low_s, expected_s, high_s) in zip(
+            configurations(), steps, plans, strict=True
+        )
+    ]
+    headers = ("model", "batch", "stage", "ms", "planned", "interval", "ratio")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    errors = [abs(of[1] / step_s - 1) for of, step_s in zip(plans, steps, strict=True)]
+    inside = [low <= step_s <= high for (low, _, high), step_s in zip(plans, steps, strict=True)]
+    widths = [(high - low) / 2 / expected for low, expected, high in plans]
+    print(
+        f"{arguments.ranks} ranks, {arguments.lowering}, {len(steps)} configurations: error "
+        f"{statistics.median(errors):.1%} (median), {percentile(errors, 0.9):.1%} (90th "
+        f"percentile); Kendall's tau {kendall(steps, [of[1] for of in plans]):.2f}; "
+        f"{statistics.fmean(inside):.0%} within their intervals, of a width of +-"
+        f"{statistics.median(widths):.0%} (median)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
