@@ -3,10 +3,10 @@
     python benchmarks/foresight.py --ranks 2
     python benchmarks/foresight.py --ranks 4 --keep calibration.json
 
-The ranks calibrate first, as ``python -m zerofx calibrate`` does.  This process then plans every
-configuration (models x batches x stages), by that file and without ranks; and the ranks train them
-in turns, a few steps each.  The steps of a configuration are those of the half of its turns in
-which other programs used least of the machine; its time is their median, on average over ranks.
+The ranks calibrate, as ``python -m zerofx calibrate`` does, and train every configuration (models
+x batches x stages), all in turns of a few steps: what disturbs one disturbs its neighbours.  Of
+each the faster half of its turns counts; its time is their median, on average over ranks.  This
+process then plans the configurations by the file that was measured, and without ranks.
 
 Prints a row for each, and of all: the median and the 90th percentile of errors, Kendall's tau, the
 share of intervals that contain what was measured, and the median width of intervals.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from ranks import on_ranks
 from tabulate import tabulate
 
 import zerofx
-from zerofx.planning.calibrate import as_json, calibrate
+from zerofx.planning.calibrate import Calibrator, as_json
 from zerofx.runtime.comm.communication import Communicator
 
 MODELS = (
@@ -44,7 +43,6 @@ MODELS = (
 BATCHES = ((2, 64), (8, 128))
 STAGES = (0, 1, 2, 3)
 SHORTEST_TURN_S = 0.25
-JIFFY_S = 0.01
 
 
 def configurations() -> Iterator[tuple[Sizes, int, int, int]]:
@@ -69,18 +67,14 @@ def training_of(sizes: Sizes, rows: int, length: int, rank: int) -> tuple[Callab
     return step, (model, optimizer, tokens)
 
 
-def calibrated(rank: int, num_ranks: int, with_inductor: bool) -> dict:
-    return as_json(
-        calibrate(Communicator.of(None), torch.device("cpu"), with_inductor=with_inductor)
-    )
-
-
-def measured(rank: int, num_ranks: int, path: str, lowering: str, rounds: int) -> list[float]:
-    """Return the seconds of a step of each configuration on this rank."""
+def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dict, list[float]]:
+    """Return the calibration, and the seconds of a step of each configuration on this rank."""
+    compiles = lowering == "inductor"
+    calibrator = Calibrator(Communicator.of(None), torch.device("cpu"), with_inductor=compiles)
     steps = []
     for sizes, rows, length, stage in configurations():
         step, given = training_of(sizes, rows, length, rank)
-        options = {"stage": stage, "lowering": lowering, "hardware": path}
+        options = {"stage": stage, "lowering": lowering, "hardware": calibrator.figures}
         compiled = torch.compile(step, backend="zero", options=options, dynamic=False)
         for _ in range(3):
             compiled(*given)
@@ -89,6 +83,7 @@ def measured(rank: int, num_ranks: int, path: str, lowering: str, rounds: int) -
             print(f"compiled {len(steps)}", file=sys.stderr, flush=True)
     turns: list[list[tuple[float, list[float]]]] = [[] for _ in steps]
     for _ in range(rounds):
+        calibrator.turn()
         for (compiled, given), taken in zip(steps, turns, strict=True):
             once_s = statistics.median(taken[-1][1]) if taken else 0.1
             times = torch.tensor(max(2, round(SHORTEST_TURN_S / once_s)))
@@ -96,41 +91,22 @@ def measured(rank: int, num_ranks: int, path: str, lowering: str, rounds: int) -
             taken.append(turn(partial(compiled, *given), int(times)))
     found = []
     for taken in turns:
-        quiet = sorted(taken, key=lambda one: one[0])[: max(1, len(taken) // 2)]
-        found.append(statistics.median(itertools.chain.from_iterable(s for _, s in quiet)))
-    return found
+        order = sorted(taken, key=lambda one: one[0])[: -(-len(taken) // 2)]
+        found.append(statistics.median(itertools.chain.from_iterable(s for _, s in order)))
+    return as_json(calibrator.calibrated()), found
 
 
 def turn(step: Callable, times: int) -> tuple[float, list[float]]:
-    """Run some steps; return how much of a core others used, as all ranks see it, and seconds."""
+    """Run some steps; return the median on average over ranks, and this rank's seconds."""
     seconds = []
-    dist.barrier()
-    used_s, own_s, started = used(), own(), time.perf_counter()
     for _ in range(times):
         dist.barrier()
         begun = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begun)
-    dist.barrier()
-    passed_s, used_s = time.perf_counter() - started, used() - used_s
-    mine = torch.tensor([own() - own_s, used_s / dist.get_world_size()])
-    dist.all_reduce(mine)
-    return float(mine[1] - mine[0]) / passed_s, seconds
-
-
-def used() -> float:
-    """Seconds that this machine's cores have worked, for anybody; 0 where nobody says."""
-    try:
-        with open("/proc/stat") as stat:
-            fields = list(map(int, stat.readline().split()[1:]))
-    except OSError:
-        return 0.0
-    return (sum(fields) - fields[3] - fields[4]) * JIFFY_S
-
-
-def own() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    average_s = torch.tensor(statistics.median(seconds) / dist.get_world_size())
+    dist.all_reduce(average_s)
+    return float(average_s), seconds
 
 
 def planned(path: str, num_ranks: int, lowering: str) -> Iterator[tuple[float, float, float]]:
@@ -165,14 +141,10 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.keep or Path(folder) / "calibration.json"
-        compiles = arguments.lowering == "inductor"
-        started = time.perf_counter()
-        path.write_text(json.dumps(on_ranks(calibrated, arguments.ranks, compiles)[0]))
-        print(f"calibrated in {time.perf_counter() - started:.0f} s", flush=True)
-        given = str(path), arguments.lowering, arguments.rounds
-        of_ranks = on_ranks(measured, arguments.ranks, *given)
+        found = on_ranks(measured, arguments.ranks, arguments.lowering, arguments.rounds)
+        path.write_text(json.dumps(found[0][0]))
         plans = list(planned(str(path), arguments.ranks, arguments.lowering))
-    steps = [statistics.fmean(ranks) for ranks in zip(*of_ranks, strict=True)]
+    steps = [statistics.fmean(ranks) for ranks in zip(*(steps for _, steps in found), strict=True)]
     rows = [
         (
             f"{sizes.model} {sizes.width} x {sizes.layers}",

@@ -48,10 +48,10 @@ class Training:
 
 
 TRAININGS = (
-    Training(64, 2, 32, 3),
+    Training(64, 2, 64, 3),
     Training(128, 4, 64, 0),
-    Training(192, 4, 64, 2),
-    Training(256, 4, 128, 3),
+    Training(192, 2, 128, 2),
+    Training(256, 8, 128, 3),
 )
 COMPILED = Training(128, 4, 64, 3, lowering="inductor")
 """The one that says how much less steps take whose operators Inductor fuses."""
@@ -81,11 +81,23 @@ class Block(nn.Module):
         rows, length, width = x.shape
         heads = self.attention(self.norm(x)).view(rows, length, 3, -1, HEAD_WIDTH)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key = rotated(query), rotated(key)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         x = x + self.down(F.gelu(self.up(x)))
         y = self.root_norm(x)
         return x + self.back(F.silu(self.gate(y)) * self.value(y))
+
+
+def rotated(heads: Tensor) -> Tensor:
+    """Turn pairs of features by their position.  Shapes: [rows, heads, length, features]."""
+    length, features = heads.shape[-2:]
+    powers = torch.arange(0, features, 2, device=heads.device, dtype=torch.float32) / features
+    positions = torch.arange(length, device=heads.device, dtype=torch.float32)
+    angles = positions[:, None] * 10_000.0**-powers
+    cos, sin = angles.cos(), angles.sin()
+    one, other = heads.chunk(2, dim=-1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
 
 
 class Sample(nn.Module):
@@ -100,19 +112,26 @@ class Sample(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The seconds of some steps on this rank, of as many that were timed, and of their nodes."""
+
+    steps_s: list[float]
+    timed_s: list[float]
+    nodes_s: dict[str, list[float]]
+
+
 @dataclass
 class Run:
-    """A training under way on this rank, and the seconds of its steps and of its nodes' calls."""
+    """A training under way on this rank, and its turns so far."""
 
     training: Training
     step: Callable[[], object]
     program: Program
-    steps_s: list[float] = field(default_factory=list)
-    timed_s: list[float] = field(default_factory=list)
-    nodes_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turns: list[Turn] = field(default_factory=list)
 
     @classmethod
-    def of(cls, training: Training, device: torch.device, options: dict[str, Any]) -> Run:
+    def of(cls, training: Training, device: torch.device, figures: Hardware) -> Run:
         """Compile a training, and run its first steps."""
         torch.manual_seed(0)
         backend = ZeroBackend()
@@ -128,7 +147,7 @@ class Run:
             optimizer.zero_grad()
             return loss
 
-        own = {"stage": training.stage, "lowering": training.lowering, **options}
+        own = {"stage": training.stage, "lowering": training.lowering, "hardware": figures}
         compiled = torch.compile(step, backend=backend, options=own, dynamic=False)
         for _ in range(3):
             compiled(tokens)
@@ -137,10 +156,13 @@ class Run:
 
     def turn(self, times: int, communicator: Communicator, device: torch.device) -> None:
         """Run steps as they are, and as many with their nodes timed."""
-        self.steps_s += self._steps(times, communicator, device)
+        steps_s = self._steps(times, communicator, device)
+        timed_s: list[float] = []
+        nodes_s: dict[str, list[float]] = defaultdict(list)
         if self.training.lowering == "eager":
-            with self._timed(device):
-                self.timed_s += self._steps(times, communicator, device)
+            with self._timed(nodes_s, device):
+                timed_s = self._steps(times, communicator, device)
+        self.turns.append(Turn(steps_s, timed_s, nodes_s))
 
     def _steps(self, times: int, communicator: Communicator, device: torch.device) -> list[float]:
         seconds = []
@@ -155,7 +177,7 @@ class Run:
         return seconds
 
     @contextmanager
-    def _timed(self, device: torch.device) -> Iterator[None]:
+    def _timed(self, seconds: dict[str, list[float]], device: torch.device) -> Iterator[None]:
         runtime = self.program.runtime
         assert runtime is not None and isinstance(runtime.program, fx.GraphModule)
         plain = runtime.program
@@ -164,7 +186,7 @@ class Run:
         graph.output(graph.graph_copy(plain.graph, copies))
         for node, copy in copies.items():
             if copy.op == "call_function":
-                copy.target = _timing(copy.target, self.nodes_s[node.name], device)
+                copy.target = _timing(copy.target, seconds[node.name], device)
         runtime.program = fx.GraphModule(plain, graph)
         try:
             yield
@@ -192,14 +214,48 @@ def finish(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A training's medians over all ranks: of a step, and of each node by its name.
+    """A training's medians: of a step, of each node by its name, and of what is beside nodes.
 
-    A wait is that of the rank that came to it last, which waits for the transfer alone.
+    Of the half of the turns in which steps were fastest, and the average rank; but a wait is that
+    of the rank that came to it last, which waits for the transfer alone.
     """
 
     run: Run
     step_s: float
     nodes_s: dict[str, float]
+    beside_s: float
+
+
+class Calibrator:
+    """Trains what is measured, in turns; collective.
+
+    ``figures`` are those that programs are made with, ``calibrated`` the same with what has been
+    measured so far; all ranks have the same.
+    """
+
+    def __init__(
+        self, communicator: Communicator, device: torch.device, *, with_inductor: bool = False
+    ) -> None:
+        self.communicator, self.device = communicator, device
+        figures = measured(communicator, device, "zerofx calibrate", timeout_s=300.0)
+        self.figures = figures or replace(NOMINAL, **own_compute(device))
+        chosen = (*TRAININGS, COMPILED) if with_inductor else TRAININGS
+        self.runs = [Run.of(training, device, self.figures) for training in chosen]
+
+    def turn(self) -> None:
+        """Run some steps of each training."""
+        for run in self.runs:
+            once_s = statistics.median(run.turns[-1].steps_s) if run.turns else SHORTEST_TURN_S / 2
+            times = _agreed(max(1, math.ceil(SHORTEST_TURN_S / once_s)))
+            run.turn(times, self.communicator, self.device)
+
+    def calibrated(self) -> Hardware:
+        """Return the figures with a calibration, of all turns so far."""
+        ranks, device = self.communicator.world_size, self.device
+        title = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+        source = f"calibrated by {ranks} rank(s) of {title}, torch {torch.__version__}"
+        found = [_measured(run) for run in self.runs]
+        return _with_times(replace(self.figures, source=source), found, ranks)
 
 
 def calibrate(
@@ -209,26 +265,10 @@ def calibrate(
 
     All ranks return the same, those of all of them.
     """
-    name, world_size = "zerofx calibrate", communicator.world_size
-    figures = measured(communicator, device, name, timeout_s=300.0)
-    if figures is None:
-        figures = replace(NOMINAL, **own_compute(device))
-    options = {"hardware": figures}
-    chosen = (*TRAININGS, COMPILED) if with_inductor else TRAININGS
-    runs = [Run.of(training, device, options) for training in chosen]
+    calibrator = Calibrator(communicator, device, with_inductor=with_inductor)
     for _ in range(ROUNDS):
-        for run in runs:
-            once_s = statistics.median(run.steps_s) if run.steps_s else 0.0
-            times = _agreed(max(1, math.ceil(SHORTEST_TURN_S / once_s)) if once_s else 2)
-            run.turn(times, communicator, device)
-    found = [_measured(run) for run in runs]
-    calibration = _calibration(
-        [one for one in found if one.run.training.lowering == "eager"], world_size
-    )
-    title = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
-    source = f"calibrated by {world_size} rank(s) of {title}, torch {torch.__version__}"
-    figures = replace(figures, calibration=calibration, source=source)
-    return _with_times(figures, found)
+        calibrator.turn()
+    return calibrator.calibrated()
 
 
 def _agreed(times: int) -> int:
@@ -247,17 +287,27 @@ def _of_all_ranks(numbers: Sequence[float]) -> list[list[float]]:
 
 def _measured(run: Run) -> Measured:
     """Put together what the ranks have measured of one training."""
-    names = [name for name, seconds in run.nodes_s.items() if seconds]
+    of_turns = _of_all_ranks([statistics.median(turn.steps_s) for turn in run.turns])
+    order = sorted(range(len(of_turns)), key=lambda at: statistics.fmean(of_turns[at]))
+    quiet = [run.turns[at] for at in order[: -(-len(order) // 2)]]
+    step_s = statistics.fmean(
+        _of_all_ranks([statistics.median(second for turn in quiet for second in turn.steps_s)])[0]
+    )
+    calls: dict[str, list[float]] = defaultdict(list)
+    beside: list[float] = []
+    for turn in quiet:
+        for name, seconds in turn.nodes_s.items():
+            calls[name] += seconds
+        for at, timed_s in enumerate(turn.timed_s):
+            beside.append(timed_s - sum(of[at] for of in turn.nodes_s.values()))
     waits = {node.name for node in run.program.gm.graph.nodes if ops.is_wait(node)}
+    columns = iter(_of_all_ranks([second for of in calls.values() for second in of]))
     nodes_s: dict[str, float] = {}
-    flat = [second for name in names for second in run.nodes_s[name]]
-    columns = iter(_of_all_ranks(flat))
-    for name in names:
-        calls = [next(columns) for _ in run.nodes_s[name]]
-        together = [min(call) if name in waits else statistics.fmean(call) for call in calls]
-        nodes_s[name] = statistics.median(together)
-    (steps_s,) = _of_all_ranks([statistics.median(run.steps_s)])
-    return Measured(run, statistics.fmean(steps_s), nodes_s)
+    for name, of in calls.items():
+        of_ranks: Callable[[list[float]], float] = min if name in waits else statistics.fmean
+        nodes_s[name] = statistics.median([of_ranks(next(columns)) for _ in of])
+    beside_s = statistics.median(map(statistics.fmean, _of_all_ranks(beside))) if beside else 0.0
+    return Measured(run, step_s, nodes_s, beside_s)
 
 
 def _calibration(found: Sequence[Measured], ranks: int) -> Calibration:
@@ -280,10 +330,9 @@ def _calibration(found: Sequence[Measured], ranks: int) -> Calibration:
                 continue
             did = (0.0, 0) if _is_fixed(node) else work(node, program.table)
             points[name_of(node)].append((*did, seconds))
-            if not did[1] and not ops.is_ours(node.target):
+            if not (did[1] or _is_fixed(node) or ops.is_ours(node.target)):
                 others.append((*did, seconds))
-        rest_s = one.step_s - sum(one.nodes_s.values())
-        beside.append((len(program.table), 0.0, max(rest_s, 1e-6)))
+        beside.append((len(program.table), 0.0, one.beside_s))
     return Calibration(
         operators={OTHERS: fitted(others), **{name: fitted(of) for name, of in points.items()}},
         collectives={name: fitted(of) for name, of in sent.items()},
@@ -296,22 +345,41 @@ def _is_fixed(node: fx.Node) -> bool:
     return is_view(node) and not ops.is_ours(node.target)
 
 
-def _with_times(figures: Hardware, found: Sequence[Measured]) -> Hardware:
-    """Add what whole steps took of what is predicted for them, and how far these differ."""
-    calibration, ratios = figures.calibration, defaultdict(list)
-    assert calibration is not None
-    for one in found:
-        program = one.run.program
-        given = program.gm.graph, figures, program.table, calibration.ranks
-        ratios[one.run.training.lowering].append(one.step_s / predict(*given).step_s)
-    times = {name: math.exp(statistics.fmean(map(math.log, of))) for name, of in ratios.items()}
-    errors = [math.log(ratio / times["eager"]) for ratio in ratios["eager"]]
+def _with_times(figures: Hardware, found: Sequence[Measured], ranks: int) -> Hardware:
+    """Add costs, what whole steps took of what these add up to, and how far that is off.
+
+    How far, each training says by the costs of the others.
+    """
+    nodes = [one for one in found if one.run.training.lowering == "eager"]
+
+    def of(some: Sequence[Measured]) -> Hardware:
+        return replace(figures, calibration=_calibration(some, ranks))
+
+    known = of(nodes)
+    assert known.calibration is not None
+    times = {"eager": _average([_times(one, known) for one in nodes])}
+    times |= {one.run.training.lowering: _times(one, known) for one in found if one not in nodes}
+    errors = []
+    for one in nodes:
+        others = [other for other in nodes if other is not one] or nodes
+        by_others = of(others)
+        expected = _average([_times(other, by_others) for other in others])
+        errors.append(math.log(_times(one, by_others) / expected))
     spread = math.exp(WITHIN * math.sqrt(statistics.fmean(error**2 for error in errors)))
-    return replace(
-        figures,
-        calibration=replace(calibration, times=times),
-        spread=max(spread, LEAST_SPREAD),
-    )
+    calibration = replace(known.calibration, times=times)
+    return replace(known, calibration=calibration, spread=max(spread, LEAST_SPREAD))
+
+
+def _times(one: Measured, figures: Hardware) -> float:
+    """Return what a step took of what is predicted for it."""
+    program = one.run.program
+    assert figures.calibration is not None
+    ranks = figures.calibration.ranks
+    return one.step_s / predict(program.gm.graph, figures, program.table, ranks).step_s
+
+
+def _average(ratios: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
 WITHIN = 1.64
